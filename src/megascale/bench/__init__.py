@@ -1,0 +1,1 @@
+"""Benches: one module each, prints a table and writes JSON."""

@@ -1,0 +1,415 @@
+"""The one typed tree of settings: presets, TOML files and `--section.key=value` pass through one validator.
+
+Every room may import this module; it imports nothing of ours but the errors. A key exists here only if
+some code obeys it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megascale.errors import ConfigError, FitError
+
+
+class Section(BaseModel):
+    """A section of the tree: unknown keys are refused, values may not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """The transformer's shape. Sizes are counts, not bytes."""
+
+    preset: str | None = Field(
+        None, description="start from a shipped shape, such as gpt2-124m; own keys override"
+    )
+    layers: int = Field(4, ge=1, description="transformer blocks")
+    hidden: int = Field(256, ge=1, description="width of the residual stream")
+    heads: int = Field(4, ge=1, description="attention heads; must divide hidden unless head_dim is given")
+    kv_heads: int | None = Field(None, ge=1, description="key/value heads (grouped-query); default: heads")
+    head_dim: int | None = Field(None, ge=1, description="width of a head; default: hidden / heads")
+    ffn_hidden: int | None = Field(None, ge=1, description="width inside the MLP; default: 4 x hidden")
+    vocab_size: int | None = Field(None, ge=2, description="default: the tokenizer's")
+    sequence_length: int = Field(256, ge=2, description="tokens in a training sample")
+    block: Literal["serial", "parallel"] = Field(
+        "serial", description="serial: x + MLP(LN(x + Attn(LN x))); parallel: x + Attn(LN x) + MLP(LN x)"
+    )
+    parallel_norms: Literal[1, 2] = Field(
+        1, description="parallel block: one shared norm (GPT-J) or two (GPT-NeoX)"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    positions: Literal["learned", "rotary", "none"] = "learned"
+    rotary_fraction: float = Field(1.0, gt=0, le=1, description="part of each head that rotates")
+    rotary_base: float = Field(10000.0, gt=0)
+    rotary_interleaved: bool = Field(False, description="rotate neighbouring pairs (GPT-J) instead of halves")
+    attention_bias: bool = Field(True, description="biases on query, key and value")
+    attention_out_bias: bool | None = Field(
+        None, description="bias on the attention output; default: attention_bias"
+    )
+    mlp_bias: bool = True
+    head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
+    tied_embeddings: bool = Field(True, description="logits use the token embedding")
+    window: int | None = Field(
+        None, ge=1, description="sliding window: a query sees itself and the window-1 tokens before it"
+    )
+    window_pattern: str = Field(
+        "S", pattern="^[SL]+$", description="repeated over layers: S = windowed, L = full attention"
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="on embeddings and residual branches, none in attention"
+    )
+    init_std: float = Field(0.02, gt=0)
+    vocab_multiple: int = Field(
+        128, ge=1, description="the stored vocabulary is padded to a multiple of this"
+    )
+
+    @property
+    def kv(self) -> int:
+        """Number of key/value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def ffn(self) -> int:
+        """Width inside the MLP."""
+        return self.ffn_hidden or 4 * self.hidden
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate (two input projections)."""
+        return self.activation == "swiglu"
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the attention output projection has a bias."""
+        return self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
+
+    @property
+    def vocab(self) -> int:
+        """Vocabulary size; only valid once the tokenizer (or the user) has set it."""
+        if self.vocab_size is None:
+            raise ConfigError(
+                "model.vocab_size is not set and no data set gives one; set --model.vocab_size=N"
+            )
+        return self.vocab_size
+
+    @property
+    def padded_vocab(self) -> int:
+        """Vocabulary rounded up to `vocab_multiple`; rows beyond `vocab` exist in memory only."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    def layer_window(self, layer: int) -> int | None:
+        """The sliding window of `layer` (0-based) in tokens, or None for full attention."""
+        if self.window is None or self.window >= self.sequence_length:
+            return None
+        return self.window if self.window_pattern[layer % len(self.window_pattern)] == "S" else None
+
+    @model_validator(mode="after")
+    def _shapes(self) -> ModelConfig:
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(
+                f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
+                f"choose heads among the divisors of hidden or set model.head_dim"
+            )
+        if self.heads % self.kv:
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv}; "
+                "each key/value head must serve the same number of query heads"
+            )
+        if self.positions == "rotary" and int(self.head_size * self.rotary_fraction) % 2:
+            raise ValueError(
+                f"model.rotary_fraction={self.rotary_fraction} of a head of {self.head_size} gives an odd width; "
+                "rotary positions turn pairs, so choose a fraction that gives an even width"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """Where tokens come from."""
+
+    train: list[str] = Field(
+        default_factory=list, description="token files (path without .bin/.idx); more than one makes a blend"
+    )
+    weights: list[float] | None = Field(None, description="blend weights, one a file; default: by tokens")
+    valid: str | None = Field(None, description="held-out token file (path without .bin/.idx)")
+    tokenizer: str | None = Field(
+        None, description="tokenizer.json; default: the one beside the first train file"
+    )
+    shuffle: bool = Field(
+        True, description="draw samples in a random order that is a pure function of train.seed"
+    )
+
+
+class OptimizerConfig(Section):
+    """Update rule. Defaults follow GPT-3 for AdamW and You et al. 2020 for LAMB."""
+
+    name: Literal["adamw", "lamb"] = "adamw"
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="not applied to biases, norms and other 1-D tensors")
+    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
+    trust_min: float = Field(0.0, ge=0, description="LAMB: lower bound of the weight norm in the trust ratio")
+    trust_max: float = Field(
+        10.0, gt=0, description="LAMB: upper bound of the weight norm in the trust ratio"
+    )
+    lamb_bias_correction: bool = Field(True, description="LAMB: Adam's bias correction")
+
+
+class LrConfig(Section):
+    """Learning rate over steps."""
+
+    peak: float = Field(3e-4, gt=0)
+    min: float = Field(0.0, ge=0, description="the rate at the end of the decay")
+    warmup_steps: int = Field(0, ge=0, description="linear from 0 to peak")
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_steps: int | None = Field(
+        None, ge=1, description="step at which min is reached; default: train.steps"
+    )
+
+
+class ParallelConfig(Section):
+    """How the model is laid over processes. Data parallelism is what is left of the world."""
+
+    tensor: int = Field(1, ge=1, description="tensor-parallel ranks (with sequence parallelism)")
+    pipeline: int = Field(1, ge=1, description="pipeline stages")
+    virtual_stages: int = Field(1, ge=1, description="model chunks a stage (interleaved 1F1B when above 1)")
+    data: int | None = Field(
+        None, ge=1, description="data-parallel ranks; default: what is left of the world"
+    )
+    gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
+
+
+class TrainConfig(Section):
+    """The run itself."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder's name")
+    runs: str = Field("runs", description="folder that holds run folders")
+    steps: int = Field(1000, ge=0, description="optimizer steps in all")
+    micro_batch: int = Field(8, ge=1, description="sequences in one forward pass of one rank")
+    global_batch: int = Field(8, ge=1, description="sequences in one step over all ranks")
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32",
+        description="type of weights in use and of activations; master weights are at least float32",
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = Field(1234, ge=0)
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a rank; default: cores / ranks on the host"
+    )
+    log_interval: int = Field(10, ge=1, description="steps between printed lines")
+    eval_interval: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
+    eval_samples: int = Field(128, ge=1, description="held-out sequences an evaluation reads during training")
+    sample_prompt: str | None = Field(None, description="text to continue at the end of training")
+    sample_tokens: int = Field(120, ge=1)
+    stop_after: int | None = Field(
+        None, ge=1, description="stop after this many steps of this start (for tests)"
+    )
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(2, ge=1, description="committed checkpoints to keep")
+    resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
+
+
+class ObserveConfig(Section):
+    """What a run tells about itself."""
+
+    tensorboard: bool = True
+    progress: bool = Field(True, description="live progress line on a terminal")
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="bf16 dense peak of one device for MFU; default: known cards, else MFU is not printed",
+    )
+
+
+class Config(Section):
+    """The whole tree."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr: LrConfig = LrConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def run_folder(self) -> Path:
+        """`runs/NAME`: all that a run leaves behind."""
+        return Path(self.train.runs) / self.train.name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.data.weights is not None and len(self.data.weights) != len(self.data.train):
+            raise ValueError(
+                f"data.weights has {len(self.data.weights)} entries for {len(self.data.train)} files in data.train; "
+                "give one weight a file"
+            )
+        if self.lr.min > self.lr.peak:
+            raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
+        return self
+
+    def microbatches(self, data_parallel: int) -> int:
+        """Micro-batches a data-parallel rank runs in a step; FitError if sizes do not divide."""
+        per_micro = self.train.micro_batch * data_parallel
+        if self.train.global_batch % per_micro:
+            near = max(1, round(self.train.global_batch / per_micro)) * per_micro
+            raise FitError(
+                f"train.global_batch={self.train.global_batch} is not a multiple of train.micro_batch x data-parallel "
+                f"ranks = {self.train.micro_batch} x {data_parallel}; try --train.global_batch={near}"
+            )
+        return self.train.global_batch // per_micro
+
+    def to_toml(self) -> str:
+        """The resolved tree as TOML; unset keys are left out."""
+        lines = []
+        for name, section in self.model_dump(exclude_none=True).items():
+            lines.append(f"[{name}]")
+            lines += [f"{key} = {_toml_value(value)}" for key, value in section.items()]
+            lines.append("")
+        return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return repr(value)
+
+
+def presets() -> list[str]:
+    """Names of the shipped model shapes."""
+    folder = resources.files("megascale.model") / "presets"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The `model` keys of a shipped shape; ConfigError naming the nearest if there is no such preset."""
+    if name not in presets():
+        raise ConfigError(f"model.preset={name!r} is not a shipped model; {_nearest(name, presets())}")
+    text = (resources.files("megascale.model") / "presets" / f"{name}.toml").read_text()
+    return tomllib.loads(text)["model"]
+
+
+def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Read a TOML file, lay `section.key=value` overrides on it, resolve the preset and validate.
+
+    Raises ConfigError (wrong key, type or value) with the key, the value and what would be right.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        try:
+            tree = tomllib.loads(file.read_text())
+        except FileNotFoundError:
+            near = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
+            hint = f"; there is {', '.join(near[:4])}" if near else ""
+            raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}") from None
+        except IsADirectoryError:
+            raise ConfigError(
+                f"configuration file {str(file)!r} is a folder; name a .toml file in it"
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"configuration file {str(file)!r} is not valid TOML: {error}") from None
+    for text in overrides:
+        section, key, value = _parse_override(text)
+        table = tree.setdefault(section, {})
+        if isinstance(table, dict):
+            table[key] = value
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, Any]) -> Config:
+    """Validate nested dictionaries (as TOML gives them) into a Config; ConfigError on anything wrong."""
+    tree = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tree.items()}
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("preset"), str):
+        tree["model"] = {**preset(model["preset"]), **model}
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e, tree) for e in error.errors())) from None
+
+
+def _parse_override(text: str) -> tuple[str, str, Any]:
+    name, equals, raw = text.removeprefix("--").partition("=")
+    section, dot, key = name.partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(
+            f"override {text!r} is not of the form --section.key=value, such as --train.steps=100"
+        )
+    section, key = section.replace("-", "_"), key.replace("-", "_")
+    try:
+        value = tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        field = Config.model_fields.get(section)
+        sub = getattr(field.annotation, "model_fields", {}).get(key) if field else None
+        # A list may be written a,b,c: shells make quoting brackets tedious.
+        value = raw.split(",") if sub is not None and "list" in str(sub.annotation) else raw
+    else:
+        field = Config.model_fields.get(section)
+        sub = getattr(field.annotation, "model_fields", {}).get(key) if field else None
+        if sub is not None and sub.annotation in (str, str | None) and not isinstance(value, str):
+            value = raw  # a run may be called 1 or true
+    return section, key, value
+
+
+def _explain(error: Any, tree: Mapping[str, Any]) -> str:
+    """One paragraph for one pydantic error."""
+    path = [str(p) for p in error["loc"]]
+    name = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        if len(path) == 1:
+            return f"there is no section [{name}]; {_nearest(name, list(Config.model_fields))}"
+        keys = list(getattr(Config.model_fields[path[0]].annotation, "model_fields", {}))
+        everywhere = [
+            f"{section}.{key}"
+            for section, field in Config.model_fields.items()
+            for key in getattr(field.annotation, "model_fields", {})
+        ]
+        here = difflib.get_close_matches(path[1], keys, n=1)
+        other = [k for k in everywhere if k.endswith("." + path[1])] or difflib.get_close_matches(
+            name, everywhere, n=1
+        )
+        near = [f"{path[0]}.{here[0]}"] if here else other
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(keys)}"
+        return f"there is no key {name} (value {error['input']!r}); {hint}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if len(path) == 1 and path[0] in Config.model_fields:
+        return f"[{name}] must be a section with keys, not {error['input']!r}"
+    field = (
+        getattr(Config.model_fields[path[0]].annotation, "model_fields", {}).get(path[1])
+        if len(path) > 1
+        else None
+    )
+    about = f" ({field.description})" if field is not None and field.description else ""
+    return f"{name}={error['input']!r} is wrong: {error['msg'][0].lower()}{error['msg'][1:]}{about}"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

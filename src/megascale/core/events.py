@@ -1,0 +1,20 @@
+"""The one list of event names that stand in a run's events.jsonl."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Event(StrEnum):
+    """What happened to a run, in the order in which a calm run meets them."""
+
+    RUN_STARTED = "run_started"
+    RESUMED = "resumed"
+    CHECKPOINT_SAVED = "checkpoint_saved"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    CHECKPOINT_SKIPPED = "checkpoint_skipped"
+    EVALUATED = "evaluated"
+    NONFINITE_LOSS = "nonfinite_loss"
+    INTERRUPTED = "interrupted"
+    RUN_FAILED = "run_failed"
+    RUN_FINISHED = "run_finished"

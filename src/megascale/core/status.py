@@ -1,0 +1,76 @@
+"""What a trainer tells its host: one small file a rank, rewritten in place, readable while the trainer hangs.
+
+The record lives in a memory-mapped file of fixed size, so that an update costs a copy of some hundred bytes and
+no system call, and the last word of a dead or stuck process stays on disk. A sequence number before and after the
+text (odd while writing) lets a reader on the same host tell a torn record.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_SIZE = 1024
+_HEADER = struct.Struct("<QI")
+
+
+@dataclass(frozen=True)
+class Status:
+    """A trainer's last word. `phase` is one of start, load, train, evaluate, save, done, failed."""
+
+    rank: int
+    pid: int
+    phase: str
+    step: int
+    time_ns: int
+    action: str = ""
+    microbatch: int = -1
+    message: str = ""
+
+
+class StatusFile:
+    """Writes the status of one rank into `FOLDER/rank-N.status`."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"rank-{rank}.status"
+        self.rank = rank
+        with open(self.path, "a+b") as file:
+            file.truncate(_SIZE)
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._sequence = 0
+        self.update("start", 0)
+
+    def update(
+        self, phase: str, step: int, action: str = "", microbatch: int = -1, message: str = ""
+    ) -> None:
+        """Say where this rank is."""
+        status = Status(
+            self.rank, os.getpid(), phase, step, time.time_ns(), action, microbatch, message[:400]
+        )
+        body = json.dumps(asdict(status)).encode()[: _SIZE - _HEADER.size]
+        self._sequence += 2
+        self._map[: _HEADER.size] = _HEADER.pack(self._sequence - 1, len(body))
+        self._map[_HEADER.size : _HEADER.size + len(body)] = body
+        self._map[: _HEADER.size] = _HEADER.pack(self._sequence, len(body))
+
+    def close(self) -> None:
+        """Let go of the file; its last word stays."""
+        self._map.close()
+
+
+def read_status(path: Path) -> Status | None:
+    """The last whole record of a rank, or None if there is none yet or it is being written."""
+    try:
+        data = path.read_bytes()
+        sequence, length = _HEADER.unpack_from(data)
+        if sequence % 2 or not length:
+            return None
+        return Status(**json.loads(data[_HEADER.size : _HEADER.size + length]))
+    except (OSError, struct.error, ValueError, TypeError):
+        return None

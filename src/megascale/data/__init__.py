@@ -1,0 +1,1 @@
+"""Tokens on disk, tokenizers, the builder, sample order and the host loader."""

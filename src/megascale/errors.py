@@ -1,0 +1,38 @@
+"""Errors a user may meet: one class per exit code, each message one paragraph naming key, value and remedy."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_CANNOT_FIT = 3
+EXIT_BAD_DATA = 4
+EXIT_INTERRUPTED = 130
+
+
+class MegascaleError(Exception):
+    """A failure with a message meant for a person; the command line prints it without a traceback."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(MegascaleError):
+    """A key, value or command that is wrong in itself: misspelt, of a wrong type, missing (exit 2)."""
+
+    exit_code = EXIT_USAGE
+
+
+class FitError(MegascaleError):
+    """Sizes that do not divide or do not fit the machine (exit 3)."""
+
+    exit_code = EXIT_CANNOT_FIT
+
+
+class DataError(MegascaleError):
+    """Data or a checkpoint that is missing, damaged or of another model (exit 4)."""
+
+    exit_code = EXIT_BAD_DATA
+
+
+class TrainingError(MegascaleError):
+    """Training that cannot go on: a loss that is not a number, a full disk, a lost process (exit 1)."""

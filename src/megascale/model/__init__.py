@@ -1,0 +1,1 @@
+"""The transformer, its presets, and conversion from and to Hugging Face."""

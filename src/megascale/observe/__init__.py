@@ -1,0 +1,1 @@
+"""Metrics, plots, timers and what explains a run to a person."""

@@ -1,0 +1,1 @@
+"""Operators: a fused kernel beside its plain PyTorch reference, one file each."""

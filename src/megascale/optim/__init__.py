@@ -1,0 +1,1 @@
+"""Optimizers on flat shards and learning-rate schedules."""

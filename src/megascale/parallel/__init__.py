@@ -1,0 +1,1 @@
+"""Tensor, pipeline and data parallelism: functions and buffers that take process groups as arguments."""

@@ -1,0 +1,1 @@
+"""How processes find each other: stores, and the groups that the grid declares, made in order."""

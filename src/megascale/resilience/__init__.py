@@ -1,0 +1,1 @@
+"""Driver, agents, diagnostics and recovery. Starts trainers as processes, never imports them."""

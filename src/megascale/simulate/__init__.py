@@ -1,0 +1,1 @@
+"""The step simulator. Imports no torch."""

@@ -1,0 +1,1 @@
+"""The training loop, evaluation, generation, and starting processes."""
