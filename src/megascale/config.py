@@ -27,9 +27,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The transformer's shape. Sizes are counts, not bytes."""
 
-    preset: str | None = Field(
-        None, description="start from a shipped shape, such as gpt2-124m; own keys override"
-    )
+    preset: str | None = Field(None, description="start from a shipped shape, such as gpt2-124m; own keys override")
     layers: int = Field(4, ge=1, description="transformer blocks")
     hidden: int = Field(256, ge=1, description="width of the residual stream")
     heads: int = Field(4, ge=1, description="attention heads; must divide hidden unless head_dim is given")
@@ -41,9 +39,7 @@ class ModelConfig(Section):
     block: Literal["serial", "parallel"] = Field(
         "serial", description="serial: x + MLP(LN(x + Attn(LN x))); parallel: x + Attn(LN x) + MLP(LN x)"
     )
-    parallel_norms: Literal[1, 2] = Field(
-        1, description="parallel block: one shared norm (GPT-J) or two (GPT-NeoX)"
-    )
+    parallel_norms: Literal[1, 2] = Field(1, description="parallel block: one shared norm (GPT-J) or two (GPT-NeoX)")
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = Field(1e-5, gt=0)
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
@@ -52,9 +48,7 @@ class ModelConfig(Section):
     rotary_base: float = Field(10000.0, gt=0)
     rotary_interleaved: bool = Field(False, description="rotate neighbouring pairs (GPT-J) instead of halves")
     attention_bias: bool = Field(True, description="biases on query, key and value")
-    attention_out_bias: bool | None = Field(
-        None, description="bias on the attention output; default: attention_bias"
-    )
+    attention_out_bias: bool | None = Field(None, description="bias on the attention output; default: attention_bias")
     mlp_bias: bool = True
     head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
     tied_embeddings: bool = Field(True, description="logits use the token embedding")
@@ -64,13 +58,9 @@ class ModelConfig(Section):
     window_pattern: str = Field(
         "S", pattern="^[SL]+$", description="repeated over layers: S = windowed, L = full attention"
     )
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="on embeddings and residual branches, none in attention"
-    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings and residual branches, none in attention")
     init_std: float = Field(0.02, gt=0)
-    vocab_multiple: int = Field(
-        128, ge=1, description="the stored vocabulary is padded to a multiple of this"
-    )
+    vocab_multiple: int = Field(128, ge=1, description="the stored vocabulary is padded to a multiple of this")
 
     @property
     def kv(self) -> int:
@@ -101,9 +91,7 @@ class ModelConfig(Section):
     def vocab(self) -> int:
         """Vocabulary size; only valid once the tokenizer (or the user) has set it."""
         if self.vocab_size is None:
-            raise ConfigError(
-                "model.vocab_size is not set and no data set gives one; set --model.vocab_size=N"
-            )
+            raise ConfigError("model.vocab_size is not set and no data set gives one; set --model.vocab_size=N")
         return self.vocab_size
 
     @property
@@ -145,12 +133,8 @@ class DataConfig(Section):
     )
     weights: list[float] | None = Field(None, description="blend weights, one a file; default: by tokens")
     valid: str | None = Field(None, description="held-out token file (path without .bin/.idx)")
-    tokenizer: str | None = Field(
-        None, description="tokenizer.json; default: the one beside the first train file"
-    )
-    shuffle: bool = Field(
-        True, description="draw samples in a random order that is a pure function of train.seed"
-    )
+    tokenizer: str | None = Field(None, description="tokenizer.json; default: the one beside the first train file")
+    shuffle: bool = Field(True, description="draw samples in a random order that is a pure function of train.seed")
 
 
 class OptimizerConfig(Section):
@@ -163,9 +147,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.1, ge=0, description="not applied to biases, norms and other 1-D tensors")
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
     trust_min: float = Field(0.0, ge=0, description="LAMB: lower bound of the weight norm in the trust ratio")
-    trust_max: float = Field(
-        10.0, gt=0, description="LAMB: upper bound of the weight norm in the trust ratio"
-    )
+    trust_max: float = Field(10.0, gt=0, description="LAMB: upper bound of the weight norm in the trust ratio")
     lamb_bias_correction: bool = Field(True, description="LAMB: Adam's bias correction")
 
 
@@ -176,9 +158,7 @@ class LrConfig(Section):
     min: float = Field(0.0, ge=0, description="the rate at the end of the decay")
     warmup_steps: int = Field(0, ge=0, description="linear from 0 to peak")
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    decay_steps: int | None = Field(
-        None, ge=1, description="step at which min is reached; default: train.steps"
-    )
+    decay_steps: int | None = Field(None, ge=1, description="step at which min is reached; default: train.steps")
 
 
 class ParallelConfig(Section):
@@ -187,9 +167,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks (with sequence parallelism)")
     pipeline: int = Field(1, ge=1, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, description="model chunks a stage (interleaved 1F1B when above 1)")
-    data: int | None = Field(
-        None, ge=1, description="data-parallel ranks; default: what is left of the world"
-    )
+    data: int | None = Field(None, ge=1, description="data-parallel ranks; default: what is left of the world")
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
 
 
@@ -207,17 +185,13 @@ class TrainConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = Field(1234, ge=0)
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank; default: cores / ranks on the host"
-    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: cores / ranks on the host")
     log_interval: int = Field(10, ge=1, description="steps between printed lines")
     eval_interval: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
     eval_samples: int = Field(128, ge=1, description="held-out sequences an evaluation reads during training")
     sample_prompt: str | None = Field(None, description="text to continue at the end of training")
     sample_tokens: int = Field(120, ge=1)
-    stop_after: int | None = Field(
-        None, ge=1, description="stop after this many steps of this start (for tests)"
-    )
+    stop_after: int | None = Field(None, ge=1, description="stop after this many steps of this start (for tests)")
 
 
 class CheckpointConfig(Section):
@@ -329,9 +303,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
             hint = f"; there is {', '.join(near[:4])}" if near else ""
             raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}") from None
         except IsADirectoryError:
-            raise ConfigError(
-                f"configuration file {str(file)!r} is a folder; name a .toml file in it"
-            ) from None
+            raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"configuration file {str(file)!r} is not valid TOML: {error}") from None
     for text in overrides:
@@ -358,9 +330,7 @@ def _parse_override(text: str) -> tuple[str, str, Any]:
     name, equals, raw = text.removeprefix("--").partition("=")
     section, dot, key = name.partition(".")
     if not (equals and dot and section and key):
-        raise ConfigError(
-            f"override {text!r} is not of the form --section.key=value, such as --train.steps=100"
-        )
+        raise ConfigError(f"override {text!r} is not of the form --section.key=value, such as --train.steps=100")
     section, key = section.replace("-", "_"), key.replace("-", "_")
     try:
         value = tomllib.loads(f"v = {raw}")["v"]
@@ -391,9 +361,7 @@ def _explain(error: Any, tree: Mapping[str, Any]) -> str:
             for key in getattr(field.annotation, "model_fields", {})
         ]
         here = difflib.get_close_matches(path[1], keys, n=1)
-        other = [k for k in everywhere if k.endswith("." + path[1])] or difflib.get_close_matches(
-            name, everywhere, n=1
-        )
+        other = [k for k in everywhere if k.endswith("." + path[1])] or difflib.get_close_matches(name, everywhere, n=1)
         near = [f"{path[0]}.{here[0]}"] if here else other
         hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(keys)}"
         return f"there is no key {name} (value {error['input']!r}); {hint}"
@@ -401,11 +369,7 @@ def _explain(error: Any, tree: Mapping[str, Any]) -> str:
         return str(error["ctx"]["error"])
     if len(path) == 1 and path[0] in Config.model_fields:
         return f"[{name}] must be a section with keys, not {error['input']!r}"
-    field = (
-        getattr(Config.model_fields[path[0]].annotation, "model_fields", {}).get(path[1])
-        if len(path) > 1
-        else None
-    )
+    field = getattr(Config.model_fields[path[0]].annotation, "model_fields", {}).get(path[1]) if len(path) > 1 else None
     about = f" ({field.description})" if field is not None and field.description else ""
     return f"{name}={error['input']!r} is wrong: {error['msg'][0].lower()}{error['msg'][1:]}{about}"
 

@@ -42,14 +42,10 @@ class Grid:
     def __post_init__(self) -> None:
         for axis in AXES:
             if self.size(axis) < 1:
-                raise FitError(
-                    f"parallel.{axis}={self.size(axis)} is not positive; an axis has at least one rank"
-                )
+                raise FitError(f"parallel.{axis}={self.size(axis)} is not positive; an axis has at least one rank")
 
     @classmethod
-    def of_world(
-        cls, world: int, tensor: int, pipeline: int, data: int | None = None, ranks_per_host: int = 8
-    ) -> Grid:
+    def of_world(cls, world: int, tensor: int, pipeline: int, data: int | None = None, ranks_per_host: int = 8) -> Grid:
         """The grid of `world` ranks; data parallelism is what is left. FitError if it does not divide."""
         model = tensor * pipeline
         if world % model:
@@ -107,10 +103,7 @@ class Grid:
         at = self.coordinate(rank)
         spans = {axis: range(self.size(axis)) if axis in axes else (getattr(at, axis),) for axis in AXES}
         return [
-            self.rank(Coordinate(p, d, t))
-            for p in spans["pipeline"]
-            for d in spans["data"]
-            for t in spans["tensor"]
+            self.rank(Coordinate(p, d, t)) for p in spans["pipeline"] for d in spans["data"] for t in spans["tensor"]
         ]
 
     def groups(self, axes: tuple[str, ...] | str) -> list[list[int]]:

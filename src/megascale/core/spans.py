@@ -58,9 +58,7 @@ class Span:
 class Recorder(Protocol):
     """What the engine needs from a timer; `observe` provides the real ones."""
 
-    def start(
-        self, action: str, chunk: int = -1, microbatch: int = -1, axis: str = "", bytes: int = 0
-    ) -> int:
+    def start(self, action: str, chunk: int = -1, microbatch: int = -1, axis: str = "", bytes: int = 0) -> int:
         """Mark the start of an action on the current stream; returns a handle for `stop`."""
 
     def stop(self, handle: int) -> None:
@@ -70,9 +68,7 @@ class Recorder(Protocol):
 class NoRecorder:
     """Records nothing, costs nothing."""
 
-    def start(
-        self, action: str, chunk: int = -1, microbatch: int = -1, axis: str = "", bytes: int = 0
-    ) -> int:
+    def start(self, action: str, chunk: int = -1, microbatch: int = -1, axis: str = "", bytes: int = 0) -> int:
         return 0
 
     def stop(self, handle: int) -> None:

@@ -46,13 +46,9 @@ class StatusFile:
         self._sequence = 0
         self.update("start", 0)
 
-    def update(
-        self, phase: str, step: int, action: str = "", microbatch: int = -1, message: str = ""
-    ) -> None:
+    def update(self, phase: str, step: int, action: str = "", microbatch: int = -1, message: str = "") -> None:
         """Say where this rank is."""
-        status = Status(
-            self.rank, os.getpid(), phase, step, time.time_ns(), action, microbatch, message[:400]
-        )
+        status = Status(self.rank, os.getpid(), phase, step, time.time_ns(), action, microbatch, message[:400])
         body = json.dumps(asdict(status)).encode()[: _SIZE - _HEADER.size]
         self._sequence += 2
         self._map[: _HEADER.size] = _HEADER.pack(self._sequence - 1, len(body))
