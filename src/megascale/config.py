@@ -171,6 +171,16 @@ class ParallelConfig(Section):
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
 
 
+class KernelsConfig(Section):
+    """Which implementation the operators run."""
+
+    mode: Literal["auto", "fused", "reference"] = Field(
+        "auto",
+        description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
+        "auto: fused where they can run, and a printed line where not",
+    )
+
+
 class TrainConfig(Section):
     """The run itself."""
 
@@ -222,6 +232,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr: LrConfig = LrConfig()
     parallel: ParallelConfig = ParallelConfig()
+    kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
