@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from megascale.config import ModelConfig
-from megascale.core.tensors import Piece
+from megascale.core.tensors import Box, Piece
 from megascale.parallel.parameters import Spec, parameter
 from megascale.ops.activation import gelu, swiglu
 from megascale.ops.attention import attention
-from megascale.ops.dropout import dropout
+from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.norm import layer_norm, rms_norm
 from megascale.ops.rope import apply_rotary, rotary_tables
 from megascale.parallel.collectives import ALONE, Axis
@@ -199,7 +199,7 @@ class Block(nn.Module):
     def _drop(self, y_SBH: torch.Tensor, site: int, step: Step) -> torch.Tensor:
         if not self.model.dropout or step.dropout_key is None:
             return y_SBH
-        key = step.dropout_key * 1_000_003 + 2 * (self.layer + 1) + site
+        key = dropout_key(step.dropout_key, self.layer, site)
         return dropout(y_SBH, self.model.dropout, key, self.axis.rank * y_SBH.shape[0], step.sample_start)
 
 
@@ -252,12 +252,10 @@ class Chunk(nn.Module):
     def _vocabulary_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         """This rank's rows of a tensor with a row a token; rows past the real vocabulary are nobody's."""
         rows = self.model.padded_vocab // self.axis.size
-        start = self.axis.rank * rows
+        start = min(self.axis.rank * rows, self.model.vocab)
         count = max(0, min(rows, self.model.vocab - start))
-        if not count:
-            return ()
         whole = Piece.whole(name, shape)
-        box = type(whole.box)((start, *whole.box.offsets[1:]), (count, *whole.box.sizes[1:]))
+        box = Box((start, *whole.box.offsets[1:]), (count, *whole.box.sizes[1:]))
         return (Piece(name, shape, box, whole.decay),)
 
     def _vocabulary(self, name: str, dtype: torch.dtype) -> nn.Parameter:
@@ -306,7 +304,7 @@ class Chunk(nn.Module):
             start = past + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and step.dropout_key is not None:
-            key = step.dropout_key * 1_000_003
+            key = dropout_key(step.dropout_key, self.model.layers, 0)
             x = dropout(x, self.model.dropout, key, self.axis.rank * x.shape[0], step.sample_start)
         return x
 

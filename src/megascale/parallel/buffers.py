@@ -21,7 +21,7 @@ from megascale.parallel.parameters import Spec, materialise, spec_of
 
 
 @dataclass(frozen=True)
-class Segment:
+class Extent:
     """A run of a shard that belongs to one piece: what decay, norms and checkpoints need to know.
 
     Attributes:
@@ -44,7 +44,7 @@ class Shard:
 
     params: torch.Tensor
     grads: torch.Tensor
-    segments: list[Segment]
+    extents: list[Extent]
 
 
 class FlatChunk:
@@ -84,6 +84,7 @@ class FlatChunk:
             storage[p] = self.params[start : start + p.numel()].view(p.shape)
         materialise(module, storage)
         self.parameters = list(module.parameters())
+        self.names = {piece.name for spec in specs for piece in spec.pieces}
         self._bucket_of = {i: b for b, span in enumerate(self.layout.buckets) for i in span.members}
         for i, (p, start) in enumerate(zip(self.parameters, self.layout.starts, strict=True)):
             p.main_grad = self.grads[start : start + p.numel()].view(p.shape)  # type: ignore[attr-defined]
@@ -127,7 +128,8 @@ class FlatChunk:
 
     @staticmethod
     def _accumulate(p: torch.Tensor) -> None:
-        assert p.grad is not None
+        if p.grad is None:
+            return  # an operator has put it into main_grad and said so
         p.main_grad.add_(p.grad)  # type: ignore[attr-defined]
         p.grad = None
         p.grad_ready()  # type: ignore[attr-defined]
@@ -176,16 +178,16 @@ class FlatChunk:
         start, stop = span.start, span.stop
         if self.zero > 0:
             start, stop = self.layout.shard(bucket, self.data.rank, self.data.size)
-        segments = sorted(self._segments(span.members, start, stop), key=lambda s: s.start)
-        return Shard(self.params[start:stop], self.grads[start:stop], segments)
+        extents = sorted(self._extents(span.members, start, stop), key=lambda s: s.start)
+        return Shard(self.params[start:stop], self.grads[start:stop], extents)
 
-    def _segments(self, members: tuple[int, ...], start: int, stop: int) -> Iterator[Segment]:
+    def _extents(self, members: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
         for i in members:
             spec, at = spec_of(self.parameters[i]), self.layout.starts[i]
             for piece in spec.pieces:
                 a, b = max(at, start), min(at + piece.box.count, stop)
                 if a < b:
-                    yield Segment(a - start, b - start, spec, piece, a - at)
+                    yield Extent(a - start, b - start, spec, piece, a - at)
                 at += piece.box.count
 
 
@@ -194,9 +196,9 @@ def grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def segment_boxes(segment: Segment, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
-    """Cut a segment of a shard-shaped tensor into boxes of its logical tensor: (piece, offsets, view of box shape)."""
-    length = segment.stop - segment.start
-    for box, a, b in flat_boxes(segment.piece.box, segment.first, segment.first + length):
-        view = flat[segment.start + a - segment.first : segment.start + b - segment.first]
-        yield segment.piece, box.offsets, view.view(box.sizes)
+def extent_boxes(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
+    """Cut an extent of a shard-shaped tensor into boxes of its logical tensor: (piece, offsets, view of box shape)."""
+    length = extent.stop - extent.start
+    for box, a, b in flat_boxes(extent.piece.box, extent.first, extent.first + length):
+        view = flat[extent.start + a - extent.first : extent.start + b - extent.first]
+        yield extent.piece, box.offsets, view.view(box.sizes)

@@ -10,7 +10,7 @@ import torch
 from megascale.config import Config
 from megascale.core.grid import Grid
 from megascale.model.transformer import Chunk, Step
-from megascale.optim.optimizer import ShardedOptimizer, make_optimizer
+from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import FlatChunk
 from megascale.parallel.parameters import initialise
 
@@ -43,7 +43,7 @@ class Engine:
         self.chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype)
         self.flat = FlatChunk(self.chunk, device)
         initialise(self.chunk, config.train.seed)
-        self.optimizer: ShardedOptimizer = make_optimizer(config.optimizer, [self.flat])
+        self.optimizer = ShardedOptimizer(config.optimizer, [self.flat])
 
     def step(self, batches: Batches, step: int, learning_rate: float) -> StepResult:
         """Forward and backward over all micro-batches, then the update.
