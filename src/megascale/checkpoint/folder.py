@@ -110,15 +110,21 @@ def places(folder: Path) -> dict[int, Path]:
     return {int(m.group(1)): p for m, p in sorted(found, key=lambda pair: int(pair[0].group(1)))}
 
 
+def survey(folder: Path) -> tuple[list[Commit], dict[Path, str]]:
+    """Readable commits, newest first, and the folders whose COMMIT cannot be read, with why."""
+    good, damaged = [], {}
+    for place in places(folder).values():
+        try:
+            commit = read_commit(place)
+            good += [commit] if commit is not None else []
+        except Damaged as damage:
+            damaged[place] = str(damage)
+    return sorted(good, key=lambda commit: -commit.sequence), damaged
+
+
 def commits(folder: Path) -> list[Commit]:
     """Readable commits, newest first."""
-    result = []
-    for place in places(folder).values():
-        with contextlib.suppress(Damaged):
-            commit = read_commit(place)
-            if commit is not None:
-                result.append(commit)
-    return sorted(result, key=lambda commit: -commit.sequence)
+    return survey(folder)[0]
 
 
 def latest(folder: Path) -> int | None:

@@ -66,7 +66,10 @@ def _say(message: str) -> None:
 
 def _candidates(folder: Path, step: int | None) -> list[Commit] | str:
     """Commits to try in order, or what is wrong."""
-    good = folders.commits(folder)
+    good, unreadable = folders.survey(folder)
+    if good and step is None:
+        for place, why in unreadable.items():
+            _say(f"the checkpoint {str(place)!r} is passed over: {why}")
     if step is not None:
         place = folders.step_folder(folder, step)
         found = [commit for commit in good if commit.step == step]

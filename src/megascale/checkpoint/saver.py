@@ -14,6 +14,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ def chunks_of(shards: Sequence[Shard]) -> list[tuple[Chunk, Shard]]:
     for shard in shards:
         dtype = dtype_name(shard.tensor)
         for box in split(shard.box, archive.element_size(dtype)):
+            if not box.count and prod(shard.shape):
+                continue  # this process holds nothing of the tensor
             result.append((Chunk(shard.name, tuple(shard.shape), dtype, box), shard))
     return result
 
@@ -114,7 +117,7 @@ def save(
     result: tuple[Any, ...]
     try:
         result = ("written", name, *write_chunks(place / name, mine)) if mine else ("nothing",)
-    except OSError as error:
+    except Exception as error:  # told to all: a process that fails alone would leave the others waiting
         result = ("failed", _explain(error, folder, plan["bytes"]))
     results = peers.gather(result)
     failure = None
@@ -124,7 +127,7 @@ def save(
             try:
                 _commit(place, step, plan, [r for r in results if r[0] == "written"], state)
                 folders.prune(folder, keep)
-            except OSError as error:
+            except Exception as error:
                 failure = _explain(error, folder, plan["bytes"])
         if failure is not None:
             _withdraw(place)
@@ -180,17 +183,17 @@ def _withdraw(place: Path) -> None:
         folders.sweep(place, folders.read_commit(place))
 
 
-def _explain(error: OSError, folder: Path, needed: int) -> str:
+def _explain(error: Exception, folder: Path, needed: int) -> str:
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
         free = 0
-    if error.errno in _NO_ROOM:
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return (
             f"the disk of {str(folder)!r} is full: a checkpoint needs {needed:,} bytes and {free:,} are free; the "
             "previous checkpoint stays as it is. Make room, lower checkpoint.keep, or put train.runs on a larger disk"
         )
     return (
-        f"the checkpoint could not be written to {str(folder)!r}: {error.strerror or error}; the previous checkpoint "
+        f"the checkpoint could not be written to {str(folder)!r}: {getattr(error, 'strerror', None) or repr(error)}; the previous checkpoint "
         "stays as it is. Check the folder's rights and the storage, or put train.runs elsewhere"
     )
