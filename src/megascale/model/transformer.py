@@ -16,13 +16,13 @@ from torch import nn
 
 from megascale.config import ModelConfig
 from megascale.core.tensors import Box, Piece
-from megascale.parallel.parameters import Spec, parameter
 from megascale.ops.activation import gelu, swiglu
 from megascale.ops.attention import attention
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.norm import layer_norm, rms_norm
 from megascale.ops.rope import apply_rotary, rotary_tables
 from megascale.parallel.collectives import ALONE, Axis
+from megascale.parallel.parameters import Spec, parameter
 from megascale.parallel.tensor import gather_linear, linear_scatter
 from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 

@@ -26,7 +26,7 @@ class JsonLines:
     """Appends records to a file, one JSON object a line, flushed each time."""
 
     def __init__(self, file: Path) -> None:
-        self._out = open(file, "a")
+        self._out = open(file, "a")  # noqa: SIM115 - closed by close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append."""
@@ -39,12 +39,12 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, in `FOLDER`."""
+    """Scalars for TensorBoard, in `folder`; what a run before wrote of steps after `step` is hidden."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, record: dict[str, Any]) -> None:
         """One scalar a number."""

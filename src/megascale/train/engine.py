@@ -71,6 +71,11 @@ class Engine:
         return StepResult(total, norm)
 
     @torch.no_grad()
+    def loaded(self) -> None:
+        """After a checkpoint has filled the master weights: make the weights in use from them."""
+        self.optimizer.copy_to_params()
+
+    @torch.no_grad()
     def losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
         """Loss of every token [s, b]; targets of -100 count nothing and give 0."""
         return self.chunk(inputs_SB, targets_SB)
