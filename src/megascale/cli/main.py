@@ -11,7 +11,15 @@ import typer
 from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
 # Each module has `register(app)`. They import heavy packages only inside their functions, so --help is quick.
-COMMANDS: tuple[str, ...] = ("train", "evaluate", "generate", "plot", "checkpoint", "doctor")
+COMMANDS: tuple[str, ...] = (
+    "data",
+    "train",
+    "evaluate",
+    "generate",
+    "plot",
+    "checkpoint",
+    "doctor",
+)
 
 app = typer.Typer(
     name="megascale",
