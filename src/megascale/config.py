@@ -212,6 +212,17 @@ class CheckpointConfig(Section):
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
 
 
+class RendezvousConfig(Section):
+    """How ranks find each other."""
+
+    url: str = Field(
+        "env://",
+        description="env:// (torch's TCPStore on MASTER_ADDR:MASTER_PORT) or redis://HOST:PORT, rediss:// with TLS",
+    )
+    timeout: float = Field(300.0, gt=0, description="seconds within which every rank must have come")
+    group_timeout: float = Field(600.0, gt=0, description="seconds after which a collective that hangs is aborted")
+
+
 class ObserveConfig(Section):
     """What a run tells about itself."""
 
@@ -235,6 +246,7 @@ class Config(Section):
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    rendezvous: RendezvousConfig = RendezvousConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property
