@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from megascale.core.schedule import SEND_SLOTS, Action, ActionKind, Schedule
+from megascale.core.schedule import Action, ActionKind, Schedule
 from megascale.errors import MegascaleError
 
 # Which communicator an action of a stage posts to. The default is the schedule's own channel.
@@ -69,14 +69,14 @@ def rank_pair(schedule: Schedule, stage: int, action: Action) -> Hashable:
 
 def check(
     schedule: Schedule,
-    send_slots: int | None = SEND_SLOTS,
+    send_slots: int | None = None,
     communicator: CommunicatorOf = own_channel,
     seed: int | None = None,
 ) -> Report:
     """Prove that `schedule` finishes for any message timing and computes every micro-batch in order.
 
     Args:
-        send_slots: sends of a channel that may be under way; None for no limit.
+        send_slots: sends of a channel that may be under way; default: what the schedule asks for.
         communicator: how messages share communicators.
         seed: take enabled transitions in a random order drawn from this seed.
 
@@ -196,7 +196,7 @@ class Machine:
         self._communicator = communicator
         self._sends: list[dict[Hashable, list[Hashable]]] = [{} for _ in self.programs]
         self._delivered: set[Hashable] = set()
-        self._slots = send_slots
+        self._slots = schedule.send_slots if send_slots is None else send_slots
 
     @property
     def finished(self) -> bool:
@@ -220,7 +220,7 @@ class Machine:
             message = self.message(stage, action._replace(kind=kind))
             if message not in self._delivered:
                 return message
-        if self._slots is not None and _has_output(self.schedule, stage, action.chunk, forward):
+        if _has_output(self.schedule, stage, action.chunk, forward):
             kind = ActionKind.SEND_FORWARD if forward else ActionKind.SEND_BACKWARD
             sent = self._sends[stage].get(kind, [])
             if len(sent) >= self._slots and sent[-self._slots] not in self._delivered:
@@ -303,7 +303,7 @@ class Machine:
 
 def explore(
     schedule: Schedule,
-    send_slots: int | None = SEND_SLOTS,
+    send_slots: int | None = None,
     communicator: CommunicatorOf = own_channel,
     limit: int = 2_000_000,
 ) -> tuple[int, set[bool]]:

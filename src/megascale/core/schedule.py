@@ -7,8 +7,8 @@ How an action list is to be read (the contract with the executor):
 
 - FORWARD and BACKWARD run one after another on the stage's compute stream, in the order given.
 - RECV_* means "post the receive now"; the FORWARD or BACKWARD of the same chunk and micro-batch awaits it.
-- SEND_* means "start the send now"; it is awaited only when its buffer is needed again, `SEND_SLOTS` sends of
-  the same channel later.
+- SEND_* means "start the send now"; it is awaited only when its buffer is needed again: before the compute whose
+  result is the message `Schedule.send_slots` later on the same channel.
 - GATHER_PARAMS means "start the parameter all-gather of the chunk now"; the chunk's first FORWARD awaits it.
 - REDUCE_GRADS means "start the gradient reduction of the chunk now"; the optimizer awaits it.
 
@@ -21,7 +21,7 @@ several chunks the forward edges 0->1 and 1->0 and the backward edges 1->0 and 0
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -30,7 +30,7 @@ import numpy as np
 
 from megascale.errors import FitError
 
-# Buffers of a channel on the sending side: a producer waits for the send this many before its own.
+# Least number of buffers of a channel on the sending side: one under way, one being filled.
 SEND_SLOTS = 2
 
 
@@ -104,6 +104,8 @@ class Schedule:
         microbatches: m, micro-batches in a step.
         table: a stage's actions as an int32 array [actions, 3] of (kind, chunk, microbatch), one a stage;
             `schedule[stage]` gives the same as a tuple of Action.
+        send_slots: buffers of a channel on the sending side. A compute that fills one waits for the send this
+            many before its own on that channel.
     """
 
     name: str
@@ -111,14 +113,13 @@ class Schedule:
     virtual: int
     microbatches: int
     table: tuple[np.ndarray, ...]
+    send_slots: int = SEND_SLOTS
 
     @classmethod
-    def of(
-        cls, name: str, stages: int, virtual: int, microbatches: int, actions: Sequence[Iterable[Action]]
-    ) -> Schedule:
-        """A schedule from lists of actions, one a stage."""
+    def of(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
+        """`like` with other actions, given as lists, one a stage."""
         table = tuple(np.array(list(rows), dtype=np.int32).reshape(-1, 3) for rows in actions)
-        return cls(name, stages, virtual, microbatches, table)
+        return replace(like, table=table)
 
     def __len__(self) -> int:
         return self.stages
@@ -226,12 +227,14 @@ def interleaved_1f1b(stages: int, virtual: int, microbatches: int, reduce_each: 
     The micro-batches form rounds (`round_sizes`). In a round each chunk takes the round's micro-batches in turn:
     forwards by rising chunk, backwards by falling. With g the largest round, stage s warms up with
     (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1)
-    chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal.
+    chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, results that cross the
+    ring's end come g - p forwards before stage 0 turns to them, so the senders have that many more buffers.
     """
     _positive(stages, virtual, microbatches)
     group = max(round_sizes(stages, microbatches))
     warmup = [(virtual - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
-    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each)
+    slots = max(SEND_SLOTS, group - stages + 1)
+    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, slots)
 
 
 def round_sizes(stages: int, microbatches: int) -> list[int]:
@@ -290,11 +293,13 @@ def _orders(stages: int, virtual: int, microbatches: int) -> tuple[np.ndarray, n
     return forwards, backwards
 
 
-def _assemble(name: str, p: int, v: int, m: int, warmup: list[int], reduce_each: bool) -> Schedule:
+def _assemble(
+    name: str, p: int, v: int, m: int, warmup: list[int], reduce_each: bool, send_slots: int = SEND_SLOTS
+) -> Schedule:
     """Lay forwards and backwards into slots and the transfers around them."""
     forwards, backwards = _orders(p, v, m)
     tables = tuple(_stage(s, p, v, min(warmup[s], v * m), forwards, backwards, reduce_each) for s in range(p))
-    return Schedule(name, p, v, m, tables)
+    return Schedule(name, p, v, m, tables, send_slots)
 
 
 # Order of actions within a compute slot. The first slot's own receive and gather come before all else.
