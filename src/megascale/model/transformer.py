@@ -1,4 +1,4 @@
-"""The transformer, as chunks: any run of consecutive blocks, with the embedding before the first, the loss after the last.
+"""The transformer, as chunks: consecutive blocks, the embedding before the first of all, the loss after the last.
 
 One process holds one chunk; a pipeline stage holds one or more. Every layer is written for a tensor-parallel axis,
 which may be of size one. Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers and
