@@ -14,7 +14,6 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,7 @@ def chunks_of(shards: Sequence[Shard]) -> list[tuple[Chunk, Shard]]:
     for shard in shards:
         dtype = dtype_name(shard.tensor)
         for box in split(shard.box, archive.element_size(dtype)):
-            if not box.count and prod(shard.shape):
+            if not box.count and 0 not in shard.shape:
                 continue  # this process holds nothing of the tensor
             result.append((Chunk(shard.name, tuple(shard.shape), dtype, box), shard))
     return result
@@ -193,7 +192,8 @@ def _explain(error: Exception, folder: Path, needed: int) -> str:
             f"the disk of {str(folder)!r} is full: a checkpoint needs {needed:,} bytes and {free:,} are free; the "
             "previous checkpoint stays as it is. Make room, lower checkpoint.keep, or put train.runs on a larger disk"
         )
+    why = getattr(error, "strerror", None) or repr(error)
     return (
-        f"the checkpoint could not be written to {str(folder)!r}: {getattr(error, 'strerror', None) or repr(error)}; the previous checkpoint "
-        "stays as it is. Check the folder's rights and the storage, or put train.runs elsewhere"
+        f"the checkpoint could not be written to {str(folder)!r}: {why}; the previous checkpoint stays as it is. "
+        "Check the folder's rights and the storage, or put train.runs elsewhere"
     )
