@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops.dispatch import jit, tl, triton, use_fused
-from megascale.ops.reduce import PARTS, split_rows, sum_parts
+from megascale.ops.reduce import PARTS, flat_rows, split_rows, sum_parts
 
 WIDEST = 32768  # a row must fit a program's registers
 
@@ -121,18 +121,12 @@ def _tile(width: int) -> tuple[int, int, int]:
     return block, max(1, 1024 // block), min(16, max(1, block // 512))
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x as [rows, H] with adjacent columns; copies only what no strides can express."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
-
-
 class _Norm(torch.autograd.Function):
     """Both norms; CENTRE is what sets LayerNorm apart."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> Tensor:
-        flat = _rows(x)
+        flat = flat_rows(x)
         T, H = flat.shape
         y = torch.empty((T, H), dtype=x.dtype, device=x.device)
         statistics = torch.empty((2, T), dtype=torch.float32, device=x.device)
@@ -152,7 +146,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat, weight, statistics = ctx.saved_tensors
-        dy = _rows(grads[0])
+        dy = flat_rows(grads[0])
         T, H = flat.shape
         dx = torch.empty((T, H), dtype=flat.dtype, device=flat.device)
         block, rows, warps = _tile(H)

@@ -45,6 +45,12 @@ def _column_sum_kernel(
     tl.store(part_ptr + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
 
 
+def flat_rows(x: Tensor) -> Tensor:
+    """x as [rows, columns] with adjacent columns; copies only what no strides can express."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
 def split_rows(rows: int, block: int, parts: int = PARTS) -> tuple[int, int]:
     """Rows a part (a multiple of `block`) and the number of parts, a function of sizes alone."""
     a_part = block * triton.cdiv(triton.cdiv(rows, block), parts)
