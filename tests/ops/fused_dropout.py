@@ -39,7 +39,9 @@ def test_kernel_draws_the_bits_of_the_reference(shape, start, key, p, on_device)
 
 
 @FEW
-@given(shapes, starts, st.sampled_from([0.0, 0.1, 0.5]), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    shapes, starts, st.sampled_from([0.0, 0.1, 0.5]), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16])
+)
 def test_dropout_add(shape, start, p, has_bias, dtype):
     key = dropout_key(3, *start)
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)

@@ -106,9 +106,7 @@ def _statistics_kernel(
 
 
 @jit
-def _gradient_kernel(
-    logits_ptr, target_ptr, lse_ptr, scale_ptr, start, valid, columns, stride, BLOCK: tl.constexpr
-):
+def _gradient_kernel(logits_ptr, target_ptr, lse_ptr, scale_ptr, start, valid, columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     target = tl.load(target_ptr + row) - start
     target = tl.where(target < valid, target, -1)

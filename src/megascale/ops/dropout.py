@@ -52,7 +52,12 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, key: int | Tensor) -> tuple[Tenso
 
 
 def keep_mask_reference(
-    shape: torch.Size, p: float, key: int | Tensor, sequence_start: int, sample_start: int | Tensor, device: torch.device
+    shape: torch.Size,
+    p: float,
+    key: int | Tensor,
+    sequence_start: int,
+    sample_start: int | Tensor,
+    device: torch.device,
 ) -> Tensor:
     """True where an element of [sequence, batch, hidden] stays."""
     S, B, H = shape

@@ -200,7 +200,7 @@ class _SplitQKV(torch.autograd.Function):
             whole = torch.empty((S, B, heads + 2 * groups, D), dtype=grads[0].dtype, device=grads[0].device)
             for i, (grad, to) in enumerate(zip(grads, whole.split(ctx.sizes, dim=2), strict=True)):
                 tables = (cos, sin) if i < 2 else (None, None)
-                _rotate(_adjacent(grad), to, *tables, ctx.interleaved, inverse=True)
+                _rotate(_adjacent(grad), to, tables[0], tables[1], ctx.interleaved, inverse=True)
         return whole.flatten(2), None, None, None, None, None
 
 
