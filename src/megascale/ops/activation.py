@@ -17,7 +17,7 @@ from megascale.ops.reduce import flat_rows, split_rows, sum_parts
 
 Approximate = Literal["none", "tanh"]
 
-BLOCK_ROWS, BLOCK_COLUMNS = 8, 512
+BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
 PROGRAMS = 1056  # about eight a multiprocessor of a large GPU: enough loads in flight, few partial sums
 
 

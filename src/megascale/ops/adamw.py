@@ -263,4 +263,5 @@ def adamw_apply(
         HAS_SKIP=skip is not None,
         HYPER_ON_DEVICE=hyper is not None,
         TILE=TILE,
+        num_warps=8,
     )

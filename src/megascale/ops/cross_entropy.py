@@ -67,13 +67,20 @@ def local_gradient_reference_(
 
 
 @jit
-def _row_statistics(row_ptr, valid, BLOCK: tl.constexpr):
+def _load_logits(row_ptr, column, valid, columns):
+    """Logits in float32, -inf from `valid` on. The mask is the padded width, which whole vectors fit."""
+    x = tl.load(row_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    return tl.where(column < valid, x, -float("inf"))
+
+
+@jit
+def _row_statistics(row_ptr, valid, columns, BLOCK: tl.constexpr):
     """Maximum and sum of exp(x - maximum) of one row, read once."""
     top = -float("inf")
     total = 0.0
     for start in range(0, valid, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + column, mask=column < valid, other=-float("inf")).to(tl.float32)
+        x = _load_logits(row_ptr, column, valid, columns)
         higher = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
         top = higher
@@ -85,7 +92,7 @@ def _row_gradient(row_ptr, target, lse, scale, valid, columns, BLOCK: tl.constex
     """Overwrite one row of logits with scale x (softmax - one at the target)."""
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + column, mask=column < valid, other=-float("inf")).to(tl.float32)
+        x = _load_logits(row_ptr, column, valid, columns)
         grad = (tl.exp(x - lse) - tl.where(column == target, 1.0, 0.0)) * scale
         # The padding's logits are -inf here, so their gradient is exp(-inf) = 0 unless lse is not finite.
         tl.store(row_ptr + column, tl.where(column < valid, grad, 0.0), mask=column < columns)
@@ -93,12 +100,12 @@ def _row_gradient(row_ptr, target, lse, scale, valid, columns, BLOCK: tl.constex
 
 @jit
 def _statistics_kernel(
-    logits_ptr, target_ptr, top_ptr, total_ptr, picked_ptr, start, valid, stride, BLOCK: tl.constexpr
+    logits_ptr, target_ptr, top_ptr, total_ptr, picked_ptr, start, valid, columns, stride, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row) - start
-    top, total = _row_statistics(row_ptr, valid, BLOCK)
+    top, total = _row_statistics(row_ptr, valid, columns, BLOCK)
     tl.store(top_ptr + row, top)
     tl.store(total_ptr + row, total)
     here = (target >= 0) & (target < valid)
@@ -132,7 +139,7 @@ def _loss_gradient_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row)
     kept = target != ignore
-    top, total = _row_statistics(row_ptr, valid, BLOCK)
+    top, total = _row_statistics(row_ptr, valid, columns, BLOCK)
     lse = top + tl.log(total)
     picked = tl.load(row_ptr + target, mask=kept, other=0.0).to(tl.float32)
     tl.store(lse_ptr + row, lse)
@@ -157,7 +164,7 @@ def local_statistics(logits_TV: Tensor, targets: Tensor, start: int, valid: int)
     T, V = logits_TV.shape
     out = torch.empty((3, T), dtype=torch.float32, device=logits_TV.device)
     _statistics_kernel[(T,)](
-        *(logits_TV, targets, out[0], out[1], out[2], start, valid, logits_TV.stride(0)), **_row_launch(V)
+        *(logits_TV, targets, out[0], out[1], out[2], start, valid, V, logits_TV.stride(0)), **_row_launch(V)
     )
     return out[0], out[1], out[2]
 

@@ -289,6 +289,7 @@ def lamb_direction(
         HAS_SKIP=skip is not None,
         HYPER_ON_DEVICE=hyper is not None,
         TILE=TILE,
+        num_warps=8,
     )
     return sums_by_tensor(partial, segments)
 
@@ -331,4 +332,5 @@ def lamb_apply(
         HAS_SKIP=skip is not None,
         LR_ON_DEVICE=on_device,
         TILE=TILE,
+        num_warps=8,
     )

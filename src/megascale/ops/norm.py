@@ -65,6 +65,20 @@ def _forward_kernel(
 
 
 @jit
+def _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, last, column, width, dy_stride, x_stride, CENTRE: tl.constexpr):
+    """dy and x [rows, columns] in their own type, mean (0 if not CENTRE) and 1 / deviation of some rows."""
+    inside = (row[:, None] < last) & (column[None, :] < width)
+    row_64 = row[:, None].to(tl.int64)
+    dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0)
+    x = tl.load(x_ptr + row_64 * x_stride + column[None, :], mask=inside, other=0.0)
+    rstd = tl.load(rstd_ptr + row, mask=row < last, other=0.0)
+    mean = tl.zeros_like(rstd)
+    if CENTRE:
+        mean = tl.load(mean_ptr + row, mask=row < last, other=0.0)
+    return dy, x, mean, rstd
+
+
+@jit
 def _backward_kernel(
     dy_ptr,
     x_ptr,
@@ -90,29 +104,32 @@ def _backward_kernel(
     d_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     first = part * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
+    # The next rows are on their way while these are reduced: a wide program has its multiprocessor to itself.
+    row = first + tl.arange(0, ROWS)
+    coming = _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, last, column, width, dy_stride, x_stride, CENTRE)
     for start in range(first, last, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row[:, None] < last) & (column[None, :] < width)
-        row_64 = row[:, None].to(tl.int64)
-        dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row_64 * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < last, other=0.0)[:, None]
-        if CENTRE:
-            x = x - tl.load(mean_ptr + row, mask=row < last, other=0.0)[:, None]
-        normed = tl.where(inside, x * rstd, 0.0)
+        dy, x, mean, rstd = coming
+        coming = _load_rows(
+            dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + ROWS, last, column, width, dy_stride, x_stride, CENTRE
+        )
+        dy = dy.to(tl.float32)
+        normed = tl.where(inside, (x.to(tl.float32) - mean[:, None]) * rstd[:, None], 0.0)
         scaled = dy * weight[None, :]
         shift = normed * (tl.sum(scaled * normed, 1) / width)[:, None]
         if CENTRE:
             shift += (tl.sum(scaled, 1) / width)[:, None]
-        tl.store(dx_ptr + row_64 * width + column[None, :], (scaled - shift) * rstd, mask=inside)
+        at = row[:, None].to(tl.int64) * width + column[None, :]
+        tl.store(dx_ptr + at, (scaled - shift) * rstd[:, None], mask=inside)
         d_weight += dy * normed
         if HAS_BIAS:
             d_bias += dy
     fields = 2 if HAS_BIAS else 1
-    at = part_ptr + part * fields * width + column
-    tl.store(at, tl.sum(d_weight, 0), mask=column < width)
+    to = part_ptr + part * fields * width + column
+    tl.store(to, tl.sum(d_weight, 0), mask=column < width)
     if HAS_BIAS:
-        tl.store(at + width, tl.sum(d_bias, 0), mask=column < width)
+        tl.store(to + width, tl.sum(d_bias, 0), mask=column < width)
 
 
 def _tile(width: int) -> tuple[int, int, int]:

@@ -144,5 +144,5 @@ def square_sums(flat: Tensor, segments: Segments) -> Tensor:
         return square_sums_reference(flat, segments)
     tiles = segments.tiles
     partial = torch.empty((1, tiles.shape[0]), dtype=torch.float32, device=flat.device)
-    _square_kernel[(tiles.shape[0],)](flat, tiles, partial, TILE=TILE)
+    _square_kernel[(tiles.shape[0],)](flat, tiles, partial, TILE=TILE, num_warps=8)
     return sums_by_tensor(partial, segments)[0]
