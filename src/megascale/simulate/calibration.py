@@ -20,6 +20,7 @@ class Constants:
 
     Attributes:
         compute: kernel seconds are multiplied by this (power limits, shapes that kernels do badly).
+        overhead: seconds of attention and element-wise kernels are multiplied by this once more.
         fixed: seconds a step that do not depend on its size: batch preparation, host work, logging.
         dp_efficiency: share of the printed NIC bandwidth that data-parallel rings reach; None: the cluster's figure.
         tp_residual, pp_residual: replace the cluster's overlap residuals; None: the cluster's figures.
@@ -28,6 +29,7 @@ class Constants:
     """
 
     compute: float = 1.0
+    overhead: float = 1.0
     fixed: float = 0.0
     dp_efficiency: float | None = None
     tp_residual: float | None = None
@@ -46,6 +48,7 @@ class Constants:
 # Physical limits within which a fit may move a constant, and where it starts.
 BOUNDS: dict[str, tuple[float, float, float]] = {
     "compute": (0.5, 2.0, 1.0),
+    "overhead": (0.5, 4.0, 1.0),
     "fixed": (0.0, 5.0, 0.2),
     "dp_efficiency": (0.05, 1.0, 0.6),
     "tp_residual": (0.0, 1.0, 0.4),

@@ -97,7 +97,7 @@ def stage_times(
     network = network or RingNetwork(cluster, constants.dp_efficiency)
     scale, overlap = constants.compute, cluster.overlap
     layers = case.layers / case.pipeline
-    layer = layer_times(cluster, case)
+    layer = layer_times(cluster, case, constants.overhead)
     again = np.where(case.recompute, scale * layer.forward, 0.0)
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)

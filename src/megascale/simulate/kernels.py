@@ -163,10 +163,11 @@ def _elementwise(cluster: Cluster, case: Case) -> tuple[Any, Any, Any]:
     return forward, backward, np.where(fused, sum(FUSED_KERNELS), sum(EAGER_KERNELS))
 
 
-def layer_times(cluster: Cluster, case: Case) -> LayerTimes:
-    """All kernels of one layer for one micro-batch."""
-    gemm, attention, elementwise = _gemms(cluster, case), _attention(cluster, case), _elementwise(cluster, case)
-    return LayerTimes(*gemm, *attention, *elementwise)
+def layer_times(cluster: Cluster, case: Case, overhead: float = 1.0) -> LayerTimes:
+    """All kernels of one layer for one micro-batch; those that are no GEMMs take `overhead` times their seconds."""
+    attention = [overhead * x for x in _attention(cluster, case)]
+    forward, backward, kernels = _elementwise(cluster, case)
+    return LayerTimes(*_gemms(cluster, case), *attention, overhead * forward, overhead * backward, kernels)
 
 
 def logits_seconds(cluster: Cluster, case: Case) -> tuple[Any, Any]:
