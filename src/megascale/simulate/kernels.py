@@ -32,7 +32,7 @@ FUSED_KERNELS = (11, 20)
 # Passes over the s x s scores of unfused attention: write, mask + softmax, dropout, read; and their gradients.
 SCORE_PASSES = (6.0, 9.0)
 # Bytes moved a value of the logits by the vocabulary-parallel cross-entropy, forward and backward.
-LOSS_BYTES = 24.0
+LOSS_BYTES = 60.0
 # Bytes moved a parameter by the optimizer: gradient, master, two moments read, three written, weight written.
 OPTIMIZER_BYTES = 30.0
 
@@ -76,8 +76,10 @@ def gemm_seconds(cluster: Cluster, rows: Any, columns: Any, depth: Any, accumula
     `accumulate`: bytes of a gradient value that the product is added to, None for a plain bf16 output.
     """
     kernels, gpu = cluster.kernels, cluster.gpu
-    rate = gpu.peak_tflops * 1e12 * kernels.gemm * depth / (depth + kernels.gemm_half_depth)
-    compute = 2.0 * rows * columns * depth / (rate * wave_efficiency(rows, columns, gpu.processors))
+    burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * wave_efficiency(rows, columns, gpu.processors)
+    # Products that fill the processors better draw more power and clock down: none holds more than this.
+    rate = gpu.peak_tflops * 1e12 * np.minimum(burst, kernels.gemm_sustained)
+    compute = 2.0 * rows * columns * depth / rate
     bandwidth = gpu.memory_gbs * 1e9 * kernels.memory
     inputs = 2.0 * (rows + columns) * depth
     output = rows * columns * (2.0 if accumulate is None else 2.0 * accumulate)
