@@ -168,6 +168,19 @@ class ParallelConfig(Section):
     pipeline: int = Field(1, ge=1, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, description="model chunks a stage (interleaved 1F1B when above 1)")
     data: int | None = Field(None, ge=1, description="data-parallel ranks; default: what is left of the world")
+    layer_split: list[int] | None = Field(
+        None, description="layers of each model chunk, in model order; default: balanced with the logits"
+    )
+    zero: Literal[0, 1, 2] = Field(
+        1,
+        description="0: all replicated; 1: optimizer state sharded over data-parallel ranks, gradients reduced once "
+        "a step; 2: fp32 gradients sharded too, reduced after every micro-batch",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="activations computed again in backward: selective: norms and the MLP's activation; "
+        "full: whole layers from their input",
+    )
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
 
 
