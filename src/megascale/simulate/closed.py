@@ -18,6 +18,9 @@ from megascale.simulate.cluster import Cluster
 from megascale.simulate.kernels import layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork
 
+# Stages that exchange in lock-step wait for the slowest: the pace rises by this share of the standard deviation of a
+# slot. Measured on the event-driven level (tests/simulate/test_levels.py holds the two together).
+COUPLING = 0.45
 # Buckets into which gradients of a stage with one chunk are cut so that they can hide.
 BUCKETS = 8
 
@@ -189,7 +192,8 @@ def step_parts(
     """Seconds of a step by part. Broadcasts over the case; does not check that sizes divide (see Case.fits)."""
     times = stage_times(cluster, case, constants, network)
     m, p, v = case.microbatches, case.pipeline, case.virtual
-    beside = times.exchange * times.exchanges + times.residual
+    waits = COUPLING * cluster.stragglers.jitter * np.where(times.exchanges > 0, times.forward + times.backward, 0.0)
+    beside = times.exchange * times.exchanges + times.residual + waits
     middle = times.forward + times.backward + beside
     last = middle + times.last_forward + times.last_backward
     factor = straggler_factor(cluster, case, constants)

@@ -109,6 +109,15 @@ def _gemms(cluster: Cluster, case: Case) -> tuple[Any, Any]:
     return totals[0], totals[1]
 
 
+def padding(kernel: str, head: Any) -> Any:
+    """Work added by padding the head dimension to what the kernel has: 32, 64, 128 for FlashAttention-1."""
+    sizes = (32, 64, 128) if kernel == "flash1" else (32, 64, 96, 128, 256)
+    padded: Any = head
+    for size in reversed(sizes):
+        padded = np.where(head <= size, size, padded)
+    return padded / head
+
+
 def attention_rate(cluster: Cluster, kernel: str, sequence: Any) -> Any:
     """FLOP/s of the causal half, forward and backward, at full occupancy; interpolated in the logarithm of length."""
     table = np.array(cluster.kernels.attention[kernel])
@@ -139,6 +148,7 @@ def _attention(cluster: Cluster, case: Case) -> tuple[Any, Any]:
             if kernel not in cluster.kernels.attention:
                 continue
             seconds = 3.5 * half / (attention_rate(cluster, kernel, length) * occupancy)
+            seconds = seconds * padding(kernel, case.query / case.heads)
             # Forward kernels run faster than backward ones: a quarter of the time for 2/7 of the FLOPs.
             f, b = 0.25 * seconds, 0.75 * seconds
         forward, backward = np.where(chosen, f, forward), np.where(chosen, b, backward)
