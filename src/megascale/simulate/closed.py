@@ -112,6 +112,11 @@ def stage_times(
     backward = layers * (scale * layer.backward + tp_backward + again + tp_again + host * 2 / 3)
 
     last_forward, last_backward = (scale * x for x in logits_seconds(cluster, case))
+    # With sequence parallelism the last hidden states are gathered once more; backward hides its two collectives.
+    one = _tensor_collective(cluster, case, network)
+    gathered = np.where(case.sequence_parallel, one, 0.0)
+    last_forward = last_forward + gathered
+    last_backward = last_backward + np.where(case.sequence_parallel, 2.0 * overlap.slowdown, 1.0) * one
     bytes_moved = 2.0 * case.micro * case.sequence * case.hidden / case.tensor
     beside = case.tensor * case.data < cluster.gpus_per_host
     piped = case.pipeline > 1
@@ -162,14 +167,19 @@ def _tensor_exposed(cluster: Cluster, case: Case, constants: Constants, network:
     """
     overlap = cluster.overlap
     left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
-    whole = 2.0 * case.micro * case.sequence * case.hidden
-    one = network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host))
+    one = _tensor_collective(cluster, case, network)
     blocks = np.where(case.parallel_block, 1.0, 2.0)
     share = np.where(case.tp_overlap, left, 1.0)
     forward = blocks * 2.0 * one * share
     backward = blocks * one * (share + 2.0 * overlap.slowdown)
     backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * share)
     return forward, backward
+
+
+def _tensor_collective(cluster: Cluster, case: Case, network: Network) -> Any:
+    """Seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
+    whole = 2.0 * case.micro * case.sequence * case.hidden
+    return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host))
 
 
 def straggler_factor(cluster: Cluster, case: Case, constants: Constants) -> Any:
@@ -197,7 +207,8 @@ def step_parts(
     middle = times.forward + times.backward + beside
     last = middle + times.last_forward + times.last_backward
     factor = straggler_factor(cluster, case, constants)
-    ramp = (p - 1) / v * (times.forward + times.backward) + 2 * (p - 1) * (
+    whole = times.forward + times.backward + times.last_forward + times.last_backward
+    ramp = (p - 1) / v * whole + 2 * (p - 1) * (
         times.transfer + np.where(times.exchanges > 0, cluster.overlap.blocking_us * 1e-6, 0.0)
     )
     piped = m * last + ramp
@@ -236,4 +247,8 @@ def data_exposed(cluster: Cluster, case: Case, constants: Constants, times: Stag
     first = np.maximum(0.0, times.gather / pieces - constants.fixed)
     exposed = times.scatter / pieces + late + early + first
     hidden = np.maximum(0.0, plain - exposed)
-    return np.where(case.dp_overlap, exposed + cluster.overlap.slowdown * hidden, plain)
+    # The first and the last micro-batch pass the stages one after another while the same NICs carry collectives.
+    chunks = case.pipeline * case.virtual
+    hops = np.minimum(chunks, times.gather * case.virtual / times.forward)
+    hops = hops + np.minimum(chunks, times.scatter * case.virtual / times.backward)
+    return np.where(case.dp_overlap, exposed + cluster.overlap.slowdown * hidden + hops * times.transfer, plain)
