@@ -205,13 +205,15 @@ def step_parts(
     waits = COUPLING * cluster.stragglers.jitter * np.where(times.exchanges > 0, times.forward + times.backward, 0.0)
     beside = times.exchange * times.exchanges + times.residual + waits
     middle = times.forward + times.backward + beside
-    last = middle + times.last_forward + times.last_backward
     factor = straggler_factor(cluster, case, constants)
-    whole = times.forward + times.backward + times.last_forward + times.last_backward
-    ramp = (p - 1) / v * whole + 2 * (p - 1) * (
-        times.transfer + np.where(times.exchanges > 0, cluster.overlap.blocking_us * 1e-6, 0.0)
-    )
-    piped = m * last + ramp
+    # The first and the last micro-batch pass all p v chunks one after another, a transfer between each two.
+    stall = np.where(times.exchanges > 0, cluster.overlap.blocking_us * 1e-6, 0.0)
+    hops = 2 * (p * v - 1) * times.transfer + 2 * (p - 1) * stall
+    # With one chunk a stage, a micro-batch's round trip cannot hide its transfers; slack before the logits can.
+    trip = np.where((v == 1) & (times.exchanges == 0), 2 * (p - 1) / p * times.transfer, 0.0)
+    ramp = (p - 1) / v * (times.forward + times.backward) + hops
+    logits = np.maximum(times.last_forward + times.last_backward, trip)
+    piped = m * (middle + logits) + ramp
     data = data_exposed(cluster, case, constants, times)
     fixed = constants.fixed * (1.0 - constants.data_share * np.asarray(case.async_data, dtype=float))
     return Parts(
@@ -223,7 +225,7 @@ def step_parts(
         tensor=m * times.parts["tensor"],
         pipeline=m * beside,
         data=data,
-        logits=m * (times.last_forward + times.last_backward),
+        logits=m * logits,
         bubble=ramp,
         stragglers=(factor - 1.0) * piped,
         optimizer=times.optimizer,
@@ -240,7 +242,9 @@ def data_exposed(cluster: Cluster, case: Case, constants: Constants, times: Stag
     """
     plain = times.scatter + times.gather
     pieces = np.where(case.virtual > 1, case.virtual, np.minimum(BUCKETS, np.maximum(1, case.layers // case.pipeline)))
-    rounds = np.minimum(case.pipeline, case.microbatches)
+    # Between a chunk's last backward and the next chunk's lie a round's worth of passes; buckets of a single chunk
+    # have the last backward itself.
+    rounds = np.where(case.virtual > 1, np.minimum(case.pipeline, case.microbatches), 1)
     rest = (pieces - 1) / pieces
     late = np.maximum(0.0, rest * times.scatter - rest * rounds * times.backward)
     early = np.maximum(0.0, rest * times.gather - rest * rounds * times.forward)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.core.flops import FlopCount  # noqa: F401
 from megascale.core.replay import Graph, Timeline, replay
 from megascale.core.schedule import ActionKind, pipeline_schedule
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
-from megascale.simulate.closed import StageTimes, stage_times
+from megascale.simulate.closed import BUCKETS, StageTimes, stage_times
 from megascale.simulate.cluster import Cluster
 from megascale.simulate.network import Network
 
@@ -120,10 +119,17 @@ def _durations(cluster: Cluster, case: Case, times: StageTimes, graph: Graph, bl
     reduce = float(times.scatter) / v if case.dp_overlap else 0.0
     durations = graph.durations(forward + share, backward + share, transfer, transfer, gather, reduce)
     if case.dp_overlap:
-        # The first chunk's parameters come behind the preparation of the batch.
+        # The first chunk's parameters come behind the preparation of the batch; a single chunk's come in buckets,
+        # all but the first behind the first forward.
         first = (graph.kind == ActionKind.GATHER_PARAMS) & (graph.chunk == 0)
-        durations[first] = 0.0
+        durations[first] = 0.0 if v > 1 else max(0.0, _rest(case) * (gather - float(times.forward)))
     return durations
+
+
+def _rest(case: Case) -> float:
+    """Share of a single chunk's gradients that are not in its last bucket."""
+    buckets = min(BUCKETS, max(1, int(case.layers) // int(case.pipeline)))
+    return (buckets - 1) / buckets
 
 
 def blocking_waits(graph: Graph) -> np.ndarray:
@@ -203,7 +209,10 @@ def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes) ->
     reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
     launched = timeline.end[graph.before[reduces, 0]].max(axis=1)
     lengths = (timeline.end - timeline.moving)[reduces].max(axis=1)
+    early = 0.0 if case.virtual > 1 else _rest(case)
     for n, ready, length in zip(reduces.tolist(), launched, lengths, strict=True):
         stage = graph.stage[n]
-        done[stage] = max(done[stage], ready) + length
+        # Buckets of a single chunk leave as soon as its last backward has filled them.
+        first = ready - early * float(times.backward)
+        done[stage] = max(max(done[stage], first) + length, ready + (1.0 - early) * length)
     return done
