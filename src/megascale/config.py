@@ -177,6 +177,9 @@ class ParallelConfig(Section):
         description="0: all replicated; 1: optimizer state sharded over data-parallel ranks, gradients reduced once "
         "a step; 2: fp32 gradients sharded too, reduced after every micro-batch",
     )
+    bucket_elements: int = Field(
+        40_000_000, ge=1, description="parameters in one data-parallel message; smaller hides more, larger moves faster"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="activations computed again in backward: selective: norms and the MLP's activation; "

@@ -5,11 +5,7 @@ A calibration belongs to one cluster and one family of runs. It is a TOML file; 
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass, field, replace
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 from megascale.errors import ConfigError
 
