@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from megascale.errors import ConfigError, FitError
 
@@ -180,6 +181,19 @@ class ParallelConfig(Section):
     pipeline: int = Field(1, ge=1, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, description="model chunks a stage (interleaved 1F1B when above 1)")
     data: int | None = Field(None, ge=1, description="data-parallel ranks; default: what is left of the world")
+    layer_split: list[int] | None = Field(
+        None, description="layers of each model chunk, in model order; default: balanced with the logits"
+    )
+    zero: Literal[0, 1, 2] = Field(
+        1,
+        description="0: all replicated; 1: optimizer state sharded over data-parallel ranks, gradients reduced once "
+        "a step; 2: fp32 gradients sharded too, reduced after every micro-batch",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="activations computed again in backward: selective: norms and the MLP's activation; "
+        "full: whole layers from their input",
+    )
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
 
 
@@ -190,6 +204,10 @@ class KernelsConfig(Section):
         "auto",
         description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
         "auto: fused where they can run, and a printed line where not",
+    )
+    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "sdpa"] = Field(
+        "auto",
+        description="attention kernel; auto measures at start-up those that implement the layer's mask",
     )
 
 
@@ -224,6 +242,52 @@ class CheckpointConfig(Section):
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
 
 
+class RendezvousConfig(Section):
+    """How ranks find each other."""
+
+    url: str = Field(
+        "env://",
+        description="env:// (torch's TCPStore on MASTER_ADDR:MASTER_PORT) or redis://HOST:PORT, rediss:// with TLS",
+    )
+    password: SecretStr | None = Field(
+        None,
+        exclude=True,
+        repr=False,
+        description="taken out of the url; never printed or saved. Better: environment MEGASCALE_REDIS_PASSWORD",
+    )
+    tls_ca: str | None = Field(
+        None, description="rediss://: file of the authority that signed the server's certificate"
+    )
+    tls_certificate: str | None = Field(None, description="rediss://: this client's certificate, if the server asks")
+    tls_key: str | None = Field(None, description="rediss://: key of tls_certificate")
+    timeout: float = Field(300.0, gt=0, description="seconds within which every rank must have come")
+    group_timeout: float = Field(600.0, gt=0, description="seconds after which a collective that hangs is aborted")
+    expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a job that died vanish")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hide_password(cls, data: Any) -> Any:
+        """Take the password out of the url, so that a saved or printed configuration does not hold it."""
+        url = data.get("url") if isinstance(data, dict) else None
+        if not isinstance(url, str) or "@" not in url:
+            return data
+        scheme, _, rest = url.partition("://")
+        access, _, place = rest.rpartition("@")
+        user, colon, secret = access.partition(":")
+        if not colon:
+            return data
+        return {**data, "url": f"{scheme}://{user}{'@' if user else ''}{place}", "password": unquote(secret)}
+
+    @model_validator(mode="after")
+    def _known_scheme(self) -> RendezvousConfig:
+        if self.url.partition("://")[0] not in ("env", "redis", "rediss"):
+            raise ValueError(
+                f"rendezvous.url={self.url!r} has an unknown scheme; use env://, redis://HOST:PORT or "
+                "rediss://HOST:PORT"
+            )
+        return self
+
+
 class ObserveConfig(Section):
     """What a run tells about itself."""
 
@@ -247,6 +311,7 @@ class Config(Section):
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    rendezvous: RendezvousConfig = RendezvousConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property

@@ -144,7 +144,7 @@ class Trainer:
         self.status.update("train", step)
         rate = learning_rate(self.config.lr, step, train.steps)
         result = self.engine.step(self._batches(first), step, rate)
-        # The step before this one is read now, when its numbers have long arrived: the device never idles for it.
+        # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
         self.step, self.consumed = step, first + train.global_batch
         record = {
@@ -160,6 +160,8 @@ class Trainer:
             digest = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
             append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": digest})
         self._started = started
+        if self.place.device.type == "cpu":
+            self._flush()  # nothing runs ahead on a CPU
 
     def _batches(self, first: int) -> Any:
         """Micro-batch i of this rank's data-parallel share of the samples from `first` on."""
@@ -197,7 +199,7 @@ class Trainer:
             raise TrainingError(
                 f"the loss of step {record['step']} is {loss} and training stopped; {kept}. "
                 f"Lower --lr.peak (now {self.config.lr.peak:g}), lengthen --lr.warmup_steps (now "
-                f"{self.config.lr.warmup_steps}) or look at the data of that step (samples/ledger.jsonl), then run again"
+                f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
             )
         return loss
 
