@@ -19,7 +19,7 @@ from megascale.errors import DataError
 
 _CHUNK = 1 << 20
 _LINES = (".jsonl", ".ndjson")
-_INSTALL = "install it with `pip install 'megascale[data]'`"
+_INSTALL = "install it with `pip install 'megascale[formats]'`"
 
 
 @dataclass(frozen=True)

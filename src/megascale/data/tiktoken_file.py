@@ -47,7 +47,7 @@ class TiktokenTokenizer(Tokenizer):
             import tiktoken
         except ImportError:
             raise DataError(
-                f"tokenizer {name} needs the package tiktoken; install it with `pip install 'megascale[data]'`"
+                f"tokenizer {name} needs the package tiktoken; install it with `pip install 'megascale[formats]'`"
             ) from None
         missing = [b for b in range(256) if bytes([b]) not in ranks]
         if missing:
