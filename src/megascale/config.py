@@ -132,10 +132,22 @@ class DataConfig(Section):
     train: list[str] = Field(
         default_factory=list, description="token files (path without .bin/.idx); more than one makes a blend"
     )
-    weights: list[float] | None = Field(None, description="blend weights, one a file; default: by tokens")
+    weights: list[float] | None = Field(
+        None, description="shares of the samples, one a file, in any unit; default: every window once an epoch"
+    )
     valid: str | None = Field(None, description="held-out token file (path without .bin/.idx)")
     tokenizer: str | None = Field(None, description="tokenizer.json; default: the one beside the first train file")
     shuffle: bool = Field(True, description="draw samples in a random order that is a pure function of train.seed")
+
+    @model_validator(mode="after")
+    def _weights(self) -> DataConfig:
+        bad = [w for w in self.weights or () if not 0 < w < float("inf")]
+        if bad:
+            raise ValueError(
+                f"data.weights={self.weights} has the weight {bad[0]}; weights are positive numbers: leave a file out "
+                "of data.train to give it none"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
