@@ -110,7 +110,9 @@ def _draw_schedule(axes, plan: Plan) -> None:  # type: ignore[no-untyped-def]
     )
     shades = [colour(bool(k), int(c), v) for k, c in zip(graph.kind[compute], graph.chunk[compute], strict=True)]
     crowded = len(compute) / plan.schedule.stages > 400
-    axes.add_collection(PolyCollection(list(corners), facecolors=shades, edgecolors="none" if crowded else "white", lw=0.3))
+    axes.add_collection(
+        PolyCollection(list(corners), facecolors=shades, edgecolors="none" if crowded else "white", lw=0.3)
+    )
     if len(compute) / plan.schedule.stages <= 64:
         for x0, x1, y, i, shade in zip(
             left, right, graph.stage[compute], graph.microbatch[compute], shades, strict=True
