@@ -19,7 +19,6 @@ COMMANDS: tuple[str, ...] = (
     "generate",
     "plot",
     "checkpoint",
-    "plan",
     "doctor",
 )
 
