@@ -105,9 +105,11 @@ def stage_times(
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)
     tp_again = np.where(case.recompute, tp_forward, 0.0)
-    floor = layer.kernels * cluster.kernels.host_us * 1e-6
+    # A block enters and leaves a tensor-parallel region forward and backward, and once more forward if recomputed.
+    regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
+    floor = (layer.kernels * cluster.kernels.host_us + regions * cluster.kernels.region_us) * 1e-6
     busy = scale * (layer.forward + layer.backward) + again + tp_forward + tp_backward + tp_again
-    host = np.maximum(0.0, floor * np.where(case.recompute, 4 / 3, 1.0) - busy)
+    host = np.maximum(0.0, floor * np.where(case.recompute, 1.5, 1.0) - busy)
     forward = layers * (scale * layer.forward + tp_forward + host / 3)
     backward = layers * (scale * layer.backward + tp_backward + again + tp_again + host * 2 / 3)
 
@@ -162,8 +164,8 @@ def _tensor_exposed(cluster: Cluster, case: Case, constants: Constants, network:
 
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
     gather of the output gradient, while the scatter of the input gradient and the second gather of the input run
-    under weight-gradient and data-gradient products and only slow them. Without, forward and backward each end in
-    an all-reduce.
+    under weight-gradient and data-gradient products and only slow them. Without, forward ends in an all-reduce, and
+    the all-reduce of the input gradient runs under the weight-gradient product.
     """
     overlap = cluster.overlap
     left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
@@ -172,7 +174,7 @@ def _tensor_exposed(cluster: Cluster, case: Case, constants: Constants, network:
     share = np.where(case.tp_overlap, left, 1.0)
     forward = blocks * 2.0 * one * share
     backward = blocks * one * (share + 2.0 * overlap.slowdown)
-    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * share)
+    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * overlap.slowdown)
     return forward, backward
 
 
