@@ -184,6 +184,16 @@ class ParallelConfig(Section):
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
 
 
+class KernelsConfig(Section):
+    """Which implementation the operators run."""
+
+    mode: Literal["auto", "fused", "reference"] = Field(
+        "auto",
+        description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
+        "auto: fused where they can run, and a printed line where not",
+    )
+
+
 class TrainConfig(Section):
     """The run itself."""
 
@@ -215,6 +225,17 @@ class CheckpointConfig(Section):
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
 
 
+class RendezvousConfig(Section):
+    """How ranks find each other."""
+
+    url: str = Field(
+        "env://",
+        description="env:// (torch's TCPStore on MASTER_ADDR:MASTER_PORT) or redis://HOST:PORT, rediss:// with TLS",
+    )
+    timeout: float = Field(300.0, gt=0, description="seconds within which every rank must have come")
+    group_timeout: float = Field(600.0, gt=0, description="seconds after which a collective that hangs is aborted")
+
+
 class ObserveConfig(Section):
     """What a run tells about itself."""
 
@@ -235,8 +256,10 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr: LrConfig = LrConfig()
     parallel: ParallelConfig = ParallelConfig()
+    kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    rendezvous: RendezvousConfig = RendezvousConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property

@@ -1,0 +1,50 @@
+"""Small collectives over Python objects, the same for one process alone and for a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Peers:
+    """The processes that save or load together. Every method but the properties is collective."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.group = group
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.size = 1 if self.alone else dist.get_world_size(group)
+        self.alone = self.alone or self.size == 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value on the first process, an empty list elsewhere."""
+        if self.alone:
+            return [value]
+        out: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, out, group=self.group, group_dst=0)
+        return out or []
+
+    def share(self, value: Any) -> Any:
+        """The first process's value, on everyone."""
+        if self.alone:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+    def scatter(self, values: list[Any]) -> Any:
+        """The first process hands each its own; others pass an empty list."""
+        if self.alone:
+            return values[0]
+        out: list[Any] = [None]
+        dist.scatter_object_list(out, values if self.rank == 0 else None, group=self.group, group_src=0)
+        return out[0]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everyone's value, on everyone."""
+        if self.alone:
+            return [value]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self.group)
+        return out
