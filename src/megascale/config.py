@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from megascale.errors import ConfigError, FitError
 
@@ -192,6 +193,10 @@ class KernelsConfig(Section):
         description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
         "auto: fused where they can run, and a printed line where not",
     )
+    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "sdpa"] = Field(
+        "auto",
+        description="attention kernel; auto measures at start-up those that implement the layer's mask",
+    )
 
 
 class TrainConfig(Section):
@@ -232,8 +237,43 @@ class RendezvousConfig(Section):
         "env://",
         description="env:// (torch's TCPStore on MASTER_ADDR:MASTER_PORT) or redis://HOST:PORT, rediss:// with TLS",
     )
+    password: SecretStr | None = Field(
+        None,
+        exclude=True,
+        repr=False,
+        description="taken out of the url; never printed or saved. Better: environment MEGASCALE_REDIS_PASSWORD",
+    )
+    tls_ca: str | None = Field(
+        None, description="rediss://: file of the authority that signed the server's certificate"
+    )
+    tls_certificate: str | None = Field(None, description="rediss://: this client's certificate, if the server asks")
+    tls_key: str | None = Field(None, description="rediss://: key of tls_certificate")
     timeout: float = Field(300.0, gt=0, description="seconds within which every rank must have come")
     group_timeout: float = Field(600.0, gt=0, description="seconds after which a collective that hangs is aborted")
+    expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a job that died vanish")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hide_password(cls, data: Any) -> Any:
+        """Take the password out of the url, so that a saved or printed configuration does not hold it."""
+        url = data.get("url") if isinstance(data, dict) else None
+        if not isinstance(url, str) or "@" not in url:
+            return data
+        scheme, _, rest = url.partition("://")
+        access, _, place = rest.rpartition("@")
+        user, colon, secret = access.partition(":")
+        if not colon:
+            return data
+        return {**data, "url": f"{scheme}://{user}{'@' if user else ''}{place}", "password": unquote(secret)}
+
+    @model_validator(mode="after")
+    def _known_scheme(self) -> RendezvousConfig:
+        if self.url.partition("://")[0] not in ("env", "redis", "rediss"):
+            raise ValueError(
+                f"rendezvous.url={self.url!r} has an unknown scheme; use env://, redis://HOST:PORT or "
+                "rediss://HOST:PORT"
+            )
+        return self
 
 
 class ObserveConfig(Section):

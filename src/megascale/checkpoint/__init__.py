@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megascale.checkpoint.folder import Summary, inspect, latest, steps
     from megascale.checkpoint.layout import Shard
-    from megascale.checkpoint.loader import load
+    from megascale.checkpoint.loader import LoadReport, load
     from megascale.checkpoint.saver import save
 
-__all__ = ["Shard", "Summary", "inspect", "latest", "load", "save", "steps"]
+__all__ = ["LoadReport", "Shard", "Summary", "inspect", "latest", "load", "save", "steps"]
 
 _HOMES = {
+    "LoadReport": "loader",
     "Shard": "layout",
     "Summary": "folder",
     "inspect": "folder",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -48,3 +50,18 @@ class Peers:
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, value, group=self.group)
         return out
+
+    def swap(self, sends: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Send bytes to each process and get `sizes[i]` bytes from process i; uint8, in host memory or on the device
+        that the group's backend works on."""
+        if self.alone:
+            return [torch.empty(0, dtype=torch.uint8)]
+        device = torch.device("cpu")
+        if dist.get_backend(self.group) == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        flat = [piece for pieces in sends for piece in pieces]
+        counts = [sum(len(piece) for piece in pieces) for pieces in sends]
+        outgoing = torch.cat(flat).to(device) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+        incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(incoming, outgoing, list(sizes), counts, group=self.group)
+        return list(incoming.split(list(sizes)))

@@ -27,7 +27,7 @@ def _commands() -> None:
 
 @commands.command()
 def inspect(
-    path: Path = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder"),
+    path: str = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder (path or URL)"),
     all_tensors: bool = typer.Option(False, "--all", help="list every tensor; default: the first 40"),
     as_json: bool = typer.Option(False, "--json", help="print JSON instead of tables"),
 ) -> None:
@@ -42,12 +42,13 @@ def inspect(
 
     from rich.console import Console
 
-    from megascale.checkpoint.folder import find_places, summarise
+    from megascale.checkpoint.folder import find_steps, summarise
 
-    found = sorted((summarise(place) for place in find_places(path)), key=lambda s: (s.committed, s.sequence, s.step))
+    storage, there = find_steps(path)
+    found = sorted((summarise(storage, step) for step in there), key=lambda s: (s.committed, s.sequence, s.step))
     newest = found[-1]
     if as_json:
-        record = asdict(newest) | {"path": str(newest.path), "differences": _differences(path, newest)}
+        record = asdict(newest) | {"differences": _differences(path, newest)}
         record["checkpoints"] = [
             {"step": s.step, "committed": s.committed, "problem": s.problem, "bytes": s.bytes} for s in found
         ]
@@ -74,7 +75,7 @@ def _checkpoints_table(found: list[Summary]) -> Table:
     table = Table("step", "state", "bytes", "tensors", "folder", title="checkpoints")
     for s in sorted(found, key=lambda s: s.step):
         state = "[green]committed[/]" if s.committed else f"[red]not usable[/]: {s.problem}"
-        table.add_row(str(s.step), state, f"{s.bytes:,}", str(len(s.tensors)), str(s.path))
+        table.add_row(str(s.step), state, f"{s.bytes:,}", str(len(s.tensors)), s.path)
     return table
 
 
@@ -93,15 +94,15 @@ def _tensor_table(summary: Summary, limit: int | None) -> Table:
     return table
 
 
-def _config_file(path: Path) -> Path | None:
+def _config_file(path: str) -> Path | None:
     """The run's config.toml, for whichever folder of the run was named."""
-    for folder in (path, *path.resolve().parents[:2]):
+    for folder in (Path(path), *Path(path).resolve().parents[:2]):
         if (folder / "config.toml").is_file():
             return folder / "config.toml"
     return None
 
 
-def _differences(path: Path, summary: Summary) -> dict[str, tuple[Any, Any]]:
+def _differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
     """Settings that differ between the checkpoint and the run's config.toml, as section.key: (there, here)."""
     import tomllib
 

@@ -13,6 +13,7 @@ from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 # Each module has `register(app)`. They import heavy packages only inside their functions, so --help is quick.
 COMMANDS: tuple[str, ...] = (
     "data",
+    "plan",
     "train",
     "evaluate",
     "generate",

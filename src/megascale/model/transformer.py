@@ -60,8 +60,8 @@ class Norm(nn.Module):
         super().__init__()
         self.eps = model.norm_eps
         h = (model.hidden,)
-        ones = Spec((Piece.whole(f"{name}.weight", h),), init_value=1.0, shared=True, partial_grad=True)
-        zeros = Spec((Piece.whole(f"{name}.bias", h),), shared=True, partial_grad=True)
+        ones = Spec((Piece.whole(f"{name}.weight", h),), init_value=1.0, shared=True)
+        zeros = Spec((Piece.whole(f"{name}.bias", h),), shared=True)
         self.weight = parameter(h, ones, dtype)
         self.bias = parameter(h, zeros, dtype) if model.norm == "layernorm" else None
 
@@ -105,7 +105,7 @@ def _row_weight(name: str, rows: int, columns: int, std: float, axis: Axis, dtyp
 
 def _shared_bias(name: str, size: int, dtype: torch.dtype) -> nn.Parameter:
     piece = Piece.whole(f"{name}.bias", (size,))
-    return parameter((size,), Spec((piece,), shared=True, partial_grad=True), dtype)
+    return parameter((size,), Spec((piece,), shared=True), dtype)
 
 
 class Block(nn.Module):
@@ -236,7 +236,6 @@ class Chunk(nn.Module):
                 (Piece.whole("embedding.position.weight", shape),),
                 init_std=model.init_std,
                 shared=True,
-                partial_grad=True,
             )
             self.position_embedding = parameter(shape, spec, dtype)
         self.blocks = nn.ModuleList(Block(model, i, axis, dtype) for i in layers)

@@ -31,6 +31,7 @@ INTERPRET = HAVE_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _mode = "auto"
+_attention = "auto"
 _active: dict[str, str] = {}
 
 
@@ -41,25 +42,31 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return triton.jit(function, **options) if HAVE_TRITON else function
 
 
-def configure(mode: str) -> None:
+def configure(mode: str, attention: str = "auto") -> None:
     """Set how operators are chosen: "auto", "fused" (an error where it cannot be) or "reference".
 
-    Raises ConfigError if "fused" is asked for on a machine without CUDA (or Triton's interpreter) or Triton.
+    attention: kernels.attention, a backend of ops/attention_backends.py or "auto". Raises ConfigError if "fused" is
+    asked for on a machine without CUDA (or Triton's interpreter) or Triton.
     """
-    global _mode
+    global _attention, _mode
     if mode == "fused" and not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())):
         missing = "Triton is not installed" if not HAVE_TRITON else "no CUDA device is visible"
         raise ConfigError(
             f"kernels.mode='fused' cannot be had here: {missing}; set --kernels.mode=auto to run the plain "
             "PyTorch operators where the fused ones are not available"
         )
-    _mode = mode
+    _mode, _attention = mode, attention
     _active.clear()
 
 
 def mode() -> str:
     """The mode in force: "auto", "fused" or "reference"."""
     return _mode
+
+
+def attention_backend() -> str:
+    """The attention backend asked for by kernels.attention."""
+    return _attention
 
 
 def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
