@@ -77,6 +77,9 @@ MEGASCALE = Software(
 )
 # Megatron-core of today: overlaps and fused operators on, serial block, full attention.
 MEGATRON_CORE = replace(MEGASCALE, parallel_block=False, window=None, tp_overlap=False)
+MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
+# This project's engine: every overlap, cuDNN attention where the GPU has it.
+MEGASCALE_H200 = replace(MEGASCALE, attention="cudnn")
 # vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels.
 MEGATRON_DEEPSPEED = Software(
     attention="unfused", sequence_parallel=False, distributed_optimizer=False, recompute="full", gradient_bytes=2
@@ -86,6 +89,8 @@ STACKS = {
     "megatron-2023": MEGATRON_2023,
     "megatron-core": MEGATRON_CORE,
     "megascale": MEGASCALE,
+    "megatron-core-h200": MEGATRON_CORE_H200,
+    "megascale-h200": MEGASCALE_H200,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
 }
 
