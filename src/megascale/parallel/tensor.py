@@ -68,7 +68,8 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        dy, leaf = grads[0], None
+        dy = grads[0]
+        leaf: torch.Tensor | None = None
         if ctx.produce is not None:
             leaf, x = _recomputed(ctx.produce, x)
         gathering = all_gather(x.detach(), ctx.axis)
