@@ -76,7 +76,7 @@ class _GatherLinear(torch.autograd.Function):
         scattering = reduce_scatter(torch.matmul(dy, ctx.weight), ctx.axis)
         dw = weight_gradient(ctx.weight, dy, gathering.wait())
         db = bias_gradient(ctx.bias, dy)
-        dx = scattering.wait()
+        dx: torch.Tensor | None = scattering.wait()
         if leaf is not None:
             torch.autograd.backward(x, dx)
             dx = leaf.grad
