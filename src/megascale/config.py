@@ -200,6 +200,17 @@ class ParallelConfig(Section):
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
 
 
+class OverlapConfig(Section):
+    """How communication hides under compute. What is asked for and cannot be had is an error; auto says what it took."""
+
+    tensor: Literal["auto", "fused", "async", "off"] = Field(
+        "auto",
+        description="fused: products pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
+        "async: collectives beside independent products; auto: fused where it works, else async",
+    )
+    data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
+
+
 class KernelsConfig(Section):
     """Which implementation the operators run."""
 
@@ -335,6 +346,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr: LrConfig = LrConfig()
     parallel: ParallelConfig = ParallelConfig()
+    overlap: OverlapConfig = OverlapConfig()
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
