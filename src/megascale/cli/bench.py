@@ -7,7 +7,10 @@ import importlib
 import typer
 
 # Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
-BENCHES: tuple[str, ...] = ("schedules",)
+BENCHES: tuple[str, ...] = (
+    "kernels",
+    "schedules",
+)
 
 
 def register(app: typer.Typer) -> None:
