@@ -20,6 +20,7 @@ COMMANDS: tuple[str, ...] = (
     "plot",
     "checkpoint",
     "doctor",
+    "bench",
 )
 
 app = typer.Typer(
