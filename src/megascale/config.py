@@ -189,6 +189,9 @@ class ParallelConfig(Section):
         description="0: all replicated; 1: optimizer state sharded over data-parallel ranks, gradients reduced once "
         "a step; 2: fp32 gradients sharded too, reduced after every micro-batch",
     )
+    bucket_elements: int = Field(
+        40_000_000, ge=1, description="parameters in one data-parallel message; smaller hides more, larger moves faster"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="activations computed again in backward: selective: norms and the MLP's activation; "
@@ -240,6 +243,30 @@ class CheckpointConfig(Section):
     interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(2, ge=1, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
+    location: str | None = Field(
+        None, description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder"
+    )
+    background: bool = Field(
+        False,
+        description="copy the state to host memory under the next step and let a service write it; "
+        "needs host memory of slots x the state",
+    )
+    slots: int = Field(1, ge=1, le=4, description="copies of the state in host memory when background is on")
+    memory_interval: int = Field(
+        0, ge=0, description="steps between copies to host memory that are not written; 0: only those written"
+    )
+    replicas: bool = Field(False, description="also keep each copy in another host's memory (2 x the state there)")
+    replica_address: str = Field(
+        "127.0.0.1", description="address on which this host takes other hosts' copies; auto: the host's own address"
+    )
+    linger: float = Field(60.0, ge=0, description="seconds the service waits for new trainers before it ends")
+
+    @model_validator(mode="after")
+    def _background(self) -> CheckpointConfig:
+        if not self.background and (self.replicas or self.memory_interval):
+            key = "replicas=true" if self.replicas else f"memory_interval={self.memory_interval}"
+            raise ValueError(f"checkpoint.{key} needs the checkpoint service; set checkpoint.background=true")
+        return self
 
 
 class RendezvousConfig(Section):

@@ -7,7 +7,11 @@ import importlib
 import typer
 
 # Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
-BENCHES: tuple[str, ...] = ("tokenize",)
+BENCHES: tuple[str, ...] = (
+    "kernels",
+    "schedules",
+    "tokenize",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -20,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
     @bench.callback()
     def _several() -> None:
-        """Measure: each bench prints a table and writes JSON. Example: megascale bench tokenize --out tokenize.json"""
+        """Measure: each bench prints a table and writes JSON. Example: megascale bench kernels --out kernels.json"""
 
     for name in BENCHES:
         importlib.import_module(f"megascale.bench.{name}").register(bench)

@@ -67,7 +67,7 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
     """What tensor parallelism cannot cut evenly, a sentence each."""
     sizes = {
         "model.heads": model.heads,
-        "model.kv_heads": model.kv,
+        **({"model.kv_heads": model.kv} if model.kv != model.heads else {}),
         "model.ffn_hidden": model.ffn,
         "model.sequence_length": model.sequence_length,
     }
@@ -76,11 +76,11 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
     ranks = " or ".join(str(n) for n in near_divisors(common, tensor))
     for key, value in sizes.items():
         if value % tensor:
-            multiples = " or ".join(str(n) for n in near_multiples(value, tensor))
-            faults.append(
-                f"{key}={value} is not divisible by parallel.tensor={tensor}; "
-                f"use --parallel.tensor={ranks} (fits all sizes) or --{key}={multiples}"
-            )
+            advice = f"use --parallel.tensor={ranks} (fits all sizes)"
+            if "heads" not in key:
+                # Other numbers of heads rarely divide the width, so only the layout is advised there.
+                advice += f" or --{key}={' or '.join(str(n) for n in near_multiples(value, tensor))}"
+            faults.append(f"{key}={value} is not divisible by parallel.tensor={tensor}; {advice}")
     if model.padded_vocab % tensor:
         multiple = model.vocab_multiple * tensor // gcd(model.vocab_multiple, tensor)
         faults.append(

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megascale.errors import ConfigError
+
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
 
@@ -52,7 +54,10 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     if window is not None:
-        raise NotImplementedError(f"{kind.name} has no window")
+        raise ConfigError(
+            f"kernels.attention={kind.name.split('_')[0].lower()!r} has no sliding window, which this layer has "
+            f"({window}); set --kernels.attention=auto to choose a kernel a layer"
+        )
     q, k, v = _heads_first(q_SBND, k_SBGD, v_SBGD)
     with sdpa_kernel(kind):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=_grouped(q, k))
@@ -89,7 +94,7 @@ class _FlashWindow(torch.autograd.Function):
 def flash_window(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     """FlashAttention-2 with a window, on strided views."""
     if window is None:
-        raise NotImplementedError("flash serves full attention")
+        window = k_SBGD.shape[0]
     return _FlashWindow.apply(q_SBND, k_SBGD, v_SBGD, window)
 
 

@@ -6,12 +6,17 @@ A calibration belongs to one cluster and one family of runs. It is a TOML file; 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from megascale.errors import ConfigError
+
+# z of the 10th and 90th percentile of a normal distribution.
+Z90 = 1.2816
+# A calibration of fewer rows than this says nothing about its own spread: this share is assumed instead.
+FEW_ROWS, ASSUMED_SPREAD = 4, 0.08
 
 
 @dataclass(frozen=True)
@@ -56,3 +61,113 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "slow_by": (0.0, 0.5, 0.1),
     "data_share": (0.0, 1.0, 0.5),
 }
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants with their history.
+
+    Attributes:
+        name, cluster: what it is called, which cluster it belongs to.
+        constants: the values in force; those not in `fitted` are the cluster's or the defaults.
+        fitted: fitted constant -> standard error.
+        rows: what it was fitted on, one text a row.
+        residuals: ln(predicted / measured) of those rows.
+        warnings: what the rows could not decide.
+        made: date and command.
+    """
+
+    name: str
+    cluster: str
+    constants: Constants = Constants()
+    fitted: dict[str, float] | None = None
+    rows: tuple[str, ...] = ()
+    residuals: tuple[float, ...] = ()
+    warnings: tuple[str, ...] = ()
+    made: str = ""
+
+    @property
+    def spread(self) -> float:
+        """Relative standard deviation of a prediction, from the residuals and the constants spent on them."""
+        n, k = len(self.residuals), len(self.fitted or {})
+        if n < max(FEW_ROWS, k + 1):
+            return ASSUMED_SPREAD
+        return float((sum(r * r for r in self.residuals) / (n - k)) ** 0.5)
+
+    def band(self, seconds: float) -> tuple[float, float]:
+        """P10 and P90 of a prediction."""
+        wide = Z90 * self.spread
+        return seconds / (1.0 + wide), seconds * (1.0 + wide)
+
+    def to_toml(self) -> str:
+        """The file that `load_calibration` reads."""
+        lines = [
+            "# Constants of the step simulator. Fitted values carry their standard errors; the rest are assumptions.",
+            f"name = {_text(self.name)}",
+            f"cluster = {_text(self.cluster)}",
+            f"made = {_text(self.made)}",
+            "",
+            "[constants]",
+        ]
+        for f in fields(Constants):
+            value = getattr(self.constants, f.name)
+            if value is not None:
+                lines.append(f"{f.name} = {value:.6g}")
+        lines += ["", "[fitted] # constant = standard error"]
+        lines += [f"{key} = {error:.3g}" for key, error in (self.fitted or {}).items()]
+        lines += ["", "[evidence]", "rows = ["]
+        lines += [f"    {_text(row)}," for row in self.rows]
+        lines += ["]", "# ln(predicted / measured) of the rows", "residuals = ["]
+        lines += [f"    {r:.5f}," for r in self.residuals]
+        lines += ["]", "warnings = ["]
+        lines += [f"    {_text(w)}," for w in self.warnings]
+        lines += ["]", ""]
+        return "\n".join(lines)
+
+
+def _text(value: str) -> str:
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def shipped_calibrations() -> list[str]:
+    """Names of the calibrations that come with the package."""
+    folder = resources.files("megascale.simulate") / "calibrations"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_calibration(name: str | None, cluster: str) -> Calibration:
+    """A shipped calibration or a TOML file. None: the shipped one of the cluster's name, else the cluster's figures.
+
+    ConfigError naming key and value if the file is wrong.
+    """
+    if name is None:
+        name = cluster if cluster in shipped_calibrations() else ""
+        if not name:
+            return Calibration("uncalibrated", cluster)
+    path = Path(name)
+    if name in shipped_calibrations():
+        text = (resources.files("megascale.simulate") / "calibrations" / f"{name}.toml").read_text()
+    elif path.is_file():
+        text = path.read_text()
+    else:
+        raise ConfigError(
+            f"--calibration={name!r} is neither shipped ({', '.join(shipped_calibrations())}) nor a file; "
+            "`megascale simulate calibrate` writes one"
+        )
+    try:
+        tree: dict[str, Any] = tomllib.loads(text)
+        evidence = tree.get("evidence", {})
+        return Calibration(
+            name=str(tree["name"]),
+            cluster=str(tree["cluster"]),
+            constants=Constants().with_values({k: float(v) for k, v in tree["constants"].items()}),
+            fitted={k: float(v) for k, v in tree.get("fitted", {}).items()},
+            rows=tuple(map(str, evidence.get("rows", []))),
+            residuals=tuple(map(float, evidence.get("residuals", []))),
+            warnings=tuple(map(str, evidence.get("warnings", []))),
+            made=str(tree.get("made", "")),
+        )
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"calibration {name!r} is not one: {type(error).__name__}: {error}; it needs name, cluster and [constants]"
+        ) from None

@@ -10,8 +10,7 @@ import numpy as np
 
 from megascale.config import ModelConfig
 from megascale.core.flops import window_share
-from megascale.errors import FitError
-from megascale.simulate.software import ATTENTION_KERNELS, Software
+from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,10 @@ class Case:
             the query and of the key/value projections, `vocab` is padded.
         share: part of the causal triangle that attention windows keep, mean over layers.
         tensor, pipeline, virtual, data, micro, batch: the layout; `batch` is sequences a step.
-        parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS.
+        middle, last: layers of the fullest stage but the last, and of the last.
+        parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS, `recompute`
+            one into RECOMPUTE.
+        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
     """
 
     layers: Any
@@ -42,6 +44,8 @@ class Case:
     data: Any
     micro: Any
     batch: Any
+    middle: Any
+    last: Any
     parallel_block: Any
     tp_overlap: Any
     pp_overlap: Any
@@ -53,6 +57,7 @@ class Case:
     distributed_optimizer: Any
     recompute: Any
     gradient_bytes: Any
+    reduce_each: Any = False
 
     @classmethod
     def of(
@@ -66,10 +71,13 @@ class Case:
         data: Any,
         micro: Any,
         batch: Any,
+        middle: Any = None,
+        last: Any = None,
     ) -> Case:
         """One model under one software in one layout or, with arrays, in many.
 
         The software decides block and window: set them from the model's own where a run is to be priced as it is.
+        `middle` and `last` default to layers / pipeline.
         """
         if software.window is None:
             share = 1.0
@@ -93,6 +101,8 @@ class Case:
             data=data,
             micro=micro,
             batch=batch,
+            middle=model.layers / pipeline if middle is None else middle,
+            last=model.layers / pipeline if last is None else last,
             parallel_block=software.parallel_block,
             tp_overlap=software.tp_overlap,
             pp_overlap=software.pp_overlap,
@@ -102,8 +112,9 @@ class Case:
             attention=ATTENTION_KERNELS.index(software.attention),
             sequence_parallel=software.sequence_parallel,
             distributed_optimizer=software.distributed_optimizer,
-            recompute=software.recompute == "full",
+            recompute=RECOMPUTE.index(software.recompute),
             gradient_bytes=software.gradient_bytes,
+            reduce_each=software.reduce_each,
         )
 
     @classmethod
@@ -140,9 +151,8 @@ class Case:
         return self.hidden * (2 * self.query + 2 * self.kv + self.ffn * np.where(self.gated, 3, 2))
 
     def fits(self) -> Any:
-        """Whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas, m over p."""
+        """Whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas."""
         t, chunks = self.tensor, self.pipeline * self.virtual
-        m = self.batch // np.maximum(1, self.data * self.micro)
         return (
             (self.layers % chunks == 0)
             & (self.heads % t == 0)
@@ -151,32 +161,6 @@ class Case:
             & (self.vocab % t == 0)
             & (self.sequence % t == 0)
             & (self.batch % (self.data * self.micro) == 0)
-            & (m > 0)
-            & ((self.virtual == 1) | ((self.pipeline > 1) & (m % self.pipeline == 0)))
+            & (self.batch >= self.data * self.micro)
+            & ((self.virtual == 1) | (self.pipeline > 1))
         )
-
-    def check(self) -> None:
-        """FitError naming the first size of a scalar case that does not divide."""
-        t, chunks, m = self.tensor, self.pipeline * self.virtual, self.microbatches
-        reasons = [
-            (self.layers % chunks, f"model.layers={self.layers} over {self.pipeline} stages x {self.virtual} chunks"),
-            (self.heads % t, f"model.heads={self.heads} over parallel.tensor={t}"),
-            (self.kv % t, f"key/value width {self.kv} over parallel.tensor={t}"),
-            (self.ffn % t, f"the MLP's width {self.ffn} over parallel.tensor={t}"),
-            (self.vocab % t, f"padded vocabulary {self.vocab} over parallel.tensor={t}"),
-            (self.sequence % t, f"model.sequence_length={self.sequence} over parallel.tensor={t}"),
-            (
-                self.batch % (self.data * self.micro),
-                f"train.global_batch={self.batch} over {self.data} replicas x micro-batch {self.micro}",
-            ),
-            (
-                self.virtual > 1 and (self.pipeline == 1 or m % self.pipeline),
-                f"{m} micro-batches in rounds of parallel.pipeline={self.pipeline} (virtual_stages={self.virtual} "
-                "interleaves, which needs more than one stage and whole rounds)",
-            ),
-        ]
-        for wrong, what in reasons:
-            if wrong:
-                raise FitError(f"{what} does not divide; choose sizes that do, or let `simulate search` find them")
-        if not self.fits():
-            raise FitError(f"train.global_batch={self.batch} leaves no micro-batch for {self.data} replicas")

@@ -17,6 +17,7 @@ from megascale.simulate.case import Case
 from megascale.simulate.cluster import Cluster
 from megascale.simulate.kernels import layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork
+from megascale.simulate.software import RECOMPUTE
 
 # Stages that exchange in lock-step wait for the slowest: the pace rises by this share of the standard deviation of a
 # slot. Measured on the event-driven level (tests/simulate/test_levels.py holds the two together).
@@ -70,7 +71,8 @@ class StageTimes:
 
     Attributes:
         forward, backward: kernels and exposed tensor communication of all a middle stage's chunks.
-        last_forward, last_backward: what the last stage adds.
+        last_forward, last_backward: what the last stage adds (less than 0 where it has fewer layers).
+        layer_forward, layer_backward: one layer.
         transfer: one activation between neighbours.
         exchange: a blocking exchange (0 where transfers overlap).
         exchanges: blocking exchanges a micro-batch.
@@ -83,6 +85,8 @@ class StageTimes:
     backward: Any
     last_forward: Any
     last_backward: Any
+    layer_forward: Any
+    layer_backward: Any
     transfer: Any
     exchange: Any
     exchanges: Any
@@ -99,17 +103,21 @@ def stage_times(
     """Durations of everything in a step, before any schedule is laid over them."""
     network = network or RingNetwork(cluster, constants.dp_efficiency)
     scale, overlap = constants.compute, cluster.overlap
-    layers = case.layers / case.pipeline
+    layers = case.middle
     layer = layer_times(cluster, case, constants.overhead)
-    again = np.where(case.recompute, scale * layer.forward, 0.0)
+    kept = np.asarray(case.recompute) == RECOMPUTE.index("none")
+    whole = np.asarray(case.recompute) == RECOMPUTE.index("full")
+    again = np.where(whole, scale * layer.forward, np.where(kept, 0.0, scale * layer.elementwise_forward))
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)
-    tp_again = np.where(case.recompute, tp_forward, 0.0)
-    floor = layer.kernels * cluster.kernels.host_us * 1e-6
+    tp_again = np.where(whole, tp_forward, 0.0)
+    # A block enters and leaves a tensor-parallel region forward and backward, and once more forward if recomputed.
+    regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
+    floor = (layer.kernels * cluster.kernels.host_us + regions * cluster.kernels.region_us) * 1e-6
     busy = scale * (layer.forward + layer.backward) + again + tp_forward + tp_backward + tp_again
-    host = np.maximum(0.0, floor * np.where(case.recompute, 4 / 3, 1.0) - busy)
-    forward = layers * (scale * layer.forward + tp_forward + host / 3)
-    backward = layers * (scale * layer.backward + tp_backward + again + tp_again + host * 2 / 3)
+    host = np.maximum(0.0, floor * np.where(whole, 1.5, 1.0) - busy)
+    layer_forward = scale * layer.forward + tp_forward + host / 3
+    layer_backward = scale * layer.backward + tp_backward + again + tp_again + host * 2 / 3
 
     last_forward, last_backward = (scale * x for x in logits_seconds(cluster, case))
     # With sequence parallelism the last hidden states are gathered once more; backward hides its two collectives.
@@ -117,6 +125,7 @@ def stage_times(
     gathered = np.where(case.sequence_parallel, one, 0.0)
     last_forward = last_forward + gathered
     last_backward = last_backward + np.where(case.sequence_parallel, 2.0 * overlap.slowdown, 1.0) * one
+    fewer = case.last - case.middle
     bytes_moved = 2.0 * case.micro * case.sequence * case.hidden / case.tensor
     beside = case.tensor * case.data < cluster.gpus_per_host
     piped = case.pipeline > 1
@@ -131,20 +140,23 @@ def stage_times(
     embedding = case.vocab * case.hidden / case.tensor
     parameters = layers * case.layer_parameters / case.tensor + embedding
     local = np.maximum(1, np.minimum(case.data, cluster.gpus_per_host // np.minimum(case.tensor, cluster.gpus_per_host)))
+    # The all-reduce of a replicated optimizer is a reduce-scatter and an all-gather of the gradients.
     scatter = network.collective(parameters * case.gradient_bytes, case.data, local)
-    gather = network.collective(parameters * 2.0, case.data, local)
-    gather = np.where(case.distributed_optimizer, gather, scatter)
+    once = np.where(case.distributed_optimizer, network.collective(parameters * 2.0, case.data, local), scatter)
+    scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
     return StageTimes(
-        forward=forward,
-        backward=backward,
-        last_forward=last_forward,
-        last_backward=last_backward,
+        forward=layers * layer_forward,
+        backward=layers * layer_backward,
+        last_forward=last_forward + fewer * layer_forward,
+        last_backward=last_backward + fewer * layer_backward,
+        layer_forward=layer_forward,
+        layer_backward=layer_backward,
         transfer=transfer,
         exchange=exchange,
         exchanges=exchanges,
         residual=residual,
         scatter=scatter,
-        gather=gather,
+        gather=once,
         optimizer=optimizer_seconds(cluster, case, parameters),
         parts={
             "gemm": layers * scale * (layer.gemm_forward + layer.gemm_backward),
@@ -162,8 +174,8 @@ def _tensor_exposed(cluster: Cluster, case: Case, constants: Constants, network:
 
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
     gather of the output gradient, while the scatter of the input gradient and the second gather of the input run
-    under weight-gradient and data-gradient products and only slow them. Without, forward and backward each end in
-    an all-reduce.
+    under weight-gradient and data-gradient products and only slow them. Without, forward ends in an all-reduce, and
+    the all-reduce of the input gradient runs under the weight-gradient product.
     """
     overlap = cluster.overlap
     left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
@@ -172,7 +184,7 @@ def _tensor_exposed(cluster: Cluster, case: Case, constants: Constants, network:
     share = np.where(case.tp_overlap, left, 1.0)
     forward = blocks * 2.0 * one * share
     backward = blocks * one * (share + 2.0 * overlap.slowdown)
-    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * share)
+    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * overlap.slowdown)
     return forward, backward
 
 
@@ -212,7 +224,7 @@ def step_parts(
     # With one chunk a stage, a micro-batch's round trip cannot hide its transfers; slack before the logits can.
     trip = np.where((v == 1) & (times.exchanges == 0), 2 * (p - 1) / p * times.transfer, 0.0)
     ramp = (p - 1) / v * (times.forward + times.backward) + hops
-    logits = np.maximum(times.last_forward + times.last_backward, trip)
+    logits = np.maximum(times.last_forward + times.last_backward, np.where(p > 1, trip, -np.inf))
     piped = m * (middle + logits) + ramp
     data = data_exposed(cluster, case, constants, times)
     fixed = constants.fixed * (1.0 - constants.data_share * np.asarray(case.async_data, dtype=float))
@@ -246,10 +258,13 @@ def data_exposed(cluster: Cluster, case: Case, constants: Constants, times: Stag
     # have the last backward itself.
     rounds = np.where(case.virtual > 1, np.minimum(case.pipeline, case.microbatches), 1)
     rest = (pieces - 1) / pieces
-    late = np.maximum(0.0, rest * times.scatter - rest * rounds * times.backward)
+    # Reduced after every micro-batch, gradients have all backward passes to hide behind.
+    rounds_back = np.where(case.reduce_each, case.microbatches, rounds)
+    tail = times.scatter / pieces / np.where(case.reduce_each, case.microbatches, 1)
+    late = np.maximum(0.0, times.scatter - tail - rest * rounds_back * times.backward)
     early = np.maximum(0.0, rest * times.gather - rest * rounds * times.forward)
     first = np.maximum(0.0, times.gather / pieces - constants.fixed)
-    exposed = times.scatter / pieces + late + early + first
+    exposed = tail + late + early + first
     hidden = np.maximum(0.0, plain - exposed)
     # The first and the last micro-batch pass the stages one after another while the same NICs carry collectives.
     chunks = case.pipeline * case.virtual

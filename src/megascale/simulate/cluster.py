@@ -40,7 +40,8 @@ class Kernels(_Part):
         ge=0, le=1, description="share of the fp32 gradient accumulation's memory traffic not hidden under its GEMM"
     )
     launch_us: float = Field(ge=0, description="gap between dependent kernels")
-    host_us: float = Field(ge=0, description="host time to launch one kernel; a step is at least this x kernels")
+    host_us: float = Field(ge=0, description="host time to launch one kernel; compute is at least this x kernels")
+    region_us: float = Field(ge=0, description="host time to enter or leave a tensor-parallel region, beside kernels")
     attention: dict[str, list[list[float]]] = Field(
         description="kernel -> [[sequence, TFLOP/s forward+backward of the causal half], ...], interpolated in log"
     )

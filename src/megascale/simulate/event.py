@@ -55,24 +55,23 @@ def simulate(
     slow_hosts: Mapping[int, float] | None = None,
     jitter: float = 0.0,
     seed: int = 0,
+    layers: np.ndarray | None = None,
 ) -> Event:
     """One step of a scalar case.
 
     Args:
+        layers: [stages, chunks] layers of each chunk; default: the same in all.
         slow_hosts: host -> factor on its compute time; see `draw_hosts` for a random fleet.
         jitter: relative standard deviation of each action's compute time, drawn anew for each.
         seed: of the jitter.
-
-    Raises FitError if sizes do not divide.
     """
-    case.check()
     p, v, m = int(case.pipeline), int(case.virtual), int(case.microbatches)
     times = stage_times(cluster, case, constants, network)
-    graph = Graph.of(pipeline_schedule(p, v, m))
+    graph = Graph.of(pipeline_schedule(p, v, m, bool(case.reduce_each)))
     blocking = float(times.exchanges) > 0
     if blocking:
         graph = graph.awaiting(blocking_waits(graph))
-    durations = _durations(cluster, case, times, graph, blocking)
+    durations = _durations(cluster, case, times, graph, blocking, layers)
     if case.dp_overlap:
         durations = _stretched(cluster, graph, durations, times)
 
@@ -99,14 +98,18 @@ def simulate(
     return Event(seconds, one, makespan[which], reduced, times, slow)
 
 
-def _durations(cluster: Cluster, case: Case, times: StageTimes, graph: Graph, blocking: bool) -> np.ndarray:
+def _durations(
+    cluster: Cluster, case: Case, times: StageTimes, graph: Graph, blocking: bool, layers: np.ndarray | None
+) -> np.ndarray:
     """Seconds of each action of a replica of healthy hosts."""
     p, v = graph.schedule.stages, graph.schedule.virtual
-    shape = (p, v)
-    forward = np.full(shape, float(times.forward) / v)
-    backward = np.full(shape, float(times.backward) / v)
-    forward[-1, -1] += float(times.last_forward)
-    backward[-1, -1] += float(times.last_backward)
+    if layers is None:
+        layers = np.full((p, v), float(case.middle) / v)
+        layers[-1] = float(case.last) / v
+    fewer = float(case.last) - float(case.middle)
+    forward, backward = layers * float(times.layer_forward), layers * float(times.layer_backward)
+    forward[-1, -1] += float(times.last_forward) - fewer * float(times.layer_forward)
+    backward[-1, -1] += float(times.last_backward) - fewer * float(times.layer_backward)
     transfer = float(times.transfer)
     if blocking:
         # Chunks interleaved: one exchange for a forward and a backward; both sends share the NIC.
@@ -117,6 +120,8 @@ def _durations(cluster: Cluster, case: Case, times: StageTimes, graph: Graph, bl
         share = float(times.residual) / (2 * v)
     gather = float(times.gather) / v if case.dp_overlap else 0.0
     reduce = float(times.scatter) / v if case.dp_overlap else 0.0
+    if case.reduce_each:
+        reduce /= int(case.microbatches)
     durations = graph.durations(forward + share, backward + share, transfer, transfer, gather, reduce)
     if case.dp_overlap:
         # The first chunk's parameters come behind the preparation of the batch; a single chunk's come in buckets,

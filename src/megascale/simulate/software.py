@@ -14,7 +14,8 @@ from megascale.errors import ConfigError
 
 # Kernels for attention that a cluster file must give rates for.
 ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
-RECOMPUTE = ("none", "full")
+# Activations done again in backward: norms and the activation alone, or whole layers.
+RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Software:
         attention: kernel, one of ATTENTION_KERNELS.
         sequence_parallel: norm and residual regions sharded over the tensor axis.
         distributed_optimizer: gradients reduce-scattered and parameters gathered; False is an all-reduce.
-        recompute: "none" or "full" (every layer's forward again before its backward).
+        recompute: one of RECOMPUTE.
         gradient_bytes: bytes of a gradient on the wire and in the accumulator.
+        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
     """
 
     parallel_block: bool = False
@@ -49,6 +51,7 @@ class Software:
     distributed_optimizer: bool = True
     recompute: str = "none"
     gradient_bytes: int = 4
+    reduce_each: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_KERNELS:
@@ -74,6 +77,9 @@ MEGASCALE = Software(
 )
 # Megatron-core of today: overlaps and fused operators on, serial block, full attention.
 MEGATRON_CORE = replace(MEGASCALE, parallel_block=False, window=None, tp_overlap=False)
+MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
+# This project's engine: every overlap, cuDNN attention where the GPU has it.
+MEGASCALE_H200 = replace(MEGASCALE, attention="cudnn")
 # vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels.
 MEGATRON_DEEPSPEED = Software(
     attention="unfused", sequence_parallel=False, distributed_optimizer=False, recompute="full", gradient_bytes=2
@@ -83,6 +89,8 @@ STACKS = {
     "megatron-2023": MEGATRON_2023,
     "megatron-core": MEGATRON_CORE,
     "megascale": MEGASCALE,
+    "megatron-core-h200": MEGATRON_CORE_H200,
+    "megascale-h200": MEGASCALE_H200,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
 }
 
