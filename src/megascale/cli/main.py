@@ -21,6 +21,7 @@ COMMANDS: tuple[str, ...] = (
     "checkpoint",
     "bench",
     "doctor",
+    "bench",
 )
 
 app = typer.Typer(
