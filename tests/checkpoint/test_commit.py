@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -155,21 +154,6 @@ def test_other_model_is_refused(folder: Path) -> None:
                 | {"optimizer.m": torch.ones(1), "model.layers.0.cube": torch.zeros(5, 4, 6)}
             ),
         )
-
-
-@pytest.fixture
-def small_disk() -> Path:
-    """A file system of 2 MB; needs the right to mount."""
-    with tempfile.TemporaryDirectory() as name:
-        command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", name]
-        try:
-            mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-        except FileNotFoundError:
-            mounted = False
-        if not mounted:
-            pytest.skip("mounting a small tmpfs is not permitted here")
-        yield Path(name)
-        subprocess.run(["umount", name], check=True)
 
 
 def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
