@@ -1,0 +1,198 @@
+"""The one global meeting of a start: everybody is here, and everybody means the same job.
+
+It costs each rank three small store calls whatever the size of the world, and rank 0 one read of all greetings.
+A rank that is missing, comes twice, has another world size or other settings is named on every rank that did come.
+Works on any torch Store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import DistError, Store
+
+from megascale.errors import ConfigError, TrainingError
+from megascale.rendezvous.faults import StoreFault
+
+T = TypeVar("T")
+VERDICT = "start/verdict"
+_FAIL = "fail:"
+_ALARM = "!"
+# Ranks wait a little longer for rank 0's verdict than rank 0 waits for them, so that the verdict reaches them.
+_GRACE = 5.0
+_EXPLAINED = 4  # at most so many differing ranks tell their settings
+
+
+def digest(facts: Mapping[str, str]) -> str:
+    """A short fingerprint of settings."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout: float) -> None:
+    """Return once `world` ranks with equal `facts` have come; else raise the same error on every rank that came.
+
+    Args:
+        store: shared by the job, used under the prefix `start/`.
+        facts: what must be equal everywhere, as text: settings by key, versions. No secrets.
+        timeout: seconds to wait for the last rank.
+
+    Raises:
+        ConfigError: another world size, a rank twice, different settings or versions; names ranks and key.
+        TrainingError: ranks that did not come within `timeout`; names them.
+    """
+    deadline = time.monotonic() + timeout
+    mark = digest(facts)
+    hello = f"{mark} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
+    told = int(store.compare_set("start/world", "", str(world)))
+    if told != world:
+        _alarm(
+            store,
+            told,
+            f"rank {rank} on {socket.gethostname()} was started for a world of {world}, but others for {told}; "
+            "give every process the same WORLD_SIZE",
+        )
+    if not 0 <= rank < world:
+        _alarm(store, told, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
+    before = store.compare_set(f"start/hello/{rank}", "", hello).decode()
+    if before != hello and before != _ALARM:
+        _, host, pid, _ = before.split()
+        _alarm(
+            store,
+            told,
+            f"two processes claim rank {rank}: process {pid} on {host} and process {os.getpid()} on "
+            f"{socket.gethostname()}; give each process its own RANK",
+        )
+    if rank == 0 and before != _ALARM:
+        _judge(store, world, deadline, timeout)
+    verdict = _await(store, VERDICT, deadline + _GRACE)
+    if verdict is None:
+        came = [r for r in range(world) if store.check([f"start/hello/{r}"])]
+        raise _missing(world, came, timeout)
+    if verdict.startswith("explain:"):
+        speakers = json.loads(verdict.removeprefix("explain:"))
+        if rank in speakers:
+            store.set(f"start/facts/{rank}", json.dumps(dict(facts)))
+        if rank == 0:
+            store.set("start/final", _FAIL + _difference(store, world, speakers, deadline + _GRACE))
+        verdict = _await(store, "start/final", deadline + 3 * _GRACE)
+        if verdict is None:
+            raise ConfigError(
+                f"ranks {ranges(speakers)} were started with different settings; give every rank the same "
+                "configuration and overrides"
+            )
+    if verdict != "ok":
+        kind, _, message = verdict.removeprefix(_FAIL).partition(":")
+        raise TrainingError(message) if kind == "missing" else ConfigError(message)
+
+
+def _judge(store: Store, world: int, deadline: float, timeout: float) -> None:
+    """Rank 0: wait for all greetings, compare them, publish the verdict."""
+    keys = [f"start/hello/{r}" for r in range(world)]
+    try:
+        values = _within(store, deadline, lambda: store.multi_get(keys))
+    except DistError as error:
+        if isinstance(error, StoreFault):
+            raise
+        came = [r for r in range(world) if store.check([keys[r]])]
+        if len(came) < world:
+            store.compare_set(VERDICT, "", f"{_FAIL}missing:{_missing(world, came, timeout)}")
+            return
+        values = store.multi_get(keys)
+    hellos = [value.decode() for value in values]
+    if _ALARM in hellos:
+        return  # whoever raised the alarm publishes the verdict
+    first: dict[str, int] = {}
+    for rank, hello in enumerate(hellos):
+        first.setdefault(hello.split()[0], rank)
+    if len(first) == 1:
+        store.compare_set(VERDICT, "", "ok")
+        return
+    store.compare_set(VERDICT, "", "explain:" + json.dumps(list(first.values())[:_EXPLAINED]))
+
+
+def _difference(store: Store, world: int, speakers: list[int], deadline: float) -> str:
+    """Which ranks differ from the most common settings, and in which key first."""
+    told: dict[int, dict[str, str]] = {}
+    for speaker in speakers:
+        text = _await(store, f"start/facts/{speaker}", deadline)
+        if text is not None:
+            told[speaker] = json.loads(text)
+    hellos = [value.decode().split()[0] for value in store.multi_get([f"start/hello/{r}" for r in range(world)])]
+    ranks = {speaker: [r for r in range(world) if hellos[r] == hellos[speaker]] for speaker in speakers}
+    usual = max(told, key=lambda speaker: (len(ranks[speaker]), -speaker))
+    parts = []
+    for speaker in sorted(told):
+        if speaker == usual:
+            continue
+        # Order of the first speaker's keys: versions come first, then settings in the tree's order.
+        for key in [*told[usual], *told[speaker]]:
+            here, there = told[speaker].get(key, "not set"), told[usual].get(key, "not set")
+            if here != there:
+                who = f"rank{'s' * (len(ranks[speaker]) > 1)} {ranges(ranks[speaker])}"
+                parts.append(f"{key} is {here} on {who} but {there} on {_others(ranks[usual])}")
+                break
+    return (
+        f"config:the ranks were not started alike: {'; '.join(parts)}; give every rank the same configuration file, "
+        "overrides and installed versions"
+    )
+
+
+def _others(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+def _alarm(store: Store, world: int, message: str) -> None:
+    """Publish a failure at once. Empty places are filled so that rank 0, who waits for them, wakes."""
+    store.compare_set(VERDICT, "", f"{_FAIL}config:{message}")
+    for rank in range(world):
+        store.compare_set(f"start/hello/{rank}", "", _ALARM)
+    raise ConfigError(message)
+
+
+def _await(store: Store, key: str, deadline: float) -> str | None:
+    """The value of `key`, or None if it does not come in time."""
+    try:
+        return _within(store, deadline, lambda: store.get(key)).decode()
+    except DistError as error:
+        if isinstance(error, StoreFault):
+            raise
+        return store.get(key).decode() if store.check([key]) else None
+
+
+def _within(store: Store, deadline: float, read: Callable[[], T]) -> T:
+    """Run a waiting read with the store's time-out set to what is left."""
+    usual = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+    try:
+        return read()
+    finally:
+        store.set_timeout(usual)
+
+
+def _missing(world: int, came: list[int], timeout: float) -> TrainingError:
+    absent = sorted(set(range(world)) - set(came))
+    plural = "s" if len(absent) > 1 else ""
+    return TrainingError(
+        f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={timeout:g} seconds "
+        f"({len(came)} did); look at {'their' if plural else 'its'} log and host, or raise --rendezvous.timeout"
+    )
+
+
+def ranges(ranks: Iterable[int], limit: int = 12) -> str:
+    """Ranks as a person writes them: `0-3, 7`; long lists are cut."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
+    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more stretches" if len(words) > limit else "")

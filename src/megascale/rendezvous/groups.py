@@ -1,0 +1,229 @@
+"""Makes the process groups that the grid declares, in the plan's order, with local synchronisation only.
+
+No global barrier is used here: a rank that is done goes on while others still meet. Each communicator is warmed by
+one timed transfer, so that the first training step does not pay for connections, and the times are kept for the
+start-up print.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megascale.core.grid import Coordinate, Grid
+from megascale.rendezvous.plan import DIRECTIONS, GroupSpec, plan_groups, rank_groups
+
+__all__ = ["GroupSpec", "Groups", "Lane", "make_groups", "plan_groups", "rank_groups", "shutdown"]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One direction of one pipeline edge.
+
+    Attributes:
+        group: a communicator of two ranks that carries nothing else.
+        peer: the global rank at the other end.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+
+
+@dataclass
+class Groups:
+    """What one rank holds. A group is None where its axes have size 1: there is nobody to talk to.
+
+    Attributes:
+        grid, rank, coordinate: the layout and this rank's place in it.
+        device: where this rank's tensors live.
+        world: the default group (cpu:gloo beside cuda:nccl on a GPU).
+        tensor: ranks of one tensor-parallel group.
+        data_gather, data_reduce: two communicators over the same data-parallel ranks, so that gathering
+            parameters and reducing gradients do not queue behind each other.
+        model: tensor x pipeline: the ranks that hold one copy of the model (gradient norm, non-finite flag).
+        stage: tensor x data: all ranks of one pipeline stage (LAMB's norms over shards).
+        embedding: first and last stage, for tied embeddings.
+        send_forward, recv_forward, send_backward, recv_backward: pipeline lanes. `send_forward` carries
+            activations to the next stage, `recv_backward` their gradients back. With virtual stages the last
+            stage's next is the first.
+        timings: seconds by phase of the start.
+        store: for small agreements outside of tensors.
+        root_store: what `store` and torch's keys lie in; for `shutdown`.
+    """
+
+    grid: Grid
+    rank: int
+    coordinate: Coordinate
+    device: torch.device
+    world: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    data_gather: dist.ProcessGroup | None = None
+    data_reduce: dist.ProcessGroup | None = None
+    model: dist.ProcessGroup | None = None
+    stage: dist.ProcessGroup | None = None
+    embedding: dist.ProcessGroup | None = None
+    send_forward: Lane | None = None
+    recv_forward: Lane | None = None
+    send_backward: Lane | None = None
+    recv_backward: Lane | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+    store: dist.Store | None = None
+    root_store: Any = field(default=None, repr=False)
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank holds the first layers (and the token embedding)."""
+        return self.coordinate.pipeline == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank holds the last layers (and computes the loss)."""
+        return self.coordinate.pipeline == self.grid.pipeline - 1
+
+    def lanes(self) -> list[Lane]:
+        """The lanes this rank has."""
+        all_four = (self.send_forward, self.recv_forward, self.send_backward, self.recv_backward)
+        return [lane for lane in all_four if lane is not None]
+
+    def report(self) -> str:
+        """One line for the start-up print: where the time went, in milliseconds."""
+        parts = [f"{phase} {seconds * 1e3:.0f}" for phase, seconds in self.timings.items()]
+        return f"start-up {sum(self.timings.values()):.2f} s (ms: {', '.join(parts)})"
+
+
+def make_groups(
+    grid: Grid,
+    rank: int,
+    *,
+    virtual_stages: int = 1,
+    tied: bool = False,
+    device: torch.device | str = "cpu",
+    timeout: timedelta = timedelta(minutes=10),
+    store: dist.Store | None = None,
+) -> Groups:
+    """Make and warm the groups of this rank; the default group must exist and span `grid.world` ranks.
+
+    Every rank of the world must call this with the same arguments but `rank`. `store` is only handed on.
+    Collectives on these groups abort after `timeout`.
+
+    Raises:
+        torch.distributed.DistError: a member did not come within `timeout`.
+    """
+    device = torch.device(device)
+    groups = Groups(grid, rank, grid.coordinate(rank), device, dist.group.WORLD, store=store)
+    began = time.perf_counter()
+    specs = rank_groups(grid, rank, virtual_stages, tied)
+    made = [(spec, _new_group(spec, device, timeout)) for spec in specs]
+    groups.timings["groups"] = time.perf_counter() - began
+    for spec, group in made:
+        began = time.perf_counter()
+        _warm(spec, group, rank, device)
+        phase = "warm lanes" if spec.kind in DIRECTIONS else f"warm {spec.kind}"
+        groups.timings[phase] = groups.timings.get(phase, 0.0) + time.perf_counter() - began
+        _place(groups, spec, group)
+    return groups
+
+
+def _place(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
+    if spec.kind not in DIRECTIONS:
+        setattr(groups, spec.kind, group)
+        return
+    sender, receiver = spec.ranks
+    if sender == groups.rank:
+        setattr(groups, f"send_{spec.kind}", Lane(group, receiver))
+    else:
+        setattr(groups, f"recv_{spec.kind}", Lane(group, sender))
+
+
+def _new_group(spec: GroupSpec, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+    """A communicator among `spec.ranks` alone.
+
+    On CUDA the device is bound here and not on the default group: a bound default group makes torch split each new
+    communicator from the world's, a call that every rank of the world would have to join.
+    """
+    with _named(spec.name):
+        group = dist.new_group(
+            sorted(spec.ranks),
+            timeout=timeout,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            use_local_synchronization=True,
+            group_desc=spec.kind,
+            device_id=device if device.type == "cuda" else None,
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give the group made inside the plan's name.
+
+    With local synchronisation torch names a group by its members and by how many groups this process made before.
+    Ranks of different stages make different numbers of groups, so two members would wait under different names
+    for ever. The plan's names are the same on every member, and readable in the flight recorder.
+    """
+    original = getattr(distributed_c10d, "_process_group_name", None)
+    if original is None or list(inspect.signature(original).parameters) != ["ranks", "use_hashed_name"]:
+        raise RuntimeError(
+            f"torch {torch.__version__} names process groups in a way this version of megascale does not know; "
+            "use the torch version in constraints.txt"
+        )
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: distributed_c10d.GroupName(name)
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = original
+
+
+def _warm(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+    """One transfer of the kind the group is for. Lanes send along their direction: NCCL connects point-to-point
+    and collective channels separately."""
+    token = torch.ones(1, device=device)
+    if spec.kind in DIRECTIONS:
+        sender, receiver = spec.ranks
+        if rank == sender:
+            dist.send(token, receiver, group=group)
+        else:
+            dist.recv(token, sender, group=group)
+    else:
+        dist.all_reduce(token, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def shutdown(groups: Groups, failed: bool = False) -> None:
+    """Leave all groups and the store; every rank calls it at the end.
+
+    The last rank to leave removes the job's keys from a Redis server. With `failed` (an error is under way, peers
+    may be lost) nothing waits for anybody, and keys are left to expire.
+    """
+    if dist.is_initialized():
+        if failed:
+            distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+    store, groups.root_store, groups.store, groups.world = groups.root_store, None, None, None
+    if store is None:
+        return
+    if not failed:
+        last = store.add("left", 1) == groups.grid.world
+        if hasattr(store, "remove_all"):
+            if last:
+                store.remove_all()
+        elif last:
+            store.set("all left", "1")
+        elif groups.rank == 0:
+            # Rank 0 serves the store: the others' last calls must find it.
+            with suppress(dist.DistError):
+                store.wait(["all left"], timedelta(seconds=10))
+    if hasattr(store, "close"):
+        store.close()

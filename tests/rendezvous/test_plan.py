@@ -1,0 +1,78 @@
+"""The plan of groups: one order for all, every rank's own list equal to what the whole plan says of it."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.core.grid import Grid
+from megascale.rendezvous.plan import AXIS_KINDS, edges, plan_groups, rank_groups
+
+sizes = st.integers(1, 5)
+
+
+@given(sizes, sizes, sizes, st.integers(1, 3), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_each_rank_sees_its_part_of_the_one_order(tensor, data, pipeline, virtual, tied):
+    grid = Grid(tensor, data, pipeline)
+    plan = plan_groups(grid, virtual, tied)
+    names = [spec.name for spec in plan]
+    assert len(set(names)) == len(names)
+    for rank in range(grid.world):
+        assert rank_groups(grid, rank, virtual, tied) == [spec for spec in plan if rank in spec.ranks]
+
+
+@given(sizes, sizes, sizes, st.integers(1, 3), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_members_agree_on_what_the_grid_says(tensor, data, pipeline, virtual, tied):
+    grid = Grid(tensor, data, pipeline)
+    plan = plan_groups(grid, virtual, tied)
+    for kind, axes in AXIS_KINDS.items():
+        size = 1
+        for axis in axes:
+            size *= grid.size(axis)
+        made = [list(spec.ranks) for spec in plan if spec.kind == kind]
+        assert made == ([] if size == 1 else grid.groups(axes))
+    columns = tensor * data
+    for direction, step in (("forward", 1), ("backward", -1)):
+        pairs = [
+            (grid.coordinate(spec.ranks[0]).pipeline, grid.coordinate(spec.ranks[1]).pipeline)
+            for spec in plan
+            if spec.kind == direction
+        ]
+        count = 0 if pipeline == 1 else pipeline if virtual > 1 else pipeline - 1
+        assert len(pairs) == count * columns
+        assert all((b - a) % pipeline == step % pipeline for a, b in pairs)
+
+
+@given(st.integers(1, 64), st.booleans())
+@settings(deadline=None)
+def test_edges_come_in_few_rounds_without_a_stage_twice(stages, ring):
+    rounds = edges(stages, ring)
+    assert len(rounds) <= 3
+    for pairs in rounds:
+        touched = [stage for pair in pairs for stage in pair]
+        assert len(set(touched)) == len(touched)
+    every = sorted(pair for pairs in rounds for pair in pairs)
+    chain = [(i, i + 1) for i in range(stages - 1)]
+    assert every == sorted(chain + ([(stages - 1, 0)] if ring and stages > 1 else []))
+
+
+def test_two_stages_in_a_ring_have_four_separate_lanes():
+    lanes = [s.name for s in plan_groups(Grid(pipeline=2), virtual_stages=2) if s.kind in ("forward", "backward")]
+    assert sorted(lanes) == ["backward/0-1", "backward/1-0", "forward/0-1", "forward/1-0"]
+
+
+def test_the_papers_job_is_planned_quickly_and_completely():
+    plan = plan_groups(Grid(tensor=8, data=192, pipeline=8), virtual_stages=6, tied=True)
+    kinds: dict[str, int] = {}
+    for spec in plan:
+        kinds[spec.kind] = kinds.get(spec.kind, 0) + 1
+    assert kinds == {
+        "tensor": 1536,
+        "data_gather": 64,
+        "data_reduce": 64,
+        "model": 192,
+        "stage": 8,
+        "embedding": 1536,
+        "forward": 8 * 1536,
+        "backward": 8 * 1536,
+    }
