@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, latest, load, service, steps, wire
+from megascale.checkpoint.local import LocalStorage
 from megascale.checkpoint.memory import ask
 from megascale.checkpoint.pending import finish_pending
 from megascale.checkpoint.replica import partners
-from megascale.checkpoint.storage import LocalStorage
 from megascale.config import CheckpointConfig
 
 from .conftest import assert_same, blank, context, cut, logical_state, run_group, whole

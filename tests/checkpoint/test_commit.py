@@ -164,7 +164,7 @@ def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.Monk
         save(folder, 2, big, {}, keep=2)
     assert [p.name for p in folder.iterdir()] == ["step-1"]
     # The disk may also fill while writing, when the look beforehand was too hopeful.
-    monkeypatch.setattr("megascale.checkpoint.storage.LocalStorage.free", lambda _: 1 << 40)
+    monkeypatch.setattr("megascale.checkpoint.local.LocalStorage.free", lambda _: 1 << 40)
     with pytest.raises(TrainingError, match="is full"):
         save(folder, 2, big, {}, keep=2)
     assert [p.name for p in folder.iterdir()] == ["step-1"]
