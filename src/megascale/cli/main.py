@@ -18,8 +18,8 @@ COMMANDS: tuple[str, ...] = (
     "evaluate",
     "generate",
     "plot",
+    "simulate",
     "checkpoint",
-    "plan",
     "doctor",
 )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megascale.config import Config, from_tree
 from megascale.errors import FitError
-from megascale.simulate.calibration import Calibration
+from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import Cluster
@@ -75,12 +75,12 @@ def layouts(config: Config, cluster: Cluster, low: int, high: int) -> dict[str, 
     return dict(zip(("tensor", "pipeline", "virtual", "data", "micro"), columns, strict=True))
 
 
-def price(case_of: Callable[[slice], Case], count: int, cluster: Cluster, calibration: Calibration) -> np.ndarray:
+def price(case_of: Callable[[slice], Case], count: int, cluster: Cluster, constants: Constants) -> np.ndarray:
     """Seconds of `count` layouts, block by block."""
     out = np.empty(count)
     for start in range(0, count, BLOCK):
         part = slice(start, min(count, start + BLOCK))
-        out[part] = step_parts(cluster, case_of(part), calibration.constants).total
+        out[part] = step_parts(cluster, case_of(part), constants).total
     return out
 
 
@@ -101,7 +101,7 @@ def search(
     count = int(fits.sum())
     if not count:
         raise FitError("no layout divides the model's widths; give model.vocab_multiple a multiple of parallel.tensor")
-    seconds = price(case_of, count, cluster, calibration)
+    seconds = price(case_of, count, cluster, calibration.constants)
     gpus = arrays["tensor"] * arrays["pipeline"] * arrays["data"]
     order = np.lexsort((seconds, gpus))
     columns = {k: v[order] for k, v in arrays.items()}
