@@ -1,4 +1,4 @@
-"""`megascale simulate`: what a step takes on a machine you do not have, and how well that is known. Imports no torch."""
+"""`megascale simulate`: what a step takes on a machine you do not have. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.cli.common import OVERRIDES, load
+from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, validate
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -33,12 +34,7 @@ Two levels behind one interface: a closed form (milliseconds), and the schedule'
 FILE = typer.Argument(None, metavar="[FILE.toml]", help="Configuration; settings follow as --section.key=value.")
 GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="GPUs to lay the model over.")
 CLUSTER = typer.Option("a100-roce", "--cluster", help="Shipped cluster (a100-roce, a100-hdr, h200-host) or TOML file.")
-CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
-SOFTWARE = typer.Option(
-    None, "--software", help="Stack: megascale, megatron-2023, megatron-core, ...; default: MegaScale's for the GPU."
-)
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
-JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.")
 HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, help="Tokens of the whole run, for days.")
@@ -109,7 +105,10 @@ def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
     import csv
 
     flat = [
-        {**{k: v for k, v in row.items() if not isinstance(v, dict)}, **{f"part_{k}": v for k, v in row["parts"].items()}}
+        {
+            **{k: v for k, v in row.items() if not isinstance(v, dict)},
+            **{f"part_{k}": v for k, v in row["parts"].items()},
+        }
         for row in rows
     ]
     keys = list(dict.fromkeys(key for row in flat for key in row))
@@ -225,7 +224,7 @@ def ablate(
       megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ladder.png
     """
     from megascale.simulate import plots, render
-    from megascale.simulate.ladder import cumulative, leave_one_out
+    from megascale.simulate.series import cumulative, leave_one_out
     from megascale.simulate.software import LADDER
 
     scenario = _scenario(_config(context, file), gpus, cluster, calibration, None)
@@ -239,12 +238,12 @@ def ablate(
         )
     else:
         console = _console()
-        render.ladder(up, f"one after another, {gpus:,} GPUs", console)
-        render.ladder(down, "each left out of the whole", console)
+        render.ladder(up, f"one after another, {gpus:,} GPUs", "time saved", console)
+        render.ladder(down, "each left out of the whole", "slower by", console)
     if csv is not None:
         _write_csv([{"technique": n, **r.as_dict()} for n, r, _ in [*up, *down]], csv)
     if plot is not None:
-        plots.ladder(up, plot)
+        plots.ladder([n for n, _, _ in up], [100 * r.mfu for _, r, _ in up], plot)
 
 
 def sweep(
@@ -272,7 +271,7 @@ def sweep(
       megascale simulate sweep examples/gpt-175b.toml --gpus 3072 --vary cluster.between.gbs=12.5,25,50 --csv nic.csv
     """
     from megascale.simulate import plots
-    from megascale.simulate.ladder import parse_vary, sweep_rows
+    from megascale.simulate.series import parse_vary, sweep_rows
 
     base = _scenario(_config(context, file), gpus, cluster, calibration, software)
     axes = [parse_vary(text) for text in vary]
@@ -385,7 +384,9 @@ def effective(
     spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts that stand by."),
     repair: float | None = typer.Option(None, "--repair", min=0, help="Days until a faulty host is a spare again."),
     save_stall: float | None = typer.Option(None, "--save-stall", min=0, help="Seconds a checkpoint holds the step."),
-    interval: float | None = typer.Option(None, "--interval", min=1, help="Seconds between checkpoints; default: best."),
+    interval: float | None = typer.Option(
+        None, "--interval", min=1, help="Seconds between checkpoints; else the best."
+    ),
     trials: int = typer.Option(400, "--trials", min=10, help="Simulated runs."),
     seed: int = typer.Option(0, "--seed"),
     as_json: bool = JSON,
@@ -461,134 +462,3 @@ def _show_effective(record: dict[str, Any], sources: dict[str, str]) -> None:
     )
     for key, value in record["faults"].items():
         console.print(f"[dim]  {key} = {value:g}: {sources[key]}[/dim]", soft_wrap=True)
-
-
-def calibrate(
-    run: list[Path] = typer.Option([], "--run", metavar="FOLDER", help="Run folders to fit to; may be repeated."),
-    anchor: str | None = typer.Option(None, "--anchor", help="Fit to a shipped table instead: paper or h200-peers."),
-    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs ran on."),
-    software: str | None = SOFTWARE,
-    fit: str = typer.Option("compute", "--fit", help="Constants, comma-separated: compute, overhead, fixed, ..."),
-    start: str | None = typer.Option(None, "--start", help="Calibration that gives the constants not fitted."),
-    name: str | None = typer.Option(None, "--name", help="Name of the calibration; default: the cluster's."),
-    out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="Where to write it; default: print it."),
-) -> None:
-    """Fit constants to measured steps and write them with errors, evidence and what could not be told apart.
-
-    A run folder's measurement is its median step after the first five. One run decides one constant: a warning
-    names what the runs cannot decide.
-
-    Examples:
-
-      megascale simulate calibrate --run runs/a7-1.3b-mb4 --run runs/a7-13b-tp2 --fit compute,fixed --out mine.toml
-
-      megascale simulate calibrate --anchor paper --cluster a100-roce --fit compute,fixed
-    """
-    from megascale.simulate.ladder import calibrate_rows
-
-    calibration, table = calibrate_rows(run, anchor, cluster, software, fit, start, name)
-    if out is not None:
-        out.write_text(calibration.to_toml())
-        console = _console()
-        for row, measured, predicted in table:
-            console.print(f"{row}: measured {measured:.3f} s, fitted {predicted:.3f} s ({predicted / measured - 1:+.1%})")
-        for key, error in (calibration.fitted or {}).items():
-            console.print(f"{key} = {getattr(calibration.constants, key):.4g} ± {error:.2g}")
-        for warning in calibration.warnings:
-            console.print(f"[yellow]warning[/yellow]: {warning}", soft_wrap=True)
-        console.print(f"written to {out}; use it with --calibration {out}")
-    else:
-        typer.echo(calibration.to_toml())
-
-
-def compare(
-    first: Path | None = typer.Argument(None, help="JSON of `simulate step --json`, or a run folder."),
-    second: Path | None = typer.Argument(None, help="The same, to compare with."),
-    runs: Path | None = typer.Option(None, "--runs", help="Folder of run folders: all that were predicted."),
-    predictions: str = typer.Option("h200", "--predictions", help="Shipped predictions or a TOML file."),
-    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that a run folder ran on."),
-    calibration: str | None = CALIBRATION,
-    software: str | None = SOFTWARE,
-    as_json: bool = JSON,
-) -> None:
-    """Two predictions part by part; a run against its prediction, with what would explain the gap; or all at once.
-
-    Examples:
-
-      megascale simulate compare before.json after.json
-
-      megascale simulate compare runs/a7-1.3b-mb4
-
-      megascale simulate compare --runs runs --predictions h200
-    """
-    from megascale.errors import ConfigError
-    from megascale.simulate import comparing
-
-    if runs is not None:
-        rows = comparing.predicted_and_measured(runs, predictions)
-    elif first is not None and first.is_dir():
-        rows = comparing.explain_run(first, cluster, calibration, software)
-    elif first is not None and second is not None:
-        rows = comparing.two_results(first, second)
-    else:
-        raise ConfigError("give two JSON files of `simulate step --json`, one run folder, or --runs FOLDER")
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    from rich.table import Table
-
-    table = Table()
-    for key in rows[0]:
-        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
-    for row in rows:
-        table.add_row(*(f"{v:,.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    _console().print(table)
-
-
-def validate(
-    data: Path | None = typer.Option(
-        None, "--data", help="Folder with data of others; default: MEGASCALE_ANCHORS, else ../shared/data."
-    ),
-    runs: Path | None = typer.Option(None, "--runs", help="Folder of own run folders, for A7."),
-    only: str | None = typer.Option(None, "--only", help="Checks, comma-separated, such as A1,A5."),
-    rows: bool = typer.Option(False, "--rows", help="List every row, fitted and held out."),
-    as_json: bool = JSON,
-    plot: Path | None = typer.Option(None, "--plot", metavar="FOLDER", help="Draw measured against predicted."),
-) -> None:
-    """How well the simulator predicts: checks A1 to A9, reached beside target, pass or miss. Exit 1 if one misses.
-
-    Each names what was fitted on which rows and what could not be identified. Checks whose data are not here are
-    skipped, and say so.
-
-    Example:
-
-      megascale simulate validate --data ../shared/data --rows
-    """
-    from megascale.simulate import plots, render
-    from megascale.simulate.validation.anchors import data_folder
-    from megascale.simulate.validation.report import validate as run_checks
-
-    checks = run_checks(data_folder(data), runs, only.split(",") if only else None)
-    if as_json:
-        records = [
-            {
-                "key": c.key,
-                "what": c.what,
-                "figures": {n: {"reached": a, "target": t, "unit": u.strip()} for n, (a, t, u) in c.figures.items()},
-                "passed": c.passed,
-                "fitted": c.fitted,
-                "skipped": c.skipped,
-                "notes": c.notes,
-                "rows": [{"row": n, "measured": m, "predicted": p, "fitted": f} for n, m, p, f in c.rows],
-            }
-            for c in checks
-        ]
-        typer.echo(json.dumps(records, indent=2))
-    else:
-        render.checks(checks, _console(), rows)
-    if plot is not None:
-        for check in checks:
-            if check.rows:
-                plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.what}")
-    if any(check.passed is False for check in checks):
-        raise typer.Exit(1)

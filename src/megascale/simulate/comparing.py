@@ -27,16 +27,14 @@ def two_results(first: Path, second: Path) -> list[Row]:
     for part in dict.fromkeys([*one["parts"], *two["parts"]]):
         a, b = float(one["parts"].get(part, 0.0)), float(two["parts"].get(part, 0.0))
         if max(abs(a), abs(b)) > 1e-4:
-            rows.append({"part": part, f"{one['label']}, s": a, f"{two['label']} (second), s": b, "difference, s": b - a})
-    rows.append(
-        {
-            "part": "step",
-            f"{one['label']}, s": float(one["seconds"]),
-            f"{two['label']} (second), s": float(two["seconds"]),
-            "difference, s": float(two["seconds"]) - float(one["seconds"]),
-        }
-    )
+            rows.append(_row(part, one, a, two, b))
+    rows.append(_row("step", one, float(one["seconds"]), two, float(two["seconds"])))
     return rows
+
+
+def _row(part: str, one: dict[str, Any], a: float, two: dict[str, Any], b: float) -> Row:
+    first, second = f"{one['label']} (first), s", f"{two['label']} (second), s"
+    return {"part": part, first: a, second: b, "difference, s": b - a}
 
 
 def _result(path: Path) -> dict[str, Any]:
@@ -61,7 +59,11 @@ def explain_run(folder: Path, cluster: str, calibration: str | None, software: s
     gap = result.seconds / measured.seconds - 1.0
     inside = "inside" if result.low <= measured.seconds <= result.high else "outside"
     rows: list[Row] = [
-        {"what": "measured step", "value": measured.seconds, "remark": f"{measured.steps} steps, ±{measured.spread:.1%}"},
+        {
+            "what": "measured step",
+            "value": measured.seconds,
+            "remark": f"{measured.steps} steps, ±{measured.spread:.1%}",
+        },
         {"what": "predicted step", "value": result.seconds, "remark": f"{gap:+.1%}, measured lies {inside} P10-P90"},
     ]
     case = scenario.case()

@@ -43,7 +43,7 @@ class Faults:
 
 # Where the defaults come from, for reports.
 SOURCES = {
-    "host_mtbf_days": "paper section 6.2: over 100 restarts in several weeks on about 1,536 hosts; taken as 100 in 5 weeks",
+    "host_mtbf_days": "paper section 6.2: over 100 restarts in several weeks, taken as 100 in 5 weeks on 1,536 hosts",
     "detect": "paper section 6.3: detection and diagnostics under 10 minutes on average",
     "restart": "paper section 6.3: caught up within 15 minutes of the crash, less detection",
     "manual_share": "paper section 6.3: over 90% of exceptions handled automatically",
@@ -85,9 +85,7 @@ def young_daly(faults: Faults, hosts: int) -> float:
     return float(np.sqrt(2.0 * faults.save_stall * faults.host_mtbf_days * DAY / hosts))
 
 
-def simulate_run(
-    work: float, hosts: int, faults: Faults, interval: float, trials: int = 400, seed: int = 0
-) -> Outcome:
+def simulate_run(work: float, hosts: int, faults: Faults, interval: float, trials: int = 400, seed: int = 0) -> Outcome:
     """Run the job `trials` times to its end.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,15 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
     figure, axes = plt.subplots(figsize=(width, height), dpi=150, layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _plain(axis: Any) -> None:
+    """Plain numbers on a logarithmic axis, a few a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -84,25 +94,24 @@ def waterfall(results: Sequence[Result], path: Path) -> None:
     _save(figure, path)
 
 
-def ladder(rows: Sequence[tuple[str, Result, float]], path: Path, printed: Sequence[float] | None = None) -> None:
-    """MFU as techniques are switched on one after another; `printed`: published values beside ours, in percent."""
+def ladder(names: Sequence[str], values: Sequence[float], path: Path, printed: Sequence[float] | None = None) -> None:
+    """MFU in percent as techniques are switched on one after another; `printed`: published values beside ours."""
     figure, axes = _figure(8.5, 4.2)
-    names = [name for name, _, _ in rows]
-    values = [100 * r.mfu for _, r, _ in rows]
-    spots = np.arange(len(rows))
+    spots = np.arange(len(names))
     wide = 0.4 if printed is not None else 0.7
-    axes.bar(spots, values, wide, color="#2b5c8a", label="predicted")
-    for x, value in zip(spots, values, strict=True):
-        axes.text(x, value + 0.3, f"{value:.1f}", ha="center", fontsize=8)
+    series: list[tuple[np.ndarray, Sequence[float], str, str]] = [(spots, values, "#2b5c8a", "predicted")]
     if printed is not None:
-        axes.bar(spots + wide, printed, wide, color="#e0a35a", label="printed in the paper")
-        for x, value in zip(spots, printed, strict=True):
-            axes.text(x + wide, value + 0.3, f"{value:.1f}", ha="center", fontsize=8)
+        series.append((spots + wide, printed, "#e0a35a", "printed in the paper"))
+    for at, heights, colour, label in series:
+        axes.bar(at, heights, wide, color=colour, label=label)
+        for x, value in zip(at, heights, strict=True):
+            axes.text(x, value + 0.3, f"{value:.1f}", ha="center", fontsize=8)
+    if printed is not None:
         axes.legend(frameon=False, loc="upper left")
     axes.set_xticks(spots + (wide / 2 if printed is not None else 0), names, rotation=25, ha="right", fontsize=9)
-    low = min([*values, *(printed if printed is not None else [])])
-    axes.set_ylim(max(0.0, low - 8), max([*values, *(printed if printed is not None else [])]) + 4)
-    axes.set_ylabel("MFU, %")
+    everything = [*values, *(printed if printed is not None else [])]
+    axes.set_ylim(max(0.0, min(everything) - 8), max(everything) + 5)
+    axes.set_ylabel("MFU, % (the axis does not start at 0)")
     _save(figure, path)
 
 
@@ -138,6 +147,7 @@ def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) ->
         axes.spines[["top", "right"]].set_visible(False)
     if min(row["seconds"] for row in rows) * 8 < max(row["seconds"] for row in rows):
         left.set_yscale("log")
+        _plain(left.yaxis)
     right.legend(frameon=False, fontsize=8)
     _save(figure, path)
 
@@ -145,7 +155,7 @@ def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) ->
 def tornado(changes: Mapping[str, tuple[float, float]], by: float, path: Path, title: str) -> None:
     """What a step hangs on: its change when each figure falls and rises by `by`."""
     figure, axes = _figure(8, 0.45 * len(changes) + 1.4)
-    for row, (name, (lower, higher)) in enumerate(changes.items()):
+    for row, (lower, higher) in enumerate(changes.values()):
         axes.barh(row, 100 * lower, color="#c0392b", height=0.6, label=f"-{by:.0%}" if row == 0 else None)
         axes.barh(row, 100 * higher, color="#2b5c8a", height=0.6, label=f"+{by:.0%}" if row == 0 else None)
     axes.set_yticks(range(len(changes)), list(changes))
@@ -192,8 +202,10 @@ def scatter(pairs: Sequence[tuple[str, float, float, bool]], path: Path, title: 
     axes.set_yscale("log")
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
+    _plain(axes.xaxis)
+    _plain(axes.yaxis)
     axes.set_xlabel("measured step, s")
     axes.set_ylabel("predicted step, s")
-    axes.set_title(title, fontsize=10)
+    axes.set_title("\n".join(textwrap.wrap(title, 58)), fontsize=9)
     axes.legend(frameon=False)
     _save(figure, path)

@@ -32,23 +32,20 @@ PART_NAMES = {
 
 def shown_parts(results: Sequence[Result]) -> list[str]:
     """Parts that any of the results spends more than a ten-thousandth of its step on, in step order."""
-    return [
-        part
-        for part in PART_NAMES
-        if any(abs(r.parts.get(part, 0.0)) > 1e-4 * r.seconds for r in results)
-    ]
+    return [part for part in PART_NAMES if any(abs(r.parts.get(part, 0.0)) > 1e-4 * r.seconds for r in results)]
 
 
 def headline(results: Sequence[Result], tokens: float, console: Console) -> None:
     """Layout, time, MFU, days, memory: a column a result."""
     first = results[0].scenario
     parallel, train = first.config.parallel, first.config.train
-    table = Table(
-        title=f"{train.name} on {first.gpus:,} GPUs of {first.cluster.name}: tensor {parallel.tensor} x pipeline "
-        f"{parallel.pipeline} (x{parallel.virtual_stages}) x data {first.layout.grid.data}, {train.global_batch:,} "
-        f"sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
-        title_justify="left",
+    console.print(
+        f"[bold]{train.name}[/bold] on {first.gpus:,} GPUs of {first.cluster.name}: tensor {parallel.tensor} x "
+        f"pipeline {parallel.pipeline} (x{parallel.virtual_stages}) x data {first.layout.grid.data}, "
+        f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
+        soft_wrap=True,
     )
+    table = Table()
     table.add_column("")
     for result in results:
         table.add_column(result.scenario.label, justify="right")
@@ -77,7 +74,7 @@ def waterfall(results: Sequence[Result], console: Console) -> None:
     for result in results:
         table.add_column(result.scenario.label, justify="right")
         table.add_column("", no_wrap=True)
-    longest = max(r.seconds for r in results)
+    longest = max(max(r.parts.values()) for r in results)
     colours = ("cyan", "green", "magenta", "yellow")
     for part in shown_parts(results):
         cells = []
@@ -89,17 +86,13 @@ def waterfall(results: Sequence[Result], console: Console) -> None:
     console.print(table)
 
 
-def ladder(rows: Sequence[tuple[str, Result, float]], title: str, console: Console) -> None:
-    """Techniques one by one: step, MFU, what each changes."""
+def ladder(rows: Sequence[tuple[str, Result, float]], title: str, change: str, console: Console) -> None:
+    """Techniques one by one: step, MFU, and what each changes (named by `change`)."""
     table = Table(title=title, title_justify="left")
-    for name in ("", "step, s", "MFU", "time saved", "MFU points"):
+    for name in ("", "step, s", "MFU", change):
         table.add_column(name, justify="left" if not name else "right")
-    before: Result | None = None
-    for name, result, against in rows:
-        saved = "" if against == 0 else f"{against:+.1%}"
-        points = "" if before is None else f"{100 * (result.mfu - before.mfu):+.1f}"
-        table.add_row(name, f"{result.seconds:.3f}", f"{100 * result.mfu:.1f}%", saved, points)
-        before = result
+    for i, (name, result, changed) in enumerate(rows):
+        table.add_row(name, f"{result.seconds:.3f}", f"{100 * result.mfu:.1f}%", f"{changed:.1%}" if i else "")
     console.print(table)
 
 

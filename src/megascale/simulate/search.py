@@ -118,9 +118,7 @@ def with_layout(config: Config, tensor: int, pipeline: int, virtual: int, data: 
     return from_tree(tree)
 
 
-def feasible(
-    found: Found, chosen: Sequence[int] | np.ndarray, config: Config, scenario: Scenario
-) -> Iterator[Result]:
+def feasible(found: Found, chosen: Sequence[int] | np.ndarray, config: Config, scenario: Scenario) -> Iterator[Result]:
     """The chosen layouts that fit the memory, in the order given, priced on the closed level."""
     for i in chosen:
         layout = with_layout(
@@ -207,9 +205,7 @@ def sensitivities(scenario: Scenario, by: float = 0.2) -> dict[str, tuple[float,
     base = run(scenario, check_memory=False).seconds
     out = {}
     for name, (part, key) in FIGURES.items():
-        changed = [
-            run(replace(scenario, cluster=scaled(scenario.cluster, part, key, f)), check_memory=False).seconds / base - 1
-            for f in (1 - by, 1 + by)
-        ]
-        out[name] = (changed[0], changed[1])
+        changed = [replace(scenario, cluster=scaled(scenario.cluster, part, key, f)) for f in (1 - by, 1 + by)]
+        lower, higher = (run(one, check_memory=False).seconds / base - 1 for one in changed)
+        out[name] = (lower, higher)
     return dict(sorted(out.items(), key=lambda item: -max(abs(x) for x in item[1])))

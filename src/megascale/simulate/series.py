@@ -1,27 +1,17 @@
-"""Scenarios in series: techniques one by one, sweeps over settings, fits to run folders."""
+"""Scenarios in series: techniques one by one, sweeps over settings and figures."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megascale.config import Config, from_tree
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.calibration import BOUNDS, Calibration, load_calibration
-from megascale.simulate.case import Case
-from megascale.simulate.closed import step_parts
-from megascale.simulate.cluster import load_cluster
-from megascale.simulate.fitting import fit
-from megascale.simulate.runs import measure
 from megascale.simulate.search import scaled
-from megascale.simulate.software import stack, switch
-from megascale.simulate.step import Level, Result, Scenario, own_software, run
+from megascale.simulate.software import switch
+from megascale.simulate.step import Level, Result, Scenario, run
 
 Ladder = list[tuple[str, Result, float]]
 
@@ -136,59 +126,3 @@ def sweep_rows(
                 continue
             rows.append({**dict(here), **result.as_dict()})
     return rows, list(dict.fromkeys(left_out))
-
-
-def calibrate_rows(
-    runs: Sequence[Path],
-    anchor: str | None,
-    cluster: str,
-    software: str | None,
-    fitted: str,
-    start: str | None,
-    name: str | None,
-) -> tuple[Calibration, list[tuple[str, float, float]]]:
-    """Fit to run folders or to a shipped table: (calibration, [(row, measured, fitted seconds)])."""
-    from megascale.simulate.validation.anchors import h200_peers, strong_scaling
-
-    machine = load_cluster(cluster)
-    names = [n.strip() for n in fitted.split(",")]
-    unknown = [n for n in names if n not in BOUNDS]
-    if unknown:
-        raise ConfigError(f"--fit={fitted}: {unknown[0]!r} is no constant; known: {', '.join(BOUNDS)}")
-    begin = load_calibration(start, machine.name).constants if start else Calibration("", "").constants
-    if anchor is not None:
-        tables = {"paper": strong_scaling, "h200-peers": h200_peers}
-        if anchor not in tables:
-            raise ConfigError(f"--anchor={anchor!r} is unknown; known: {', '.join(tables)}")
-        rows = tables[anchor]()
-        labels, cases, seconds = list(rows.names), rows.cases, rows.seconds
-        how = f"--anchor {anchor}"
-    elif runs:
-        measured = [measure(folder) for folder in runs]
-        base = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
-        uncalibrated = Calibration("uncalibrated", machine.name)
-        scenarios = [
-            Scenario(m.config, m.gpus, machine, uncalibrated, own_software(m.config, stack(base))) for m in measured
-        ]
-        labels = [f"{m.folder.name}, {m.gpus} GPUs, {m.steps} steps, ±{m.spread:.1%}" for m in measured]
-        cases = Case.stack([s.case() for s in scenarios])
-        seconds = np.array([m.seconds for m in measured])
-        how = " ".join(f"--run {folder.name}" for folder in runs)
-    else:
-        raise ConfigError("nothing to fit to: give --run FOLDER (once or more) or --anchor paper|h200-peers")
-    result = fit(names, lambda k: np.asarray(step_parts(machine, cases, k).total), seconds, begin)
-    warnings = list(result.warnings)
-    if len(seconds) < len(names):
-        warnings.insert(0, f"{len(seconds)} rows cannot decide {len(names)} constants")
-    calibration = Calibration(
-        name or machine.name,
-        machine.name,
-        result.constants,
-        result.errors,
-        tuple(f"{label}: {s:.4g} s" for label, s in zip(labels, seconds, strict=True)),
-        tuple(result.residuals.tolist()),
-        tuple(warnings),
-        f"{datetime.date.today()}, megascale simulate calibrate {how} --cluster {cluster} --fit {','.join(names)}",
-    )
-    predicted = seconds * np.exp(result.residuals)
-    return calibration, list(zip(labels, seconds.tolist(), predicted.tolist(), strict=True))
