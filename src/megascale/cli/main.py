@@ -19,9 +19,9 @@ COMMANDS: tuple[str, ...] = (
     "generate",
     "plot",
     "checkpoint",
+    "simulate",
     "bench",
     "doctor",
-    "bench",
 )
 
 app = typer.Typer(
