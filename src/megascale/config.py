@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from megascale.errors import ConfigError, FitError
 
@@ -131,10 +132,22 @@ class DataConfig(Section):
     train: list[str] = Field(
         default_factory=list, description="token files (path without .bin/.idx); more than one makes a blend"
     )
-    weights: list[float] | None = Field(None, description="blend weights, one a file; default: by tokens")
+    weights: list[float] | None = Field(
+        None, description="shares of the samples, one a file, in any unit; default: every window once an epoch"
+    )
     valid: str | None = Field(None, description="held-out token file (path without .bin/.idx)")
     tokenizer: str | None = Field(None, description="tokenizer.json; default: the one beside the first train file")
     shuffle: bool = Field(True, description="draw samples in a random order that is a pure function of train.seed")
+
+    @model_validator(mode="after")
+    def _weights(self) -> DataConfig:
+        bad = [w for w in self.weights or () if not 0 < w < float("inf")]
+        if bad:
+            raise ValueError(
+                f"data.weights={self.weights} has the weight {bad[0]}; weights are positive numbers: leave a file out "
+                "of data.train to give it none"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -176,12 +189,26 @@ class ParallelConfig(Section):
         description="0: all replicated; 1: optimizer state sharded over data-parallel ranks, gradients reduced once "
         "a step; 2: fp32 gradients sharded too, reduced after every micro-batch",
     )
+    bucket_elements: int = Field(
+        40_000_000, ge=1, description="parameters in one data-parallel message; smaller hides more, larger moves faster"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="activations computed again in backward: selective: norms and the MLP's activation; "
         "full: whole layers from their input",
     )
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
+
+
+class OverlapConfig(Section):
+    """How communication hides under compute. What is asked for and cannot be had is an error; auto says what it took."""
+
+    tensor: Literal["auto", "fused", "async", "off"] = Field(
+        "auto",
+        description="fused: products pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
+        "async: collectives beside independent products; auto: fused where it works, else async",
+    )
+    data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
 
 
 class KernelsConfig(Section):
@@ -227,6 +254,30 @@ class CheckpointConfig(Section):
     interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(2, ge=1, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
+    location: str | None = Field(
+        None, description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder"
+    )
+    background: bool = Field(
+        False,
+        description="copy the state to host memory under the next step and let a service write it; "
+        "needs host memory of slots x the state",
+    )
+    slots: int = Field(1, ge=1, le=4, description="copies of the state in host memory when background is on")
+    memory_interval: int = Field(
+        0, ge=0, description="steps between copies to host memory that are not written; 0: only those written"
+    )
+    replicas: bool = Field(False, description="also keep each copy in another host's memory (2 x the state there)")
+    replica_address: str = Field(
+        "127.0.0.1", description="address on which this host takes other hosts' copies; auto: the host's own address"
+    )
+    linger: float = Field(60.0, ge=0, description="seconds the service waits for new trainers before it ends")
+
+    @model_validator(mode="after")
+    def _background(self) -> CheckpointConfig:
+        if not self.background and (self.replicas or self.memory_interval):
+            key = "replicas=true" if self.replicas else f"memory_interval={self.memory_interval}"
+            raise ValueError(f"checkpoint.{key} needs the checkpoint service; set checkpoint.background=true")
+        return self
 
 
 class RendezvousConfig(Section):
@@ -236,8 +287,43 @@ class RendezvousConfig(Section):
         "env://",
         description="env:// (torch's TCPStore on MASTER_ADDR:MASTER_PORT) or redis://HOST:PORT, rediss:// with TLS",
     )
+    password: SecretStr | None = Field(
+        None,
+        exclude=True,
+        repr=False,
+        description="taken out of the url; never printed or saved. Better: environment MEGASCALE_REDIS_PASSWORD",
+    )
+    tls_ca: str | None = Field(
+        None, description="rediss://: file of the authority that signed the server's certificate"
+    )
+    tls_certificate: str | None = Field(None, description="rediss://: this client's certificate, if the server asks")
+    tls_key: str | None = Field(None, description="rediss://: key of tls_certificate")
     timeout: float = Field(300.0, gt=0, description="seconds within which every rank must have come")
     group_timeout: float = Field(600.0, gt=0, description="seconds after which a collective that hangs is aborted")
+    expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a job that died vanish")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hide_password(cls, data: Any) -> Any:
+        """Take the password out of the url, so that a saved or printed configuration does not hold it."""
+        url = data.get("url") if isinstance(data, dict) else None
+        if not isinstance(url, str) or "@" not in url:
+            return data
+        scheme, _, rest = url.partition("://")
+        access, _, place = rest.rpartition("@")
+        user, colon, secret = access.partition(":")
+        if not colon:
+            return data
+        return {**data, "url": f"{scheme}://{user}{'@' if user else ''}{place}", "password": unquote(secret)}
+
+    @model_validator(mode="after")
+    def _known_scheme(self) -> RendezvousConfig:
+        if self.url.partition("://")[0] not in ("env", "redis", "rediss"):
+            raise ValueError(
+                f"rendezvous.url={self.url!r} has an unknown scheme; use env://, redis://HOST:PORT or "
+                "rediss://HOST:PORT"
+            )
+        return self
 
 
 class ObserveConfig(Section):
@@ -260,6 +346,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr: LrConfig = LrConfig()
     parallel: ParallelConfig = ParallelConfig()
+    overlap: OverlapConfig = OverlapConfig()
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

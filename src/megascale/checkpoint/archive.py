@@ -8,9 +8,16 @@ fetches and checks them with one read and no pickle, while plain `dcp.load` stil
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
+
+try:
+    from isal.isal_zlib import crc32  # seven times faster than zlib's, the same checksum
+except ImportError:
+    from zlib import crc32
+
+__all__ = ["ALIGNMENT", "DTYPES", "combine", "crc32", "element_size", "head_length", "tail_length", "wrap"]
 
 ALIGNMENT = 64
 
@@ -76,32 +83,50 @@ def _record(name: str, crc: int, length: int, at: int, align: bool) -> tuple[byt
     return local + encoded + extra, entry + encoded
 
 
-def wrap(dtype: str, sizes: tuple[int, ...], crc: int, at: int) -> tuple[bytes, bytes]:
-    """What stands before and after a chunk's bytes so that both together are a `torch.save` archive.
+@lru_cache(256)
+def _frame(dtype: str, dims: int) -> tuple[int, int]:
+    """Bytes before and (without padding) after the elements of any chunk of this type and number of dimensions."""
+    head, tail = _build(dtype, (1,) * dims, 0)
+    return len(head), len(tail)
+
+
+def head_length(dtype: str, dims: int) -> int:
+    """Bytes that stand before a chunk's elements; a multiple of ALIGNMENT."""
+    return _frame(dtype, dims)[0]
+
+
+def tail_length(dtype: str, dims: int) -> int:
+    """Least bytes that stand after a chunk's elements; up to 65,535 more may pad the archive."""
+    return _frame(dtype, dims)[1]
+
+
+def wrap(dtype: str, sizes: tuple[int, ...], crc: int, length: int) -> tuple[bytes, bytes]:
+    """What stands before and after a chunk's bytes so that all together are a `torch.save` archive.
 
     Args:
         dtype, sizes: the chunk's element type and shape.
-        crc: zlib.crc32 of its bytes.
-        at: where in the file the archive begins; a multiple of ALIGNMENT, so that the data is aligned in the file.
+        crc: CRC-32 of its bytes.
+        length: bytes of the whole archive, head and tail included; the rest pads the tail. The archive must begin at
+            a multiple of ALIGNMENT in the file, so that its elements do.
     """
-    count = element_size(dtype)
-    for size in sizes:
-        count *= size
-    head = b""
-    directory = b""
+    head, tail = _build(dtype, sizes, crc)
+    padding = length - len(head) - prod(sizes) * element_size(dtype) - len(tail)
+    # The padding is the zip's comment, which belongs to the archive.
+    return head, tail[:-2] + struct.pack("<H", padding) + bytes(padding)
+
+
+def _build(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
+    count = prod(sizes) * element_size(dtype)
+    head = directory = b""
     small = {"archive/data.pkl": _pickle(dtype, sizes), "archive/byteorder": b"little", "archive/version": b"3\n"}
     for name, body in small.items():
-        local, entry = _record(name, zlib.crc32(body), len(body), len(head), align=False)
+        local, entry = _record(name, crc32(body), len(body), len(head), align=False)
         head += local + body
         directory += entry
     local, entry = _record("archive/data/0", crc, count, len(head), align=True)
     head += local
     directory += entry
-    tail = directory + _END.pack(0x06054B50, 0, 0, 4, 4, len(directory), len(head) + count, 0)
-    # The next archive begins aligned; the padding is the zip's comment, which belongs to the archive.
-    padding = -(at + len(head) + count + len(tail)) % ALIGNMENT
-    tail = tail[:-2] + struct.pack("<H", padding) + b"\0" * padding
-    return head, tail
+    return head, directory + _END.pack(0x06054B50, 0, 0, 4, 4, len(directory), len(head) + count, 0)
 
 
 _POLYNOMIAL = 0xEDB88320

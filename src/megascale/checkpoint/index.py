@@ -1,7 +1,7 @@
 """The index of a checkpoint: for each stored chunk its tensor, box, file, position and checksum. No torch.
 
-Kept as columns of integers in one `.npz` without pickles, since a large run stores millions of chunks. Beside it
-`.metadata` says the same in torch's own (pickled) form, for plain `dcp.load`; our loader never opens that one.
+Kept as columns of integers in one `.npz` without pickles, since a large run stores hundreds of thousands of chunks.
+Beside it `.metadata` says the same in torch's own (pickled) form, for plain `dcp.load`; our loader never opens that.
 """
 
 from __future__ import annotations
@@ -10,25 +10,12 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from megascale.checkpoint.archive import element_size
-from megascale.checkpoint.layout import Chunk
 from megascale.core.tensors import Box
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A chunk in a file: bytes `data .. data + chunk.nbytes` hold its elements; the archive around them begins at
-    `start` and is `length` long. `crc` is zlib.crc32 of the elements."""
-
-    chunk: Chunk
-    file: str
-    start: int
-    length: int
-    data: int
-    crc: int
 
 
 @dataclass(frozen=True)
@@ -41,45 +28,36 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return int(np.prod(self.shape, dtype=np.int64)) * element_size(self.dtype)
+        return prod(self.shape) * element_size(self.dtype)
 
 
 class Index:
-    """All chunks of a checkpoint, found by tensor name."""
+    """All chunks of a checkpoint, found by tensor name.
+
+    Attributes:
+        tensors: logical name to shape and dtype, sorted by name.
+        files: names of data files.
+        columns: by chunk: `tensor` (number in tensors), `in_file` (number in files), `start` and `length` of its
+            archive and `data`, where its elements begin (bytes), `crc` (CRC-32 of its elements) and `box`
+            ([2, dims]: offsets and sizes).
+    """
 
     def __init__(self, tensors: dict[str, TensorInfo], files: list[str], columns: dict[str, np.ndarray]) -> None:
         self.tensors = tensors
         self.files = files
         self.columns = columns
-        self._names = list(tensors)
+        self.names = list(tensors)
         owner = columns["tensor"]
         self._order = np.argsort(owner, kind="stable")
-        self._bounds = np.searchsorted(owner[self._order], np.arange(len(self._names) + 1))
-        self._number = {name: i for i, name in enumerate(self._names)}
+        self._bounds = np.searchsorted(owner[self._order], np.arange(len(self.names) + 1))
+        self._number = {name: i for i, name in enumerate(self.names)}
 
-    @classmethod
-    def build(cls, stored: Sequence[Stored]) -> Index:
-        """Columns from records."""
-        tensors = {s.chunk.name: TensorInfo(s.chunk.shape, s.chunk.dtype) for s in stored}
-        tensors = dict(sorted(tensors.items()))
-        number = {name: i for i, name in enumerate(tensors)}
-        files = sorted({s.file for s in stored})
-        file_number = {name: i for i, name in enumerate(files)}
-        dims = max((len(info.shape) for info in tensors.values()), default=0)
-        boxes = np.zeros((len(stored), 2, dims), np.int64)
-        for i, s in enumerate(stored):
-            boxes[i, 0, : len(s.chunk.shape)] = s.chunk.box.offsets
-            boxes[i, 1, : len(s.chunk.shape)] = s.chunk.box.sizes
-        columns: dict[str, np.ndarray] = {
-            "tensor": np.array([number[s.chunk.name] for s in stored], np.int32),
-            "in_file": np.array([file_number[s.file] for s in stored], np.int32),
-            "start": np.array([s.start for s in stored], np.int64),
-            "length": np.array([s.length for s in stored], np.int64),
-            "data": np.array([s.data for s in stored], np.int64),
-            "crc": np.array([s.crc for s in stored], np.uint32),
-            "box": boxes,
-        }
-        return cls(tensors, files, columns)
+    def __len__(self) -> int:
+        return len(self.columns["tensor"])
+
+    def committed(self, generation: str, crc: np.ndarray) -> Index:
+        """The same layout with the file names of a generation and its checksums."""
+        return Index(self.tensors, [f"{generation}-{name}" for name in self.files], {**self.columns, "crc": crc})
 
     def to_bytes(self) -> bytes:
         """The `.npz` file."""
@@ -101,6 +79,10 @@ class Index:
         tensors = {name: TensorInfo(tuple(shape), dtype) for name, (shape, dtype) in header["tensors"].items()}
         return cls(tensors, header["files"], columns)
 
+    def subset(self, rows: np.ndarray) -> Index:
+        """Some of the chunks, as an index of their own with the same tensors and files."""
+        return Index(self.tensors, self.files, {name: column[rows] for name, column in self.columns.items()})
+
     def rows(self, name: str) -> np.ndarray:
         """Row numbers of a tensor's chunks."""
         i = self._number[name]
@@ -117,24 +99,46 @@ class Index:
         hit = ((starts < low + size) & (low < starts + sizes)).all(axis=1)
         return rows[hit]
 
-    def stored(self, row: int) -> Stored:
-        """One row as a record."""
-        c = self.columns
-        name = self._names[c["tensor"][row]]
-        info = self.tensors[name]
-        dims = len(info.shape)
-        box = Box(tuple(map(int, c["box"][row, 0, :dims])), tuple(map(int, c["box"][row, 1, :dims])))
-        return Stored(
-            Chunk(name, info.shape, info.dtype, box),
-            self.files[c["in_file"][row]],
-            int(c["start"][row]),
-            int(c["length"][row]),
-            int(c["data"][row]),
-            int(c["crc"][row]),
-        )
+    def info(self, row: int) -> TensorInfo:
+        """The tensor that a chunk belongs to."""
+        return self.tensors[self.names[self.columns["tensor"][row]]]
 
-    def __len__(self) -> int:
-        return len(self.columns["tensor"])
+    def name(self, row: int) -> str:
+        """Its name."""
+        return self.names[self.columns["tensor"][row]]
+
+    def box(self, row: int) -> Box:
+        """The box that a chunk holds."""
+        dims = len(self.info(row).shape)
+        offsets, sizes = self.columns["box"][row, :, :dims].tolist()
+        return Box(tuple(offsets), tuple(sizes))
+
+    def nbytes(self, row: int) -> int:
+        """Bytes of a chunk's elements."""
+        info = self.info(row)
+        return int(prod(self.columns["box"][row, 1, : len(info.shape)].tolist())) * element_size(info.dtype)
+
+    def file(self, row: int) -> str:
+        """Name of the file that holds a chunk."""
+        return self.files[self.columns["in_file"][row]]
+
+
+def join(parts: Sequence[Index]) -> Index:
+    """One index of several that speak of the same tensors (or of some of them) and of different files."""
+    tensors = dict(sorted({name: info for part in parts for name, info in part.tensors.items()}.items()))
+    number = {name: i for i, name in enumerate(tensors)}
+    files: list[str] = []
+    columns: dict[str, list[np.ndarray]] = {}
+    dims = max((part.columns["box"].shape[2] for part in parts), default=0)
+    for part in parts:
+        mine = dict(part.columns)
+        mine["tensor"] = np.array([number[name] for name in part.names], np.int32)[mine["tensor"]]
+        mine["in_file"] = mine["in_file"] + np.int32(len(files))
+        mine["box"] = np.pad(mine["box"], ((0, 0), (0, 0), (0, dims - mine["box"].shape[2])))
+        files += part.files
+        for name, column in mine.items():
+            columns.setdefault(name, []).append(column)
+    return Index(tensors, files, {name: np.concatenate(columns[name]) for name in columns})
 
 
 def torch_metadata(index: Index) -> bytes:
@@ -155,13 +159,16 @@ def torch_metadata(index: Index) -> bytes:
 
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places = {}
+    c = {name: index.columns[name].tolist() for name in ("in_file", "start", "length")}
     for name, info in index.tensors.items():
         chunks: list[ChunkStorageMetadata] = []
-        for row in index.rows(name):
-            s = index.stored(row)
-            offsets, sizes = torch.Size(s.chunk.box.offsets), torch.Size(s.chunk.box.sizes)
-            places[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(s.file, s.start, s.length)
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
+        dims = len(info.shape)
+        rows = index.rows(name)
+        for row, (low, size) in zip(rows.tolist(), index.columns["box"][rows, :, :dims].tolist(), strict=True):
+            offsets = torch.Size(low)
+            place = _StorageInfo(index.files[c["in_file"][row]], c["start"][row], c["length"][row])
+            places[MetadataIndex(name, offsets, len(chunks))] = place
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(size)))
         properties = TensorProperties(dtype=getattr(torch, info.dtype))
         tensors[name] = TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
     metadata = Metadata(tensors, planner_data={}, storage_data=places, storage_meta=StorageMeta())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megascale.checkpoint.index import Index
@@ -13,23 +12,23 @@ from megascale.checkpoint.layout import Shard
 _SHOWN = 4
 
 
-def explain_mismatch(place: Path, index: Index, shards: Sequence[Shard], state: Mapping[str, Any]) -> str | None:
+def explain_mismatch(name: str, index: Index, shards: Sequence[Shard], state: Mapping[str, Any]) -> str | None:
     """One paragraph naming what does not fit, or None if every shard finds its tensor."""
     wanted = {shard.name: tuple(shard.shape) for shard in shards}
-    missing = [name for name in wanted if name not in index.tensors]
+    missing = [key for key in wanted if key not in index.tensors]
     shapes = [
-        (name, index.tensors[name].shape, shape)
-        for name, shape in wanted.items()
-        if name in index.tensors and index.tensors[name].shape != shape
+        (key, index.tensors[key].shape, shape)
+        for key, shape in wanted.items()
+        if key in index.tensors and index.tensors[key].shape != shape
     ]
     if not missing and not shapes:
         return None
-    parts = [f"{name} is {list(stored)} there and {list(want)} here" for name, stored, want in shapes[:_SHOWN]]
+    parts = [f"{key} is {list(stored)} there and {list(want)} here" for key, stored, want in shapes[:_SHOWN]]
     if missing:
         parts.append(f"it has no {', '.join(missing[:_SHOWN])}" + (" ..." if len(missing) > _SHOWN else ""))
     hint = _likely_key(wanted, index, missing, shapes, state)
     return (
-        f"the checkpoint {str(place)!r} is of another model ({len(missing) + len(shapes)} tensors differ): "
+        f"the checkpoint {name!r} is of another model ({len(missing) + len(shapes)} tensors differ): "
         f"{'; '.join(parts)}. {hint}"
     )
 

@@ -1,37 +1,57 @@
-"""Saving: who writes which chunk, the writing, and the commit that makes it count.
+"""Saving at once: the processes write their files and commit before `save` returns.
 
-Order of a save: agree on a plan; check the room on the disk; each process writes one file and syncs it; the first
-writes the index, then COMMIT in one piece; only then older checkpoints go. Death at any point leaves the previous
-commit as the newest.
+Order of a save: agree on a plan; check the room on the disk; each process writes one file and makes it last; the
+first writes the index, then COMMIT in one piece; only then older checkpoints go. Death at any point leaves the
+previous commit as the newest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import secrets
-import shutil
-import zlib
 from collections.abc import Sequence
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from megascale.checkpoint import archive
 from megascale.checkpoint import folder as folders
-from megascale.checkpoint.folder import COMMIT, METADATA, Commit
-from megascale.checkpoint.index import Index, Stored, torch_metadata
-from megascale.checkpoint.layout import Chunk, Shard, assign, slices, split
+from megascale.checkpoint.archive import crc32
+from megascale.checkpoint.index import TensorInfo, torch_metadata
+from megascale.checkpoint.layout import Shard, slices, split
 from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.plan import Part, Plan, data_file, make_offer, make_plan
+from megascale.checkpoint.storage import Sink, Storage, open_storage
+from megascale.checkpoint.trouble import explain
 from megascale.errors import TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    from megascale.core.tensors import Box
+
+Folder = TypeVar("Folder", Path, str)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A chunk in memory: a box of a shard."""
+
+    shard: Shard
+    box: Box
+
+    @property
+    def info(self) -> TensorInfo:
+        """The logical tensor."""
+        return TensorInfo(tuple(self.shard.shape), dtype_name(self.shard.tensor))
+
+    def view(self) -> torch.Tensor:
+        """The elements, a view on the shard's memory."""
+        tensor = self.shard.tensor.detach()
+        return tensor[slices(self.shard.box, self.box)] if self.box.sizes else tensor
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -42,62 +62,77 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return name
 
 
-def chunks_of(shards: Sequence[Shard]) -> list[tuple[Chunk, Shard]]:
-    """Cut shards into chunks, each with the shard that holds its data."""
+def cut(shards: Sequence[Shard]) -> list[Slice]:
+    """The chunks of some shards, numbered as `make_offer` numbers them."""
     result = []
     for shard in shards:
-        dtype = dtype_name(shard.tensor)
-        for box in split(shard.box, archive.element_size(dtype)):
-            if not box.count and prod(shard.shape):
-                continue  # this process holds nothing of the tensor
-            result.append((Chunk(shard.name, tuple(shard.shape), dtype, box), shard))
+        item = archive.element_size(dtype_name(shard.tensor))
+        result += [Slice(shard, box) for box in split(shard.box, item) if box.count or 0 in shard.shape]
     return result
 
 
-def chunk_bytes(chunk: Chunk, shard: Shard) -> memoryview:
-    """A chunk's elements as bytes, row-major, in host memory; no copy where they already lie so."""
-    part = shard.tensor.detach()[slices(shard.box, chunk.box)] if chunk.box.sizes else shard.tensor.detach()
-    flat = part.to("cpu").contiguous().reshape(-1)
+def agree(peers: Peers, shards: Sequence[Shard]) -> tuple[Part, Plan | None]:
+    """This process's part of the save, and on the first process the whole plan; collective.
+
+    Raises TrainingError on all alike if the shards do not cover each logical tensor.
+    """
+    answers: list[Any] = []
+    plan = None
+    try:
+        offer: Any = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
+    except (ValueError, TrainingError) as error:
+        offer = str(error)
+    offers = peers.gather(offer)
+    if peers.rank == 0:
+        try:
+            wrong = next((o for o in offers if isinstance(o, str)), None)
+            if wrong is not None:
+                raise ValueError(wrong)
+            plan = make_plan(offers)
+            answers = plan.parts
+        except ValueError as error:
+            answers = [f"the checkpoint cannot be saved: {error}"] * peers.size
+    part = peers.scatter(answers)
+    if isinstance(part, str):
+        raise TrainingError(part)
+    return part, plan
+
+
+def write_part(sink: Sink, part: Part, chunks: Sequence[Slice]) -> tuple[np.ndarray, int]:
+    """Write one process's file; CRC-32 of each chunk, in file order, and of the whole file."""
+    crcs = np.zeros(len(part.chunks), np.uint32)
+    whole = 0
+    for row, (number, length) in enumerate(zip(part.chunks.tolist(), part.length.tolist(), strict=True)):
+        chunk = chunks[number]
+        data = host_bytes(chunk.view())
+        crcs[row] = crc = crc32(data)
+        head, tail = archive.wrap(chunk.info.dtype, chunk.box.sizes, crc, length)
+        for piece, piece_crc in ((head, crc32(head)), (data, crc), (tail, crc32(tail))):
+            sink.write(piece)
+            whole = archive.combine(whole, piece_crc, len(piece))
+    sink.finish()
+    return crcs, whole
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements as bytes, row-major, in host memory; no copy where they already lie so."""
+    flat = tensor.to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
-def write_chunks(path: Path, work: Sequence[tuple[Chunk, Shard]]) -> tuple[list[Stored], tuple[int, int]]:
-    """Write chunks one behind another into `path` and sync it; their records, and (bytes, checksum) of the file."""
-    stored: list[Stored] = []
-    size = crc = 0
-    with open(path, "wb", buffering=0) as file:
-        for chunk, shard in work:
-            data = chunk_bytes(chunk, shard)
-            data_crc = zlib.crc32(data)
-            head, tail = archive.wrap(chunk.dtype, chunk.box.sizes, data_crc, size)
-            for part, part_crc in ((head, zlib.crc32(head)), (data, data_crc), (tail, zlib.crc32(tail))):
-                _write_all(file.fileno(), memoryview(part))
-                crc = archive.combine(crc, part_crc, len(part))
-            length = len(head) + len(data) + len(tail)
-            stored.append(Stored(chunk, path.name, size, length, size + len(head), data_crc))
-            size += length
-        os.fsync(file.fileno())
-    return stored, (size, crc)
-
-
-def _write_all(handle: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(handle, data) :]
-
-
 def save(
-    folder: Path,
+    folder: Folder,
     step: int,
     shards: Sequence[Shard],
     state: dict[str, Any],
     *,
     keep: int,
     group: ProcessGroup | None = None,
-) -> Path:
+) -> Folder:
     """Write `folder/step-N/` and commit it; collective over `group`.
 
     Args:
-        folder: the run's checkpoints folder, on storage that all processes of the group see.
+        folder: the run's checkpoints folder, a path or an fsspec URL that all processes of the group see.
         step: optimizer steps done.
         shards: this process's boxes. Over the group they must cover each logical tensor; equal boxes on several
             processes are written once.
@@ -108,92 +143,77 @@ def save(
     Returns the committed folder. Raises TrainingError, on all processes alike, if the disk is full or fails (the
     previous checkpoint stays, the half-written one is removed).
     """
-    folder, peers = Path(folder), Peers(group)
-    place = folders.step_folder(folder, step)
-    offered = chunks_of(shards)
-    plan = _plan(peers, folder, place, [chunk for chunk, _ in offered])
-    mine = [offered[i] for i in plan["write"]]
-    name = f"{plan['generation']}-{peers.rank:05d}.distcp"
-    result: tuple[Any, ...]
-    try:
-        result = ("written", name, *write_chunks(place / name, mine)) if mine else ("nothing",)
-    except Exception as error:  # told to all: a process that fails alone would leave the others waiting
-        result = ("failed", _explain(error, folder, plan["bytes"]))
+    save_to(open_storage(folder), step, shards, state, keep, Peers(group))
+    return type(folder)(f"{folder}/{folders.step_name(step)}")
+
+
+def save_to(
+    storage: Storage, step: int, shards: Sequence[Shard], state: dict[str, Any], keep: int, peers: Peers
+) -> int:
+    """As `save`; the checkpoint's bytes, the same on all."""
+    part, plan = agree(peers, shards)
+    start = peers.share(_begin(storage, step, plan.size) if plan else None)
+    if isinstance(start, TrainingError):
+        raise start
+    generation, needed = start
+    result = _write_mine(storage, f"{folders.step_name(step)}/{generation}-{data_file(peers.rank)}", part, cut(shards))
     results = peers.gather(result)
-    failure = None
-    if peers.rank == 0:
-        failure = next((r[1] for r in results if r[0] == "failed"), None)
-        if failure is None:
-            try:
-                _commit(place, step, plan, [r for r in results if r[0] == "written"], state)
-                folders.prune(folder, keep)
-            except Exception as error:
-                failure = _explain(error, folder, plan["bytes"])
-        if failure is not None:
-            _withdraw(place)
-    failure = peers.share(failure)
-    if failure is not None:
-        raise TrainingError(failure)
-    return place
+    outcome = peers.share(_finish(storage, step, generation, plan, results, state, keep) if plan else None)
+    if isinstance(outcome, int):
+        return outcome
+    raise outcome if isinstance(outcome, TrainingError) else explain(outcome, storage, needed)
 
 
-def _plan(peers: Peers, folder: Path, place: Path, chunks: list[Chunk]) -> dict[str, Any]:
-    """Agree who writes what; checks the room on the disk and makes the folder."""
-    offers = peers.gather(chunks)
-    plans: list[Any] = []
-    if peers.rank == 0:
-        try:
-            written = assign(offers)
-            total = sum(offers[rank][i].nbytes for rank, indices in enumerate(written) for i in indices)
-            plan = {"generation": secrets.token_hex(4), "bytes": total}
-            place.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(folder).free
-            if free < total:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            plans = [{**plan, "write": indices} for indices in written]
-        except ValueError as error:
-            plans = [f"the checkpoint cannot be saved: {error}"] * peers.size
-        except OSError as error:
-            _withdraw(place)
-            plans = [_explain(error, folder, total)] * peers.size
-    plan = peers.scatter(plans)
-    if isinstance(plan, str):
-        raise TrainingError(plan)
-    return plan
-
-
-def _commit(
-    place: Path, step: int, plan: dict[str, Any], results: list[tuple[Any, ...]], state: dict[str, Any]
-) -> None:
-    index = Index.build([stored for _, _, records, _ in results for stored in records])
-    files = {name: size_and_crc for _, name, _, size_and_crc in results}
-    generation = plan["generation"]
-    sequence = 1 + max((commit.sequence for commit in folders.commits(place.parent)), default=0)
-    for name, data in ((f"index-{generation}.npz", index.to_bytes()), (METADATA, torch_metadata(index))):
-        folders.write_file(place / name, data)
-        files[name] = (len(data), zlib.crc32(data))
-    commit = Commit(step, sequence, generation, files, state)
-    folders.sync_folder(place.parent)
-    folders.write_file(place / COMMIT, commit.to_bytes())
-
-
-def _withdraw(place: Path) -> None:
-    """Remove what an unfinished save left, keeping a commit that the folder may hold from before."""
-    with contextlib.suppress(OSError, folders.Damaged):
-        folders.sweep(place, folders.read_commit(place))
-
-
-def _explain(error: Exception, folder: Path, needed: int) -> str:
+def _begin(storage: Storage, step: int, needed: int) -> tuple[str, int] | TrainingError:
+    """The save's generation and bytes, or why it cannot begin."""
     try:
-        free = shutil.disk_usage(folder).free
-    except OSError:
-        free = 0
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return (
-            f"the disk of {str(folder)!r} is full: a checkpoint needs {needed:,} bytes and {free:,} are free; the "
-            "previous checkpoint stays as it is. Make room, lower checkpoint.keep, or put train.runs on a larger disk"
-        )
-    return (
-        f"the checkpoint could not be written to {str(folder)!r}: {getattr(error, 'strerror', None) or repr(error)}; the previous checkpoint "
-        "stays as it is. Check the folder's rights and the storage, or put train.runs elsewhere"
-    )
+        free = storage.free()
+        if free is not None and free < needed:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return folders.new_generation(storage), needed
+    except OSError as error:
+        return explain(error, storage, needed)
+
+
+def _write_mine(storage: Storage, path: str, part: Part, chunks: Sequence[Slice]) -> Any:
+    """(checksums, checksum of the file), or the exception: told to all, since a process that fails alone would leave
+    the others waiting."""
+    if not part.size:
+        return np.zeros(0, np.uint32), 0
+    sink = None
+    try:
+        sink = storage.create(path)
+        return write_part(sink, part, chunks)
+    except Exception as error:
+        if sink is not None:
+            sink.abort()
+        return error if isinstance(error, OSError) else RuntimeError(repr(error))
+
+
+def _finish(
+    storage: Storage,
+    step: int,
+    generation: str,
+    plan: Plan,
+    results: Sequence[Any],
+    state: dict[str, Any],
+    keep: int,
+) -> Exception | int:
+    """Commit and prune on the first process; the checkpoint's bytes, or what went wrong, what was written removed."""
+    failure = next((r for r in results if isinstance(r, Exception)), None)
+    if failure is None:
+        try:
+            index = plan.index.committed(generation, np.concatenate([crcs for crcs, _ in results]))
+            files = {
+                f"{generation}-{data_file(rank)}": (part.size, crc)
+                for rank, (part, (_, crc)) in enumerate(zip(plan.parts, results, strict=True))
+                if part.size
+            }
+            commit = folders.commit_save(storage, step, generation, index, files, torch_metadata(index), state)
+            folders.prune(storage, keep)
+            return commit.size
+        except Exception as error:
+            failure = error
+    with contextlib.suppress(OSError):
+        folders.withdraw(storage, step, generation)
+    return failure

@@ -7,7 +7,11 @@ import importlib
 import typer
 
 # Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
-BENCHES: tuple[str, ...] = ("kernels",)
+BENCHES: tuple[str, ...] = (
+    "kernels",
+    "schedules",
+    "tokenize",
+)
 
 
 def register(app: typer.Typer) -> None:

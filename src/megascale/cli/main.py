@@ -12,13 +12,15 @@ from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
 # Each module has `register(app)`. They import heavy packages only inside their functions, so --help is quick.
 COMMANDS: tuple[str, ...] = (
-    "bench",
     "data",
+    "plan",
     "train",
     "evaluate",
     "generate",
     "plot",
     "checkpoint",
+    "simulate",
+    "bench",
     "doctor",
 )
 

@@ -26,15 +26,16 @@ of one replica, taken by all replicas in step, is a run of the whole; confluence
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from megascale.core.schedule import Action, ActionKind, Schedule
+import numpy as np
+
+from megascale.core.schedule import Action, ActionKind, Channel, Schedule
 from megascale.errors import MegascaleError
 
-# Which communicator an action of a stage posts to. The default is the schedule's own channel.
-CommunicatorOf = Callable[[Schedule, int, Action], Hashable]
+# Which communicator a channel's messages are posted to.
+CommunicatorOf = Callable[[Channel], Hashable]
 
 
 class ScheduleError(MegascaleError):
@@ -56,14 +57,13 @@ class Report:
     transitions: int
 
 
-def own_channel(schedule: Schedule, stage: int, action: Action) -> Hashable:
-    """One communicator for each directed edge and direction of travel."""
-    return schedule.channel(stage, action)
+def own_channel(channel: Channel) -> Hashable:
+    """One communicator for each directed edge and direction of travel: what the executor makes."""
+    return channel
 
 
-def rank_pair(schedule: Schedule, stage: int, action: Action) -> Hashable:
+def rank_pair(channel: Channel) -> Hashable:
     """One communicator for each pair of stages, both ways: what torch gives unbatched P2P of one group."""
-    channel = schedule.channel(stage, action)
     return frozenset((channel.source, channel.target))
 
 
@@ -77,18 +77,18 @@ def check(
 
     Args:
         send_slots: sends of a channel that may be under way; default: what the schedule asks for.
-        communicator: how messages share communicators.
+        communicator: how channels share communicators.
         seed: take enabled transitions in a random order drawn from this seed.
 
     Raises ScheduleError naming what each stuck stage waits for, or the first wrong action.
     """
     check_order(schedule)
-    machine = Machine(schedule, send_slots, communicator)
-    rng = random.Random(seed) if seed is not None else None
-    taken = machine.run(rng)
-    if not machine.finished:
-        raise ScheduleError(f"the schedule {schedule.name} deadlocks: {machine.describe()}")
-    return Report(machine.delivered_total, tuple(schedule.in_flight(s) for s in range(schedule.stages)), taken)
+    machine = Machine(schedule, schedule.send_slots if send_slots is None else send_slots, communicator)
+    at, done = machine.start()
+    transitions = machine.run(at, done, random.Random(seed) if seed is not None else None)
+    if not machine.finished(at, done):
+        raise ScheduleError(f"the schedule {schedule.name} deadlocks: {machine.describe(at, done)}")
+    return Report(sum(done), tuple(schedule.in_flight(s) for s in range(schedule.stages)), transitions)
 
 
 def check_order(schedule: Schedule) -> None:
@@ -96,209 +96,232 @@ def check_order(schedule: Schedule) -> None:
 
     Every micro-batch runs forward and backward once in every chunk, forward before backward; each compute has the
     receive it needs before it and the send it owes after it, and no other; parameters are gathered once before a
-    chunk's first forward and gradients reduced after its last backward.
+    chunk's first forward; gradients are reduced once after its last backward, or once after each backward.
     """
-    v, m, p = schedule.virtual, schedule.microbatches, schedule.stages
-    for stage in range(p):
-        seen: set[Action] = set()
-        where = f"stage {stage} of the schedule {schedule.name}"
-        for action in schedule[stage]:
-            if action in seen:
-                raise ScheduleError(f"{where} has {action} twice")
-            if not 0 <= action.chunk < v or not -1 <= action.microbatch < m:
-                raise ScheduleError(f"{where} has {action}, outside {v} chunks and {m} micro-batches")
-            for needed in _before(schedule, stage, action):
-                if needed not in seen:
-                    raise ScheduleError(f"{where} has {action} before {needed}")
-            seen.add(action)
-        missing = _required(schedule, stage) - seen
-        extra = {a for a in seen - _required(schedule, stage) if a.kind != ActionKind.REDUCE_GRADS}
-        if missing or extra:
-            word, example = ("lacks", min(missing)) if missing else ("has needless", min(extra))
-            raise ScheduleError(f"{where} {word} {example}")
-        _check_reductions(schedule, stage, where)
+    for stage in range(schedule.stages):
+        _check_stage(schedule, stage)
 
 
-def _has_input(schedule: Schedule, stage: int, chunk: int, forward: bool) -> bool:
-    """Whether a compute takes a message: not the model's first forward nor its last backward, nor on one stage."""
-    g = schedule.global_chunk(stage, chunk)
-    return schedule.stages > 1 and g != (0 if forward else schedule.chunks - 1)
+def has_message(schedule: Schedule, stage: int, kind: ActionKind) -> np.ndarray:
+    """Whether chunks 0..v-1 of a stage have a SEND or RECV of this kind: [v] booleans.
+
+    The model's first chunk takes no activations and gives no gradient, the last the other way round.
+    """
+    g = np.arange(schedule.virtual) * schedule.stages + stage
+    first = kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
+    return (schedule.stages > 1) & (g != (0 if first else schedule.chunks - 1))
 
 
-def _has_output(schedule: Schedule, stage: int, chunk: int, forward: bool) -> bool:
-    g = schedule.global_chunk(stage, chunk)
-    return schedule.stages > 1 and g != (schedule.chunks - 1 if forward else 0)
+def _check_stage(schedule: Schedule, stage: int) -> None:
+    v, m, table = schedule.virtual, schedule.microbatches, schedule.table[stage]
+    where = f"stage {stage} of the schedule {schedule.name}"
+    kind, chunk, i = table.T
+    outside = (chunk < 0) | (chunk >= v) | (i < -1) | (i >= m)
+    if outside.any():
+        raise ScheduleError(f"{where} has {schedule[stage][int(outside.argmax())]}, outside {v} chunks and {m} parts")
+    # count and position of every possible action; micro-batch -1 lands in column m.
+    count = np.zeros((len(ActionKind), v, m + 1), dtype=np.int64)
+    np.add.at(count, (kind, chunk, i), 1)
+    position = np.zeros_like(count)
+    position[kind, chunk, i] = np.arange(len(table))
+
+    expected = np.zeros_like(count)
+    for k in ActionKind:
+        if k.is_compute:
+            expected[k, :, :m] = 1
+        elif k.is_send or k.is_receive:
+            expected[k, :, :m] = has_message(schedule, stage, k)[:, None]
+    expected[ActionKind.GATHER_PARAMS, :, m] = 1
+    reduce = ActionKind.REDUCE_GRADS
+    once = count[reduce, :, m] == 1
+    expected[reduce, :, m] = once
+    expected[reduce, :, :m] = ~once[:, None]
+    for wrong, word in ((count < expected, "lacks"), (count > expected, "has a needless")):
+        if wrong.any():
+            which, c, j = (int(n) for n in np.unravel_index(int(wrong.argmax()), wrong.shape))
+            raise ScheduleError(f"{where} {word} {Action(ActionKind(which), c, j if j < m else -1)}")
+
+    def ordered(first: ActionKind, then: ActionKind, a: np.ndarray, b: np.ndarray, due: np.ndarray) -> None:
+        late = due & (a >= b)
+        if late.any():
+            c, j = np.unravel_index(int(late.argmax()), late.shape)
+            raise ScheduleError(f"{where} has {Action(then, int(c), int(j))} before its {first.label}")
+
+    pos = position[:, :, :m]
+    there = expected[:, :, :m].astype(bool)
+    for first, then in (
+        (ActionKind.RECV_FORWARD, ActionKind.FORWARD),
+        (ActionKind.FORWARD, ActionKind.SEND_FORWARD),
+        (ActionKind.FORWARD, ActionKind.BACKWARD),
+        (ActionKind.RECV_BACKWARD, ActionKind.BACKWARD),
+        (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD),
+        (ActionKind.BACKWARD, reduce),
+    ):
+        ordered(first, then, pos[first], pos[then], there[first] & there[then])
+    gathered = np.broadcast_to(position[ActionKind.GATHER_PARAMS, :, m:], (v, m))
+    ordered(ActionKind.GATHER_PARAMS, ActionKind.FORWARD, gathered, pos[ActionKind.FORWARD], there[ActionKind.FORWARD])
+    reduced = np.broadcast_to(position[reduce, :, m:], (v, m))
+    all_reduced = np.broadcast_to(once[:, None], (v, m))
+    ordered(ActionKind.BACKWARD, reduce, pos[ActionKind.BACKWARD], reduced, all_reduced)
+    if schedule.stages == 1:
+        # No messages carry the order between chunks: the list itself must.
+        f, b = pos[ActionKind.FORWARD], pos[ActionKind.BACKWARD]
+        ordered(ActionKind.FORWARD, ActionKind.FORWARD, f[:-1], f[1:], there[ActionKind.FORWARD][1:])
+        ordered(ActionKind.BACKWARD, ActionKind.BACKWARD, b[1:], b[:-1], there[ActionKind.BACKWARD][1:])
 
 
-def _before(schedule: Schedule, stage: int, action: Action) -> list[Action]:
-    """Actions of the same stage that must stand earlier in its list."""
-    kind, chunk, i = action
-    needed: list[Action] = []
-    if kind == ActionKind.FORWARD:
-        needed.append(Action(ActionKind.GATHER_PARAMS, chunk, -1))
-        if _has_input(schedule, stage, chunk, True):
-            needed.append(Action(ActionKind.RECV_FORWARD, chunk, i))
-        if schedule.stages == 1 and chunk > 0:
-            needed.append(Action(ActionKind.FORWARD, chunk - 1, i))
-    elif kind == ActionKind.BACKWARD:
-        needed.append(Action(ActionKind.FORWARD, chunk, i))
-        if _has_input(schedule, stage, chunk, False):
-            needed.append(Action(ActionKind.RECV_BACKWARD, chunk, i))
-        if schedule.stages == 1 and chunk < schedule.virtual - 1:
-            needed.append(Action(ActionKind.BACKWARD, chunk + 1, i))
-    elif kind == ActionKind.SEND_FORWARD:
-        needed.append(Action(ActionKind.FORWARD, chunk, i))
-    elif kind == ActionKind.SEND_BACKWARD:
-        needed.append(Action(ActionKind.BACKWARD, chunk, i))
-    return needed
+@dataclass(frozen=True)
+class _End:
+    """One end of a communicator: what its stage posts there in a step, in order.
 
+    at: positions in the stage's list. sends: whether each is a send. messages: which message (see _message).
+    """
 
-def _required(schedule: Schedule, stage: int) -> set[Action]:
-    """All actions that a stage must have, REDUCE_GRADS aside."""
-    required = {Action(ActionKind.GATHER_PARAMS, c, -1) for c in range(schedule.virtual)}
-    for c in range(schedule.virtual):
-        kinds = [ActionKind.FORWARD, ActionKind.BACKWARD]
-        kinds += [ActionKind.RECV_FORWARD] * _has_input(schedule, stage, c, True)
-        kinds += [ActionKind.RECV_BACKWARD] * _has_input(schedule, stage, c, False)
-        kinds += [ActionKind.SEND_FORWARD] * _has_output(schedule, stage, c, True)
-        kinds += [ActionKind.SEND_BACKWARD] * _has_output(schedule, stage, c, False)
-        required |= {Action(kind, c, i) for kind in kinds for i in range(schedule.microbatches)}
-    return required
-
-
-def _check_reductions(schedule: Schedule, stage: int, where: str) -> None:
-    """Gradients of a chunk: reduced once after its last backward, or once after each backward."""
-    backwards = [0] * schedule.virtual
-    reduced = [0] * schedule.virtual
-    for kind, chunk, i in schedule[stage]:
-        backwards[chunk] += kind == ActionKind.BACKWARD
-        if kind == ActionKind.REDUCE_GRADS:
-            reduced[chunk] += 1
-            due = schedule.microbatches if i < 0 else reduced[chunk]
-            if backwards[chunk] != due:
-                raise ScheduleError(f"{where} reduces gradients of chunk {chunk} after {backwards[chunk]} backwards")
-    for chunk, count in enumerate(reduced):
-        if count not in (1, schedule.microbatches):
-            raise ScheduleError(f"{where} reduces gradients of chunk {chunk} {count} times")
+    stage: int
+    at: list[int]
+    sends: list[bool]
+    messages: list[int]
 
 
 class Machine:
-    """The state of a run under rendezvous semantics. `steps` and `deliveries` are the enabled transitions."""
+    """The transitions of a schedule under rendezvous semantics.
 
-    def __init__(self, schedule: Schedule, send_slots: int | None, communicator: CommunicatorOf) -> None:
+    A state is (at, done): how many actions each stage has passed, and how many transfers each communicator has
+    delivered. FIFOs follow from both: the k-th entry of an end is posted once its stage is past it, and off once k
+    transfers are done.
+    """
+
+    def __init__(self, schedule: Schedule, send_slots: int, communicator: CommunicatorOf) -> None:
         self.schedule = schedule
-        self.programs = tuple(schedule[s] for s in range(schedule.stages))
-        self.at = [0] * schedule.stages
-        # (communicator, end) -> FIFO of (is_send, message) where a message is (channel, chunk and micro-batch).
-        self.fifo: dict[tuple[Hashable, int], deque[tuple[bool, Hashable]]] = {}
-        self.ends: dict[Hashable, tuple[int, int]] = {}
-        self.delivered_total = 0
-        self._communicator = communicator
-        self._sends: list[dict[Hashable, list[Hashable]]] = [{} for _ in self.programs]
-        self._delivered: set[Hashable] = set()
-        self._slots = schedule.send_slots if send_slots is None else send_slots
+        self.lengths = [len(table) for table in schedule.table]
+        # What each action awaits: (communicator, transfers that it must have done), at most two.
+        self.needs: list[list[tuple[tuple[int, int], ...]]] = [[()] * n for n in self.lengths]
+        self.posts: list[list[int]] = [[-1] * n for n in self.lengths]
+        self.ends: list[list[_End]] = []
+        numbers: dict[Hashable, int] = {}
+        for stage in range(schedule.stages):
+            self._compile(stage, send_slots, communicator, numbers)
 
-    @property
-    def finished(self) -> bool:
-        """All lists walked and all messages delivered."""
-        return all(a == len(p) for a, p in zip(self.at, self.programs, strict=True)) and not any(self.fifo.values())
+    def _compile(self, stage: int, send_slots: int, communicator: CommunicatorOf, numbers: dict[Hashable, int]) -> None:
+        schedule, table = self.schedule, self.schedule.table[stage]
+        comm_of = {}
+        for kind in ActionKind:
+            if (kind.is_send or kind.is_receive) and (table[:, 0] == kind).any():
+                key = communicator(schedule.channel(stage, Action(kind, 0, 0)))
+                comm_of[int(kind)] = numbers.setdefault(key, len(numbers))
+        self.ends += [[] for _ in range(len(numbers) - len(self.ends))]
+        own = {comm: _End(stage, [], [], []) for comm in comm_of.values()}
+        received: dict[tuple[int, int, int], tuple[int, int]] = {}
+        send_at: dict[tuple[int, int, int], int] = {}
+        sends: dict[int, list[tuple[int, int]]] = {}
+        messages = _messages(schedule, stage).tolist()
+        rows = table.tolist()
+        for position, (kind, chunk, i) in enumerate(rows):
+            comm = comm_of.get(kind)
+            if comm is None:
+                continue
+            end = own[comm]
+            is_send = ActionKind(kind).is_send
+            done = (comm, len(end.at) + 1)
+            if is_send:
+                send_at[kind, chunk, i] = len(sends.setdefault(kind, []))
+                sends[kind].append(done)
+            else:
+                received[kind, chunk, i] = done
+            end.at.append(position)
+            end.sends.append(is_send)
+            end.messages.append(messages[position])
+            self.posts[stage][position] = comm
+        inputs = {0: int(ActionKind.RECV_FORWARD), 1: int(ActionKind.RECV_BACKWARD)}
+        outputs = {0: int(ActionKind.SEND_FORWARD), 1: int(ActionKind.SEND_BACKWARD)}
+        for position, (kind, chunk, i) in enumerate(rows):
+            if kind in inputs:
+                needs = [received[inputs[kind], chunk, i]] if (inputs[kind], chunk, i) in received else []
+                held = send_at.get((outputs[kind], chunk, i), -1) - send_slots
+                if held >= 0:
+                    needs.append(sends[outputs[kind]][held])
+                self.needs[stage][position] = tuple(needs)
+        for comm, end in own.items():
+            self.ends[comm].append(end)
 
-    def message(self, stage: int, action: Action) -> Hashable:
-        """Identity of a message, the same seen from both sides: the sender's channel and action."""
-        if action.kind.is_send:
-            return (stage, action)
-        return self.schedule.peer(stage, action)
+    def start(self) -> tuple[list[int], list[int]]:
+        """The first state."""
+        return [0] * len(self.lengths), [0] * len(self.ends)
 
-    def waits_for(self, stage: int) -> Hashable | None:
-        """The message whose delivery the stage's next action awaits, or None if it may go on."""
-        action = self.programs[stage][self.at[stage]]
-        if not action.kind.is_compute:
-            return None
-        forward = action.kind == ActionKind.FORWARD
-        if _has_input(self.schedule, stage, action.chunk, forward):
-            kind = ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD
-            message = self.message(stage, action._replace(kind=kind))
-            if message not in self._delivered:
-                return message
-        if _has_output(self.schedule, stage, action.chunk, forward):
-            kind = ActionKind.SEND_FORWARD if forward else ActionKind.SEND_BACKWARD
-            sent = self._sends[stage].get(kind, [])
-            if len(sent) >= self._slots and sent[-self._slots] not in self._delivered:
-                return sent[-self._slots]
-        return None
+    def finished(self, at: list[int], done: list[int]) -> bool:
+        """Whether all lists are walked and all messages delivered."""
+        return at == self.lengths and all(d == len(e.at) for d, ends in zip(done, self.ends, strict=True) for e in ends)
 
-    def can_step(self, stage: int) -> bool:
-        """Whether the stage may pass its next action."""
-        return self.at[stage] < len(self.programs[stage]) and self.waits_for(stage) is None
+    def can_step(self, at: list[int], done: list[int], stage: int) -> bool:
+        """Whether a stage may pass its next action."""
+        here = at[stage]
+        return here < self.lengths[stage] and all(done[comm] >= n for comm, n in self.needs[stage][here])
 
-    def step(self, stage: int) -> Hashable | None:
-        """Pass the next action of a stage; returns the communicator posted to, if any."""
-        action = self.programs[stage][self.at[stage]]
-        self.at[stage] += 1
-        if not (action.kind.is_send or action.kind.is_receive):
-            return None
-        key = self._communicator(self.schedule, stage, action)
-        channel = self.schedule.channel(stage, action)
-        self.ends[key] = (min(channel.source, channel.target), max(channel.source, channel.target))
-        message = self.message(stage, action)
-        if action.kind.is_send:
-            self._sends[stage].setdefault(action.kind, []).append(message)
-        self.fifo.setdefault((key, stage), deque()).append((action.kind.is_send, message))
-        return key
-
-    def can_deliver(self, key: Hashable) -> bool:
+    def can_deliver(self, at: list[int], done: list[int], comm: int) -> bool:
         """Whether a send faces a receive at the heads of both ends. ScheduleError if they are not one message."""
-        a, b = (self.fifo.get((key, end)) for end in self.ends[key])
-        if not a or not b or a[0][0] == b[0][0]:
+        head = done[comm]
+        if len(self.ends[comm]) < 2:
             return False
-        if a[0][1] != b[0][1]:
-            raise ScheduleError(f"communicator {key} pairs message {a[0][1]} with {b[0][1]}")
+        a, b = self.ends[comm]
+        if head >= len(a.at) or head >= len(b.at) or at[a.stage] <= a.at[head] or at[b.stage] <= b.at[head]:
+            return False
+        if a.sends[head] == b.sends[head]:
+            return False
+        if a.messages[head] != b.messages[head]:
+            mine, theirs = (str(self.schedule[e.stage][e.at[head]]) for e in (a, b))
+            raise ScheduleError(f"{mine} of stage {a.stage} meets {theirs} of stage {b.stage}")
         return True
 
-    def deliver(self, key: Hashable) -> tuple[int, int]:
-        """Complete the transfer at the heads; returns the two stages that it may free."""
-        ends = self.ends[key]
-        for end in ends:
-            _, message = self.fifo[(key, end)].popleft()
-        self._delivered.add(message)
-        self.delivered_total += 1
-        return ends
-
-    def run(self, rng: random.Random | None = None) -> int:
-        """Take transitions until none is enabled; returns how many. Random order with `rng`."""
+    def run(self, at: list[int], done: list[int], rng: random.Random | None = None) -> int:
+        """Take transitions from (at, done), in place, until none is enabled; returns how many. Random with `rng`."""
         taken = 0
-        stages = list(range(self.schedule.stages))
-        ready: list[tuple[bool, Hashable]] = [(True, s) for s in stages]
+        # Candidates: stage s as s, communicator c as ~c. A transition can only enable those pushed after it.
+        ready = list(range(len(at)))
         while ready:
             if rng is not None:
                 pick = rng.randrange(len(ready))
                 ready[pick], ready[-1] = ready[-1], ready[pick]
-            is_step, what = ready.pop()
-            if is_step:
-                stage = int(what)  # type: ignore[call-overload]
-                if not self.can_step(stage):
+            what = ready.pop()
+            if what >= 0:
+                if not self.can_step(at, done, what):
                     continue
-                key = self.step(stage)
-                ready.append((True, stage))
-                if key is not None:
-                    ready.append((False, key))
+                comm = self.posts[what][at[what]]
+                at[what] += 1
+                ready.append(what)
+                if comm >= 0:
+                    ready.append(~comm)
             else:
-                if not self.can_deliver(what):
+                if not self.can_deliver(at, done, ~what):
                     continue
-                # Either end may have more at its head, and either stage may have waited for this message.
-                ready.append((False, what))
-                ready += [(True, end) for end in self.deliver(what)]
+                done[~what] += 1
+                ready.append(what)
+                ready += [end.stage for end in self.ends[~what]]
             taken += 1
         return taken
 
-    def describe(self) -> str:
+    def describe(self, at: list[int], done: list[int]) -> str:
         """What each unfinished stage waits for."""
         stuck = []
-        for stage, program in enumerate(self.programs):
-            if self.at[stage] < len(program):
-                source, sent = self.waits_for(stage)  # type: ignore[misc]
-                stuck.append(f"stage {stage} at {program[self.at[stage]]} awaits {sent} of stage {source}")
+        for stage, here in enumerate(at):
+            if here == self.lengths[stage]:
+                continue
+            for comm, n in self.needs[stage][here]:
+                if done[comm] < n:
+                    end = next(e for e in self.ends[comm] if e.stage == stage)
+                    action = self.schedule[stage]
+                    stuck.append(f"stage {stage} at {action[here]} awaits {action[end.at[n - 1]]}")
+                    break
         return "; ".join(stuck) or "messages are left undelivered"
+
+
+def _messages(schedule: Schedule, stage: int) -> np.ndarray:
+    """A number for the message of each SEND and RECV in a stage's list, the same seen from both sides."""
+    kind, chunk, i = schedule.table[stage].astype(np.int64).T
+    g = chunk * schedule.stages + stage
+    # Named by the sender's chunk: a received activation comes from the chunk before, a gradient from the next.
+    g = np.where(kind == ActionKind.RECV_FORWARD, g - 1, np.where(kind == ActionKind.RECV_BACKWARD, g + 1, g))
+    backward = (kind == ActionKind.SEND_BACKWARD) | (kind == ActionKind.RECV_BACKWARD)
+    return (backward * schedule.chunks + g) * schedule.microbatches + i
 
 
 def explore(
@@ -312,49 +335,23 @@ def explore(
     Returns (number of states, outcomes), where outcomes holds True if some maximal run finishes and False if some
     run hangs. ScheduleError if messages mismatch or more than `limit` states are met.
     """
-    machine = Machine(schedule, send_slots, communicator)
-    start = _freeze(machine)
-    seen, todo, outcomes = {start}, [start], set()
+    machine = Machine(schedule, schedule.send_slots if send_slots is None else send_slots, communicator)
+    first = machine.start()
+    stages = len(first[0])
+    seen, todo, outcomes = {(*first[0], *first[1])}, [first], set()
     while todo:
-        state = todo.pop()
-        moves: list[tuple[bool, Hashable]] = []
-        _thaw(machine, state)
-        moves += [(True, s) for s in range(schedule.stages) if machine.can_step(s)]
-        moves += [(False, key) for key in machine.ends if machine.can_deliver(key)]
+        at, done = todo.pop()
+        moves = [s for s in range(stages) if machine.can_step(at, done, s)]
+        moves += [~c for c in range(len(done)) if machine.can_deliver(at, done, c)]
         if not moves:
-            outcomes.add(machine.finished)
-        for is_step, what in moves:
-            _thaw(machine, state)
-            if is_step:
-                machine.step(what)  # type: ignore[arg-type]
-            else:
-                machine.deliver(what)
-            after = _freeze(machine)
-            if after not in seen:
-                seen.add(after)
+            outcomes.add(machine.finished(at, done))
+        for what in moves:
+            after = (at.copy(), done.copy())
+            after[what < 0][~what if what < 0 else what] += 1
+            key = (*after[0], *after[1])
+            if key not in seen:
+                seen.add(key)
                 todo.append(after)
         if len(seen) > limit:
             raise ScheduleError(f"more than {limit} states; explore smaller schedules")
     return len(seen), outcomes
-
-
-State = tuple[tuple[int, ...], frozenset[Hashable]]
-
-
-def _freeze(machine: Machine) -> State:
-    """A state is where each stage stands and what has been delivered: FIFOs follow from both."""
-    return tuple(machine.at), frozenset(machine._delivered)
-
-
-def _thaw(machine: Machine, state: State) -> None:
-    at, delivered = state
-    machine.at = [0] * len(at)
-    machine.fifo, machine.ends = {}, {}
-    machine._sends = [{} for _ in at]
-    for stage, count in enumerate(at):
-        for _ in range(count):
-            machine.step(stage)
-    machine._delivered = set(delivered)
-    machine.delivered_total = len(delivered)
-    for key, queue in machine.fifo.items():
-        machine.fifo[key] = deque(entry for entry in queue if entry[1] not in delivered)

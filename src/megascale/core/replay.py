@@ -14,7 +14,7 @@ arrays then have a second axis. Times follow from one pass over the graph in top
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -65,6 +65,14 @@ class Graph:
         before = _dependencies(schedule, stage, kind, chunk, microbatch, partner)
         real = ~np.isin(kind, _RECEIVES)
         return cls(schedule, stage, kind, chunk, microbatch, partner, before, _levels(before, real))
+
+    def awaiting(self, extra: np.ndarray) -> Graph:
+        """The same actions with more waits: action n also awaits actions extra[n], [actions, k], -1 where none.
+
+        For engines that do more than the schedule asks, such as blocking exchanges. ValueError if that deadlocks.
+        """
+        before = np.concatenate([self.before, extra], axis=1)
+        return replace(self, before=before, levels=_levels(before, ~np.isin(self.kind, _RECEIVES)))
 
     @property
     def actions(self) -> int:

@@ -16,11 +16,19 @@ ALIGN = 64  # elements: 128 bytes of bf16, what vector loads and NCCL like
 
 @dataclass(frozen=True)
 class Member:
-    """What the layout needs to know of a parameter: elements, and the region it belongs to."""
+    """What the layout needs to know of a parameter.
+
+    Attributes:
+        count: elements.
+        decay: whether weight decay applies.
+        shared: the same on every tensor-parallel rank.
+        alone: has a bucket of its own (a tied embedding, whose shards another stage holds as well).
+    """
 
     count: int
     decay: bool
     shared: bool
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,11 +42,18 @@ class BucketSpan:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each member starts, the buckets, and the size of the buffer in elements."""
+    """Where each member starts, the buckets, and the size of the buffer in elements.
+
+    Attributes:
+        shared: elements [start, stop) that hold the shared members and nothing else, in buckets of their own.
+        alone: number of the bucket that holds the member that stands alone, None if there is none.
+    """
 
     starts: tuple[int, ...]
     buckets: tuple[BucketSpan, ...]
     size: int
+    shared: tuple[int, int]
+    alone: int | None
 
     def shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
         """Elements of the buffer that data-parallel `rank` owns of a bucket."""
@@ -55,7 +70,7 @@ def lay_out(members: Sequence[Member], ranks: int, bucket_elements: int | None) 
         ranks: data-parallel ranks that share each bucket equally.
         bucket_elements: cut the matrices into buckets of about this many elements; None makes one bucket.
     """
-    order = sorted(range(len(members)), key=lambda i: (members[i].shared, not members[i].decay, -i))
+    order = sorted(range(len(members)), key=lambda i: (members[i].alone, members[i].shared, not members[i].decay, -i))
     starts = [0] * len(members)
     buckets: list[BucketSpan] = []
     at = begin = 0
@@ -69,11 +84,20 @@ def lay_out(members: Sequence[Member], ranks: int, bucket_elements: int | None) 
             buckets.append(BucketSpan(begin, at, tuple(inside)))
             begin, inside = at, []
 
+    region = None
+    shared = [0, 0]
     for i in order:
-        if bucket_elements is not None and inside and at - begin + members[i].count > bucket_elements:
+        full = bucket_elements is not None and at - begin + members[i].count > bucket_elements
+        if full or (members[i].alone, members[i].shared) != region:
             close()
+        region = (members[i].alone, members[i].shared)
         starts[i] = at
         inside.append(i)
         at += -(-members[i].count // ALIGN) * ALIGN
     close()
-    return FlatLayout(tuple(starts), tuple(buckets), at)
+    for span in buckets:
+        if members[span.members[0]].shared:
+            shared = [shared[0] if shared[1] else span.start, span.stop]
+    last = len(buckets) - 1
+    alone = last if members[buckets[last].members[0]].alone else None
+    return FlatLayout(tuple(starts), tuple(buckets), at, (shared[0], shared[1]), alone)

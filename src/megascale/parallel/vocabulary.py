@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from megascale.ops.cross_entropy import linear_cross_entropy
-from megascale.parallel.collectives import Axis, all_gather, gather_sequence, scatter_sequence
+from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
+from megascale.parallel.collectives import Axis, all_gather, all_reduce, gather_sequence, scatter_sequence
 
 
 def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -40,6 +41,12 @@ def vocabulary_loss(
     axis: Axis,
 ) -> torch.Tensor:
     """Cross-entropy of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` do not exist."""
-    if axis.size > 1:
-        raise NotImplementedError
-    return linear_cross_entropy(x_SBH, weight, targets_SB, bias=bias, vocab=vocab)
+    if axis.size == 1:
+        return linear_cross_entropy(x_SBH, weight, targets_SB, bias=bias, vocab=vocab)
+    shard = VocabShard(
+        axis.rank * weight.shape[0],
+        lambda x: all_reduce(x, axis, dist.ReduceOp.MAX).wait(),
+        lambda x: all_reduce(x, axis).wait(),
+    )
+    whole = gather_sequence(x_SBH, axis)
+    return linear_cross_entropy(whole, weight, targets_SB, bias=bias, vocab=vocab, shard=shard)

@@ -13,13 +13,17 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import DistError, Store
 
 from megascale.errors import ConfigError, TrainingError
+from megascale.rendezvous.faults import StoreFault
 
+T = TypeVar("T")
+VERDICT = "start/verdict"
 _FAIL = "fail:"
 _ALARM = "!"
 # Ranks wait a little longer for rank 0's verdict than rank 0 waits for them, so that the verdict reaches them.
@@ -67,8 +71,8 @@ def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout
             f"{socket.gethostname()}; give each process its own RANK",
         )
     if rank == 0 and before != _ALARM:
-        _judge(store, world, mark, facts, deadline, timeout)
-    verdict = _await(store, "start/verdict", deadline + _GRACE)
+        _judge(store, world, deadline, timeout)
+    verdict = _await(store, VERDICT, deadline + _GRACE)
     if verdict is None:
         came = [r for r in range(world) if store.check([f"start/hello/{r}"])]
         raise _missing(world, came, timeout)
@@ -89,26 +93,29 @@ def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout
         raise TrainingError(message) if kind == "missing" else ConfigError(message)
 
 
-def _judge(store: Store, world: int, mark: str, facts: Mapping[str, str], deadline: float, timeout: float) -> None:
+def _judge(store: Store, world: int, deadline: float, timeout: float) -> None:
     """Rank 0: wait for all greetings, compare them, publish the verdict."""
     keys = [f"start/hello/{r}" for r in range(world)]
     try:
-        store.wait(keys, timedelta(seconds=max(0.01, deadline - time.monotonic())))
-    except DistError:
+        values = _within(store, deadline, lambda: store.multi_get(keys))
+    except DistError as error:
+        if isinstance(error, StoreFault):
+            raise
         came = [r for r in range(world) if store.check([keys[r]])]
         if len(came) < world:
-            store.compare_set("start/verdict", "", f"{_FAIL}missing:{_missing(world, came, timeout)}")
+            store.compare_set(VERDICT, "", f"{_FAIL}missing:{_missing(world, came, timeout)}")
             return
-    hellos = [value.decode() for value in store.multi_get(keys)]
+        values = store.multi_get(keys)
+    hellos = [value.decode() for value in values]
     if _ALARM in hellos:
         return  # whoever raised the alarm publishes the verdict
     first: dict[str, int] = {}
     for rank, hello in enumerate(hellos):
         first.setdefault(hello.split()[0], rank)
     if len(first) == 1:
-        store.compare_set("start/verdict", "", "ok")
+        store.compare_set(VERDICT, "", "ok")
         return
-    store.compare_set("start/verdict", "", "explain:" + json.dumps(list(first.values())[:_EXPLAINED]))
+    store.compare_set(VERDICT, "", "explain:" + json.dumps(list(first.values())[:_EXPLAINED]))
 
 
 def _difference(store: Store, world: int, speakers: list[int], deadline: float) -> str:
@@ -144,7 +151,7 @@ def _others(ranks: list[int]) -> str:
 
 def _alarm(store: Store, world: int, message: str) -> None:
     """Publish a failure at once. Empty places are filled so that rank 0, who waits for them, wakes."""
-    store.compare_set("start/verdict", "", f"{_FAIL}config:{message}")
+    store.compare_set(VERDICT, "", f"{_FAIL}config:{message}")
     for rank in range(world):
         store.compare_set(f"start/hello/{rank}", "", _ALARM)
     raise ConfigError(message)
@@ -153,11 +160,21 @@ def _alarm(store: Store, world: int, message: str) -> None:
 def _await(store: Store, key: str, deadline: float) -> str | None:
     """The value of `key`, or None if it does not come in time."""
     try:
-        store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-    except DistError:
-        if not store.check([key]):
-            return None
-    return store.get(key).decode()
+        return _within(store, deadline, lambda: store.get(key)).decode()
+    except DistError as error:
+        if isinstance(error, StoreFault):
+            raise
+        return store.get(key).decode() if store.check([key]) else None
+
+
+def _within(store: Store, deadline: float, read: Callable[[], T]) -> T:
+    """Run a waiting read with the store's time-out set to what is left."""
+    usual = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+    try:
+        return read()
+    finally:
+        store.set_timeout(usual)
 
 
 def _missing(world: int, came: list[int], timeout: float) -> TrainingError:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,8 @@ class Groups:
             activations to the next stage, `recv_backward` their gradients back. With virtual stages the last
             stage's next is the first.
         timings: seconds by phase of the start.
-        store: for small agreements outside of tensors; None in a world of one without a store.
+        store: for small agreements outside of tensors.
+        root_store: what `store` and torch's keys lie in; for `shutdown`.
     """
 
     grid: Grid
@@ -75,6 +77,7 @@ class Groups:
     recv_backward: Lane | None = None
     timings: dict[str, float] = field(default_factory=dict)
     store: dist.Store | None = None
+    root_store: Any = field(default=None, repr=False)
 
     @property
     def first_stage(self) -> bool:
@@ -197,8 +200,30 @@ def _warm(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.de
         torch.cuda.synchronize(device)
 
 
-def shutdown(groups: Groups) -> None:
-    """Leave all groups. Every rank calls it at the end; after a failure it does not wait for lost peers."""
+def shutdown(groups: Groups, failed: bool = False) -> None:
+    """Leave all groups and the store; every rank calls it at the end.
+
+    The last rank to leave removes the job's keys from a Redis server. With `failed` (an error is under way, peers
+    may be lost) nothing waits for anybody, and keys are left to expire.
+    """
     if dist.is_initialized():
-        dist.destroy_process_group()
-    groups.world = groups.store = None
+        if failed:
+            distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+    store, groups.root_store, groups.store, groups.world = groups.root_store, None, None, None
+    if store is None:
+        return
+    if not failed:
+        last = store.add("left", 1) == groups.grid.world
+        if hasattr(store, "remove_all"):
+            if last:
+                store.remove_all()
+        elif last:
+            store.set("all left", "1")
+        elif groups.rank == 0:
+            # Rank 0 serves the store: the others' last calls must find it.
+            with suppress(dist.DistError):
+                store.wait(["all left"], timedelta(seconds=10))
+    if hasattr(store, "close"):
+        store.close()

@@ -6,6 +6,7 @@ The default store is torch's TCPStore on MASTER_ADDR:MASTER_PORT (torchrun's age
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import json
 import os
@@ -13,7 +14,10 @@ import platform
 import socket
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -24,8 +28,12 @@ from megascale.config import Config
 from megascale.core.grid import Grid
 from megascale.errors import ConfigError, TrainingError
 from megascale.rendezvous.agree import agree
+from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
 from megascale.rendezvous.groups import Groups, make_groups
 
+PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
+# Seconds that the keys of a failed start stay, so that every rank can still read what went wrong.
+_AFTERLIFE = 60.0
 # Above this many ranks gloo's default full mesh of connections (each rank to all) is made on demand instead.
 _GLOO_MESH = 256
 
@@ -45,7 +53,6 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         FitError: the world cannot be laid out as `parallel` says.
         TrainingError: a rank or the store that did not come within `rendezvous.timeout` seconds.
     """
-    settings = config.rendezvous
     device = torch.device(device)
     if device.type == "cuda":
         device = torch.device("cuda", local_rank if device.index is None else device.index)
@@ -59,10 +66,49 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         timings[phase] = now - clock
         clock = now
 
-    store = connect(config, rank, world)
-    lap("connect")
-    agree(store, rank, world, job_facts(config), settings.timeout)
-    lap("agree")
+    store = _meet(config, rank, world, lap)
+    try:
+        groups = _start_groups(config, store, rank, world, device, lap)
+    except StoreFault as error:
+        raise TrainingError(str(error)) from None
+    groups.timings = {**timings, **groups.timings}
+    atexit.register(_at_exit, weakref.ref(groups))
+    return groups
+
+
+def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> dist.Store:
+    """The job's store, once all ranks have come and agreed."""
+    settings = config.rendezvous
+    deadline = time.monotonic() + settings.timeout
+    facts = job_facts(config)
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        store = connect(config, rank, world, left)
+        lap("connect")
+        redis_store: Any = store if hasattr(store, "link") else None
+        try:
+            agree(store, rank, world, facts, left)
+            if redis_store is not None:
+                redis_store.seal()
+            lap("agree")
+            return store
+        except BaseException as error:
+            if redis_store is not None:
+                if not isinstance(error, Fenced):
+                    redis_store.expire_soon(_AFTERLIFE)
+                redis_store.close()
+            if isinstance(error, Superseded):
+                continue
+            if isinstance(error, dist.DistError):
+                raise TrainingError(f"the start broke off on rank {rank}: {_first_line(error)}") from None
+            raise
+
+
+def _start_groups(
+    config: Config, store: dist.Store, rank: int, world: int, device: torch.device, lap: Callable[[str], None]
+) -> Groups:
+    """The default group, then the grid's groups, all warm."""
+    settings = config.rendezvous
     layout = config.parallel
     grid = Grid.of_world(world, layout.tensor, layout.pipeline, layout.data, layout.gpus_per_host)
     if world > _GLOO_MESH:
@@ -86,13 +132,21 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         timeout=group_timeout,
         store=dist.PrefixStore("job", store),
     )
-    clock = time.perf_counter()
+    groups.root_store = store
+    began = time.perf_counter()
     if world > 1:
         dist.all_reduce(torch.ones(1, device=device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    groups.timings = {**timings, **groups.timings, "warm world": time.perf_counter() - clock}
+    groups.timings["warm world"] = time.perf_counter() - began
     return groups
+
+
+def _at_exit(groups: weakref.ref[Groups]) -> None:
+    """A process that ends without `shutdown`: torch's threads must not wait in a store that runs in Python."""
+    left = groups()
+    if left is not None and left.root_store is not None and hasattr(left.root_store, "link"):
+        left.root_store.close()
 
 
 def job_facts(config: Config) -> dict[str, str]:
@@ -104,13 +158,60 @@ def job_facts(config: Config) -> dict[str, str]:
     return facts
 
 
-def connect(config: Config, rank: int, world: int) -> dist.Store:
-    """The job's store, reached within `rendezvous.timeout` seconds."""
-    url = config.rendezvous.url
-    scheme = urlsplit(url).scheme
-    if scheme == "env":
-        return _tcp_store(rank, world, config.rendezvous.timeout)
-    raise ConfigError(f"rendezvous.url={url!r} has an unknown scheme; use env:// or redis://HOST:PORT")
+def connect(config: Config, rank: int, world: int, timeout: float) -> dist.Store:
+    """The job's store, reached within `timeout` seconds."""
+    if urlsplit(config.rendezvous.url).scheme == "env":
+        return _tcp_store(rank, world, timeout)
+    return _redis_store(config, rank, timeout)
+
+
+def _redis_store(config: Config, rank: int, timeout: float) -> dist.Store:
+    """The Redis store, opened by rank 0."""
+    try:
+        from megascale.rendezvous.redis_store import Address, RedisStore
+    except ImportError:
+        raise ConfigError(
+            f"rendezvous.url={config.rendezvous.url!r} needs the package redis; run: pip install 'megascale[redis]'"
+        ) from None
+    settings = config.rendezvous
+    secret = settings.password.get_secret_value() if settings.password else os.environ.get(PASSWORD_VARIABLE)
+    address = Address.parse(
+        settings.url, secret, ca=settings.tls_ca, certificate=settings.tls_certificate, key=settings.tls_key
+    )
+    if is_loopback(address.host):
+        stay_on_loopback()
+    job, attempt = job_name(config)
+    limit = timedelta(seconds=timeout)
+    try:
+        return RedisStore.open(address, job, attempt, owner=rank == 0, timeout=limit, expiry=settings.expiry)
+    except Fenced as error:
+        raise TrainingError(str(error)) from None
+    except StoreFault as error:
+        raise TrainingError(
+            f"{_first_line(error)}; rank {rank} tried for rendezvous.timeout={settings.timeout:g} seconds: is the "
+            f"server up and rendezvous.url={settings.url} right?"
+        ) from None
+    except dist.DistError:
+        raise TrainingError(
+            f"rank 0 did not open job {job!r} attempt {attempt} at {address} within "
+            f"rendezvous.timeout={settings.timeout:g} seconds (rank {rank} waited): look at rank 0's log, and give "
+            "every rank the same MEGASCALE_JOB and MEGASCALE_ATTEMPT"
+        ) from None
+
+
+def job_name(config: Config) -> tuple[str, int]:
+    """What tells this job and this attempt of it from others on the same server, equal on all ranks.
+
+    From MEGASCALE_JOB and MEGASCALE_ATTEMPT, which a launcher sets; else the run's name with torchrun's id and
+    MASTER_ADDR:MASTER_PORT, and torchrun's restart count.
+    """
+    env = os.environ
+    place = f"{env.get('TORCHELASTIC_RUN_ID', '')}@{env.get('MASTER_ADDR', '')}:{env.get('MASTER_PORT', '')}"
+    job = env.get("MEGASCALE_JOB") or f"{config.train.name}-{place}"
+    attempt = env.get("MEGASCALE_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    if not attempt.isdigit():
+        raise ConfigError(f"MEGASCALE_ATTEMPT={attempt!r} is not a number; count attempts from 0")
+    return job, int(attempt)
 
 
 def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
