@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .pool import Pool
-from .training import Told, train
+from .training import STEPS, Told, train
 
 
 @pytest.fixture(scope="session")
@@ -21,14 +21,14 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def one_process(pool: Pool) -> Callable[[dict[str, Any]], Told]:
-    """What one process tells of a configuration, trained once."""
+def one_process(pool: Pool) -> Callable[..., Told]:
+    """What one process tells of a configuration after some steps, trained once."""
     known: dict[str, Told] = {}
 
-    def run(tree: dict[str, Any]) -> Told:
-        key = json.dumps(tree, sort_keys=True)
+    def run(tree: dict[str, Any], steps: int = STEPS) -> Told:
+        key = json.dumps([tree, steps], sort_keys=True)
         if key not in known:
-            [known[key]] = pool.run(train, 1, tree)
+            [known[key]] = pool.run(train, 1, tree, steps)
         return known[key]
 
     return run
