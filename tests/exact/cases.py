@@ -37,8 +37,9 @@ class Case:
 
     @property
     def twin(self) -> dict[str, Any]:
-        """The same training on one process."""
-        return {**self.tree, "parallel": {}}
+        """The same training on one process, all samples of a step at once."""
+        whole = {**self.tree["train"], "micro_batch": self.tree["train"]["global_batch"]}
+        return {**self.tree, "parallel": {}, "train": whole}
 
 
 def case(
