@@ -200,6 +200,17 @@ class ParallelConfig(Section):
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
 
 
+class OverlapConfig(Section):
+    """How communication hides under compute. What is asked for and cannot be had is an error; auto says what it took."""
+
+    tensor: Literal["auto", "fused", "async", "off"] = Field(
+        "auto",
+        description="fused: products pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
+        "async: collectives beside independent products; auto: fused where it works, else async",
+    )
+    data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
+
+
 class KernelsConfig(Section):
     """Which implementation the operators run."""
 
@@ -208,7 +219,7 @@ class KernelsConfig(Section):
         description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
         "auto: fused where they can run, and a printed line where not",
     )
-    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "sdpa"] = Field(
+    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "sdpa"] = Field(
         "auto",
         description="attention kernel; auto measures at start-up those that implement the layer's mask",
     )
@@ -335,6 +346,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr: LrConfig = LrConfig()
     parallel: ParallelConfig = ParallelConfig()
+    overlap: OverlapConfig = OverlapConfig()
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.ops.offline import compile_for_hopper, stack_bytes
 
-from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments
+from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments, wide
 
 BF16 = torch.bfloat16
 
@@ -68,6 +68,9 @@ CASES: dict[str, Callable[[], None]] = {
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),
+    "split wide": lambda: both_passes(
+        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", b), zeros(8, 2, 15360 + 20480), zeros(20480)
+    ),
     "dropout add": lambda: both_passes(
         lambda x, b, r: dropout.dropout_add(x, b, r, 0.1, 1 << 50, 0, 0),
         zeros(8, 2, 5120),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops import activation, cross_entropy, dropout, norm, rope
+from megascale.ops import activation, cross_entropy, dropout, norm, rope, wide
 
 BF16 = torch.bfloat16
 
@@ -78,6 +78,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
     N, G, D = sizes.heads, sizes.groups, sizes.head_size
     C = (N + 2 * G) * D
     turned = (N + G) * D
+    M = H // D
+    W = 3 * M * D + 4 * H
     cos, sin = rope.rotary_tables(T // B, D, 1e4, device)
 
     def turn(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,6 +162,15 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             rows(C),
             0.0,
             moved(C, C),
+        ),
+        case(
+            "split wide gelu",
+            W,
+            lambda x: wide.split_wide(x, M, M, D, "gelu"),
+            lambda x: wide.split_wide_reference(x, M, M, D, "gelu", None, None, None, False),
+            rows(W),
+            moved(4 * H, 4 * H),
+            moved(W, W, 4 * H),
         ),
         case(
             "dropout",

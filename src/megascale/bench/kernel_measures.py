@@ -313,6 +313,9 @@ def measure_attention(bench: Bench) -> None:
                 away = check_attention(name, window, bench.device)
                 found[f"{name} ({kind})"] = away
                 error = "" if away <= 2e-2 else f"{away:.1e} away from the explicit mask"
+            except ImportError as problem:
+                bench.facts[f"attention {name}"] = f"not measured: {problem}"
+                continue
             except Exception as problem:
                 away, error = None, f"{type(problem).__name__}: {str(problem).strip()[:200]}"
             bench.rows.append(Row(f"attention {name}, {kind}: check", "384 x 2", distance=away, error=error))

@@ -157,9 +157,9 @@ class Checkpointer:
         ready, self._ready = self._ready, []
         return ready + (self._snapshots.poll() if self._snapshots is not None else [])
 
-    def finish(self) -> list[Outcome]:
-        """Wait until everything begun is saved; as `poll`."""
+    def finish(self, over: bool = True) -> list[Outcome]:
+        """Wait until everything begun is saved; as `poll`. `over`: the run is, so the service need not wait on."""
         if self._snapshots is not None:
-            self._ready += self._snapshots.finish()
+            self._ready += self._snapshots.finish(goodbye=over)
             self._snapshots = None
         return self.poll()

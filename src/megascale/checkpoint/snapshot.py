@@ -173,6 +173,7 @@ class Snapshots:
         self._replicas, self._address, self._domain = replicas, address, domain
         self._watches: queue.SimpleQueue[tuple[_Copy, str] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._watcher: threading.Thread | None = None
         self._freed = threading.Condition()
         self._slots: list[_Slot] = []
         self._open()
@@ -275,11 +276,7 @@ class Snapshots:
     def finish(self, goodbye: bool = True) -> list[Outcome]:
         """Wait until all saves have come to an end; with `goodbye` the service may end. Returns as `poll`."""
         self.before_update()
-        for slot in self._slots:
-            slot.work.put(None)
-        self._watches.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._join()
         for slot in self._slots:
             slot.close()
         if goodbye and not self._broken:
@@ -308,10 +305,8 @@ class Snapshots:
             ask(self._sock, {"do": "plan", "plan": self._plan_name, "index_bytes": len(plan)}, plan + metadata)
         self._allocate()
         self._broken = False
-        for slot in self._slots:
-            self._spawn(self._look_after, slot)
-        if self.peers.rank == 0:
-            self._spawn(self._watch)
+        self._threads = [self._spawn(self._look_after, slot) for slot in self._slots]
+        self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
 
     def _allocate(self) -> None:
         size = max(self.part.size, PAGE)
@@ -333,21 +328,27 @@ class Snapshots:
 
     def _reopen(self) -> None:
         """The service is gone on some host: begin anew on all."""
-        for slot in self._slots:
-            slot.work.put(None)
-        self._watches.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+        self._join()
         for slot in self._slots:
             slot.close()
         self._sock.close()
         self._open()
 
-    def _spawn(self, function: Any, *args: Any) -> None:
+    def _join(self) -> None:
+        """Let the threads end: first those of the slots, which hand saves on to the one that watches."""
+        for slot in self._slots:
+            slot.work.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._watcher is not None:
+            self._watches.put(None)
+            self._watcher.join()
+        self._threads, self._watcher = [], None
+
+    def _spawn(self, function: Any, *args: Any) -> threading.Thread:
         thread = threading.Thread(target=function, args=args, daemon=True)
         thread.start()
-        self._threads.append(thread)
+        return thread
 
     def _look_after(self, slot: _Slot) -> None:
         """Copy (on the CPU), then tell the service and wait until it has done with the slot."""

@@ -10,6 +10,7 @@ import typer
 BENCHES: tuple[str, ...] = (
     "kernels",
     "schedules",
+    "tokenize",
 )
 
 

@@ -19,6 +19,7 @@ COMMANDS: tuple[str, ...] = (
     "generate",
     "plot",
     "checkpoint",
+    "simulate",
     "bench",
     "doctor",
 )

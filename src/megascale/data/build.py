@@ -97,8 +97,9 @@ def build(
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} is not a share between 0 and 1; try 0.05")
     words = Tokenizer.load(tokenizer) if tokenizer else None
-    settings = [words.sha256 if words else vocab_size, None if use_stdlib else [held_out, text_key]]
-    files = [] if use_stdlib else sources.find_files([Path(p) for p in inputs])
+    with_words = [words.sha256, words.end_of_document] if words else vocab_size
+    settings = [with_words, None if use_stdlib else [held_out, text_key]]
+    files = [] if use_stdlib else sources.find_files([Path(p) for p in inputs], without=out)
     recipe = _recipe(settings, files)
     done = _already(out, recipe)
     if done is not None:
@@ -110,11 +111,19 @@ def build(
                 task = bars.add_task("training the tokenizer", total=None)
                 words = Tokenizer.train(_tokenizer_text(plan), vocab_size)
                 bars.update(task, total=1, completed=1)
-            words.save(parts / f"{TOKENIZER}.tmp")
-            os.replace(parts / f"{TOKENIZER}.tmp", parts / TOKENIZER)
+            (parts / "new").mkdir(exist_ok=True)
+            words.save(parts / "new" / TOKENIZER)
+            for file in (parts / "new").iterdir():
+                if file.name != TOKENIZER:
+                    os.replace(file, parts / file.name)
+            os.replace(parts / "new" / TOKENIZER, parts / TOKENIZER)
         todo = [piece for piece in plan.pieces if finished(parts, piece.number) is None]
         task = bars.add_task("encoding", total=sum(piece.size for piece in plan.pieces))
-        bars.advance(task, sum(p.size for p in plan.pieces) - sum(p.size for p in todo))
+        before = len(plan.pieces) - len(todo)
+        if before:
+            bars.advance(task, sum(p.size for p in plan.pieces) - sum(p.size for p in todo))
+            if progress:
+                bars.console.print(f"going on where a build stopped: {before} of {len(plan.pieces)} pieces are done")
         job = Job(str(parts), str(parts / TOKENIZER), plan.key, plan.split)
         pool.run(todo, job, workers or pool.cores(), lambda used: bars.advance(task, used))
         manifest = _join(out, parts, plan, bars)
@@ -134,6 +143,12 @@ def _already(out: Path, recipe: str) -> Manifest | None:
     """The manifest in `out` if it holds this very data set; DataError if it holds another."""
     manifest = read_manifest(out)
     if manifest is None:
+        foreign = [name for side in SIDES for name in (f"{side}.bin", f"{side}.idx") if (out / name).exists()]
+        if foreign and not (out / PARTS).exists():
+            raise DataError(
+                f"{out} holds {', '.join(foreign)} and no {NAME}, so it was not made here, and it is not overwritten; "
+                "choose another --out, or move the files away"
+            )
         return None
     whole = all(
         (out / f"{name}.{kind}").exists() and (out / f"{name}.{kind}").stat().st_size == size
@@ -267,7 +282,7 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
             f"{', '.join(plan.described)}: a held-out share of {plan.split.share} leaves {size['train']} bytes to "
             f"train on and {size['valid']} to evaluate on; give more text or another --held-out"
         )
-    shutil.copyfile(parts / TOKENIZER, out / TOKENIZER)
+    words.save(out / TOKENIZER)
     made = {}
     for side in SIDES:
         task = bars.add_task(f"joining {side}", total=len(plan.pieces))

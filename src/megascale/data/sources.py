@@ -63,14 +63,18 @@ class Item(NamedTuple):
     skipped: str = ""
 
 
-def find_files(inputs: Sequence[Path]) -> list[SourceFile]:
-    """All regular files below `inputs` in a stable order, hidden ones left out; DataError if there are none."""
+def find_files(inputs: Sequence[Path], without: Path | None = None) -> list[SourceFile]:
+    """All files below `inputs` in a stable order; DataError if there are none.
+
+    Hidden files, links to folders and what lies below `without` (the folder to be built) are left out.
+    """
+    without = without.resolve() if without else None
     found: list[SourceFile] = []
     for given in inputs:
         if given.is_file():
             found.append(_source(given.name, given))
         elif given.is_dir():
-            paths = [p for p in given.rglob("*") if p.is_file() and not p.is_symlink()]
+            paths = [p for p in given.rglob("*") if p.is_file() and without not in p.resolve().parents]
             names = sorted((p.relative_to(given).as_posix(), p) for p in paths)
             shown = [(name, p) for name, p in names if not any(part.startswith(".") for part in name.split("/"))]
             found += [_source(f"{given.name}/{name}", path) for name, path in shown]
@@ -90,25 +94,28 @@ def _source(name: str, path: Path) -> SourceFile:
 def cut(files: Iterable[SourceFile], size: int) -> list[Piece]:
     """Pieces of about `size` bytes of input each, in the order of the files."""
     pieces: list[Piece] = []
-    group: list[SourceFile] = []
+    group: list[str] = []
+    weight = 0
 
     def close_group() -> None:
+        nonlocal weight
         if group:
-            paths = [str(f.path) for f in group]
-            pieces.append(Piece(len(pieces), "text", paths, size=sum(f.size for f in group)))
+            pieces.append(Piece(len(pieces), "text", group.copy(), size=weight))
             group.clear()
+            weight = 0
 
     for file in files:
         if file.kind == "text":
-            group.append(file)
-            if sum(f.size for f in group) >= size:
+            group.append(str(file.path))
+            weight += file.size
+            if weight >= size:
                 close_group()
             continue
         close_group()
         path = str(file.path)
         if file.kind == "parquet":
-            for start, stop, weight in _row_groups(file.path, size):
-                pieces.append(Piece(len(pieces), "parquet", [path], start, stop, weight))
+            for start, stop, held in _row_groups(file.path, size):
+                pieces.append(Piece(len(pieces), "parquet", [path], start, stop, held))
         elif file.path.suffix in (".gz", ".zst"):
             pieces.append(Piece(len(pieces), "lines", [path], size=file.size))
         else:

@@ -23,6 +23,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|eos|>", "<eos>", "[EOS]", "<eod>", "<|end▁of▁sentence|>")
 # Longer documents are encoded in slices cut at line ends: tokenizers need many times a text's size in memory.
 _SLICE = 1 << 20
+_CONFIG = "tokenizer_config.json"
 
 
 class Tokenizer(ABC):
@@ -61,7 +62,7 @@ class Tokenizer(ABC):
             return tiktoken_file.from_json(text, str(path))
         if path.suffix == ".tiktoken":
             return tiktoken_file.from_ranks(path, text)
-        return HuggingFaceTokenizer.from_json(text, _configured_end(path.with_name("tokenizer_config.json")), str(path))
+        return HuggingFaceTokenizer.from_json(text, _configured_end(path.with_name(_CONFIG)), str(path))
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -135,6 +136,13 @@ class HuggingFaceTokenizer(Tokenizer):
                 "name its own in eos_token of a tokenizer_config.json beside it"
             )
         self.end_of_document = vocabulary[found]
+        self._configured = end_of_document
+
+    def save(self, path: str | Path) -> None:
+        """Write a tokenizer.json, and a tokenizer_config.json beside it where that named the end of a document."""
+        super().save(path)
+        if self._configured:
+            Path(path).with_name(_CONFIG).write_text(json.dumps({"eos_token": self._configured}) + "\n")
 
     @classmethod
     def from_json(cls, text: str, end_of_document: str | None, source: str) -> HuggingFaceTokenizer:

@@ -229,4 +229,3 @@ def run(
         seconds = event.seconds
     low, high = scenario.calibration.band(seconds)
     return Result(scenario, level, seconds, low, high, shares, memory, event)
-
