@@ -22,7 +22,7 @@ from megascale.data.samples import SampleSource
 from megascale.errors import MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal
 from megascale.optim.schedule import learning_rate
-from megascale.rendezvous.groups import shutdown
+from megascale.rendezvous.groups import lost_peer, shutdown
 from megascale.rendezvous.start import initialise
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluate import Evaluation, evaluate_file
@@ -137,9 +137,20 @@ class Trainer:
             self.status.update("done", self.step)
             return Result(self.step, finished, self._loss, evaluation)
         except MegascaleError as error:
-            self.status.update("failed", self.step, message=str(error))
-            self._event(Event.RUN_FAILED, step=self.step, message=str(error))
+            self._failed(error)
             raise
+        except RuntimeError as error:
+            why = lost_peer(error)
+            if why is None:
+                raise
+            lost = TrainingError(
+                f"rank {self.place.rank} lost contact with another rank in step {self.step + 1} ({why}): a rank ended, "
+                f"hung for rendezvous.group_timeout={self.config.rendezvous.group_timeout:g} seconds, or its network "
+                f"broke. The log of the rank that stopped first tells why ({self.folder.logs}); {self._kept()}. "
+                "Start the same command again to go on"
+            )
+            self._failed(lost)
+            raise lost from error
         finally:
             for sink in self.sinks:
                 sink.close()
@@ -147,6 +158,14 @@ class Trainer:
             if self.groups is not None:
                 failure = sys.exc_info()[0]
                 shutdown(self.groups, failed=failure is not None and failure is not KeyboardInterrupt)
+
+    def _failed(self, error: MegascaleError) -> None:
+        self.status.update("failed", self.step, message=str(error))
+        self._event(Event.RUN_FAILED, step=self.step, message=str(error))
+
+    def _kept(self) -> str:
+        last = checkpoint.latest(self.folder.checkpoints)
+        return f"the checkpoint of step {last} is kept" if last is not None else "no checkpoint had been saved yet"
 
     # one step ---------------------------------------------------------------------------------------------------
 
@@ -208,10 +227,8 @@ class Trainer:
             sink.write(record)
         if loss != loss or loss in (float("inf"), float("-inf")):
             self._event(Event.NONFINITE_LOSS, step=record["step"], loss=str(loss))
-            last = checkpoint.latest(self.folder.checkpoints)
-            kept = f"the checkpoint of step {last} is kept" if last is not None else "no checkpoint had been saved yet"
             raise TrainingError(
-                f"the loss of step {record['step']} is {loss} and training stopped; {kept}. "
+                f"the loss of step {record['step']} is {loss} and training stopped; {self._kept()}. "
                 f"Lower --lr.peak (now {self.config.lr.peak:g}), lengthen --lr.warmup_steps (now "
                 f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
             )
