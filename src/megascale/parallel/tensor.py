@@ -68,14 +68,15 @@ class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        dy, leaf = grads[0], None
+        dy = grads[0]
+        leaf: torch.Tensor | None = None
         if ctx.produce is not None:
             leaf, x = _recomputed(ctx.produce, x)
         gathering = all_gather(x.detach(), ctx.axis)
         scattering = reduce_scatter(torch.matmul(dy, ctx.weight), ctx.axis)
         dw = weight_gradient(ctx.weight, dy, gathering.wait())
         db = bias_gradient(ctx.bias, dy)
-        dx = scattering.wait()
+        dx: torch.Tensor | None = scattering.wait()
         if leaf is not None:
             torch.autograd.backward(x, dx)
             dx = leaf.grad

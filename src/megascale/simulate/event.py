@@ -149,8 +149,7 @@ def blocking_waits(graph: Graph) -> np.ndarray:
     compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
     for kind, send in ((ActionKind.FORWARD, ActionKind.SEND_FORWARD), (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD)):
         key = {
-            (graph.stage[n], graph.chunk[n], graph.microbatch[n]): n
-            for n in np.flatnonzero(graph.kind == send).tolist()
+            (graph.stage[n], graph.chunk[n], graph.microbatch[n]): n for n in np.flatnonzero(graph.kind == send).tolist()
         }
         for n in np.flatnonzero(graph.kind == kind).tolist():
             sends[n] = key.get((graph.stage[n], graph.chunk[n], graph.microbatch[n]), -1)
