@@ -66,7 +66,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 def faults(model: ModelConfig) -> list[str]:
     """See Family.faults."""
-    wanted = {
+    wanted: dict[str, list[Any]] = {
         "norm": ["layernorm"],
         "activation": list(GELU_OUT),
         "positions": ["rotary"],

@@ -1,4 +1,4 @@
-"""GPT-J: parallel block with one norm, rotary positions of neighbouring pairs on part of a head, a bias on the logits."""
+"""GPT-J: parallel block with one norm, rotary pairs of neighbours on part of a head, a bias on the logits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 def faults(model: ModelConfig) -> list[str]:
     """See Family.faults."""
-    wanted = {
+    wanted: dict[str, list[Any]] = {
         "block": ["parallel"],
         "parallel_norms": [1],
         "norm": ["layernorm"],

@@ -147,7 +147,7 @@ class Files:
         return self._open[file]
 
     def _damaged(self, file: str, error: Exception) -> DataError:
-        return DataError(f"{self.folder / file} cannot be read ({error}); it is missing, cut off or damaged: get it again")
+        return DataError(f"{self.folder / file} cannot be read ({error}); it is missing or damaged: get it again")
 
 
 def _check_names(files: Files, family: Family, model: ModelConfig, weights: list[Weight]) -> None:

@@ -54,7 +54,8 @@ def write_folder(
     own = logical_shapes(model)
     weights = family.weights(model)
     groups = _groups(weights, shapes, dtype.itemsize, file_bytes)
-    files, index = [], {}
+    files: list[Path] = []
+    index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         parts = dict.fromkeys(part for weight in group for part in weight.parts)
