@@ -17,6 +17,7 @@ COMMANDS: tuple[str, ...] = (
     "train",
     "evaluate",
     "generate",
+    "convert",
     "plot",
     "checkpoint",
     "simulate",

@@ -20,7 +20,7 @@ from megascale.core.layout import lay_out
 from megascale.core.status import StatusFile
 from megascale.data.samples import SampleSource
 from megascale.errors import MegascaleError, TrainingError
-from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal
+from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
 from megascale.optim.schedule import learning_rate
 from megascale.rendezvous.groups import lost_peer, shutdown
 from megascale.rendezvous.start import initialise
@@ -256,9 +256,12 @@ class Trainer:
 
     def _resume(self) -> None:
         attempt = 0
-        if self.config.checkpoint.resume and checkpoint.latest(self.folder.checkpoints) is not None:
+        done = checkpoint.latest(self.folder.checkpoints) if self.config.checkpoint.resume else None
+        if done is not None:
             self.status.update("load", 0)
-            state = checkpoint.load(self.folder.checkpoints, self._shards())
+            # Before the first step the optimizer's moments are zero: an imported model comes without them.
+            shards = self._shards() if done else [s for s in self._shards() if s.name.startswith("model.")]
+            state = checkpoint.load(self.folder.checkpoints, shards)
             self.engine.loaded()
             self.step, self.consumed = state["step"], state["samples"]
             attempt = 1
@@ -303,6 +306,8 @@ class Trainer:
         self.sinks = [JsonLines(self.folder.metrics), self.terminal]
         if observe.tensorboard:
             self.sinks.append(TensorBoard(self.folder.path / "tensorboard", self.step))
+        if observe.wandb is not None:
+            self.sinks.append(Wandb(observe.wandb, self.folder.path, self.config.model_dump(exclude_none=True)))
         if self.step:
             self._say(f"resuming {self.folder.path} after step {self.step}")
 
