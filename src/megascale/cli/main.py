@@ -21,7 +21,6 @@ COMMANDS: tuple[str, ...] = (
     "checkpoint",
     "bench",
     "doctor",
-    "bench",
 )
 
 app = typer.Typer(
