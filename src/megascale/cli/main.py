@@ -11,7 +11,7 @@ import typer
 from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
 # Each module has `register(app)`. They import heavy packages only inside their functions, so --help is quick.
-COMMANDS: tuple[str, ...] = ()
+COMMANDS: tuple[str, ...] = ("bench",)
 
 app = typer.Typer(
     name="megascale",
