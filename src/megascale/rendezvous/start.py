@@ -239,7 +239,7 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
     loopback = is_loopback(host)
     if loopback:
         stay_on_loopback()
-    listener = _listen(host, int(port)) if serve and loopback else None
+    listener = listen(host, int(port)) if serve and loopback else None
     try:
         store = dist.TCPStore(
             host,
@@ -264,7 +264,7 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
     return store
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket on loopback only; torch's own would listen on every interface of the host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
