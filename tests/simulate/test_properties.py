@@ -14,6 +14,7 @@ from megascale.simulate.calibration import Constants
 from megascale.simulate.closed import step_parts, straggler_factor
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.event import draw_hosts, simulate
+from megascale.simulate.network import RingNetwork
 from megascale.simulate.search import scaled
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023, MEGATRON_DEEPSPEED
 
@@ -35,9 +36,7 @@ def build(layout, software):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    LAYOUTS, STACKS, st.sampled_from([("inside", "bus"), ("between", "gbs"), ("gpu", "memory_gbs")]), st.floats(1.01, 8)
-)
+@given(LAYOUTS, STACKS, BANDWIDTHS, st.floats(1.01, 8))
 def test_more_bandwidth_is_never_slower(layout, software, figure, factor):
     cluster = load_cluster("a100-roce")
     one = build(layout, software)
@@ -110,3 +109,21 @@ def test_overlap_never_makes_a_step_slower(layout):
     before = float(step_parts(cluster, plain).total)
     for switch in ("tp_overlap", "pp_overlap", "fused_operators", "parallel_block"):
         assert float(step_parts(cluster, replace(plain, **{switch: True})).total) <= before * (1 + 1e-9)
+
+
+class HalfSpeed(RingNetwork):
+    """A finer network model stands in through the same two methods."""
+
+    def collective(self, bytes, ranks, ranks_per_host):
+        return 2.0 * super().collective(bytes, ranks, ranks_per_host)
+
+    def p2p(self, bytes, inside):
+        return 2.0 * super().p2p(bytes, inside)
+
+
+@pytest.mark.parametrize("software", [MEGASCALE, MEGATRON_2023])
+def test_another_network_model_can_be_hooked_in(software):
+    one, cluster = case(software=software), calm()
+    slow = HalfSpeed(cluster)
+    assert float(step_parts(cluster, one, network=slow).total) > float(step_parts(cluster, one).total)
+    assert simulate(cluster, one, network=slow).seconds > simulate(cluster, one).seconds
