@@ -92,7 +92,7 @@ def build_data(out: str | Path, **options: object) -> Built:
 
 
 def train(config: Config) -> Result:
-    """Train on this process's place in the world (alone, or as one of torchrun's); resumes by itself.
+    """Train as this process's rank of the world (alone, or as one of several that were started); resumes by itself.
 
     Raises MegascaleError subclasses with a message for a person; KeyboardInterrupt after a clean interruption.
     """
@@ -138,7 +138,7 @@ def generate(
     made: list[int] = []
     shown = ""
     for token in generate_tokens(
-        engine.chunk,
+        engine.chunks[0],
         ids,
         tokens,
         temperature=temperature,
@@ -153,6 +153,13 @@ def generate(
         if not text.endswith("\ufffd"):
             yield text[len(shown) :]
             shown = text
+
+
+def visible_gpus() -> int:
+    """CUDA devices that this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def run_config(run: str | Path) -> Config:

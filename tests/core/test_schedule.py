@@ -1,5 +1,7 @@
 """Schedules by properties: every micro-batch through every chunk, order, receives one slot early, memory in flight."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -69,7 +71,7 @@ def test_sends_follow_their_compute_at_once(sizes):
     schedule = pipeline_schedule(*sizes)
     source = {ActionKind.SEND_FORWARD: ActionKind.FORWARD, ActionKind.SEND_BACKWARD: ActionKind.BACKWARD}
     for actions in schedule:
-        for before, action in zip(actions, actions[1:], strict=False):
+        for before, action in itertools.pairwise(actions):
             if action.kind in source:
                 assert before == Action(source[action.kind], action.chunk, action.microbatch)
 

@@ -84,6 +84,23 @@ def test_builds_are_equal_byte_for_byte(tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
+def test_files_of_another_maker_are_not_overwritten(tmp_path: Path) -> None:
+    documents(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train.idx").write_bytes(b"precious")
+    with pytest.raises(DataError, match=r"holds train\.idx and no dataset\.json"):
+        build(tmp_path / "out", inputs=[tmp_path / "in"], vocab_size=300, progress=False)
+    assert (tmp_path / "out" / "train.idx").read_bytes() == b"precious"
+
+
+def test_a_data_set_inside_its_input_is_no_input(tmp_path: Path) -> None:
+    documents(tmp_path / "in")
+    ask = {"inputs": [tmp_path / "in"], "vocab_size": 300, "progress": False}
+    made = build(tmp_path / "in" / "out", **ask)
+    assert sum(part.documents for part in made.manifest.parts.values()) == 60
+    assert not build(tmp_path / "in" / "out", **ask).fresh
+
+
 def test_one_file_is_cut_at_its_tail(tmp_path: Path) -> None:
     text = "".join(f"line {i} of the only book\n" for i in range(400))
     (tmp_path / "book.txt").write_text(text)

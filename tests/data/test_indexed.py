@@ -67,6 +67,29 @@ def test_many_documents_at_once_equal_one_by_one(tmp_path: Path, prefix: Path) -
         assert (tmp_path / f"b{suffix}").read_bytes() == prefix.with_suffix(suffix).read_bytes()
 
 
+@given(
+    parts=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=5), max_size=4),
+    modes=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+def test_appending_equals_writing_at_once(tmp_path: Path, parts: list[list[list[int]]], modes: bool) -> None:
+    with IndexedWriter(tmp_path / "whole", "uint16") as whole:
+        for part in parts:
+            for document in part:
+                whole.add(document, 1 if modes else None)
+    with IndexedWriter(tmp_path / "joined", "uint16") as joined:
+        for part in parts:
+            with IndexedWriter(tmp_path / "part", "uint16") as writer:
+                for document in part:
+                    writer.add(document, 1 if modes else None)
+            joined.append(IndexedDataset(tmp_path / "part"))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"joined{suffix}").read_bytes()
+    if parts:
+        with IndexedWriter(tmp_path / "wide", "int32") as wide, pytest.raises(DataError, match="holds uint16"):
+            wide.append(IndexedDataset(tmp_path / "part"))
+
+
 def test_get_parts_and_bounds(prefix: Path) -> None:
     data = IndexedDataset(prefix)
     assert data.get(3, 10, 5).tolist() == [10, 11, 12, 13, 14]
@@ -114,7 +137,7 @@ def damaged(prefix: Path, suffix: str, change) -> pytest.ExceptionInfo[DataError
     path = prefix.with_suffix(suffix)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError) as caught:
-        IndexedDataset(prefix)
+        IndexedDataset(prefix).verify()
     assert str(path.parent) in str(caught.value)
     return caught
 
@@ -132,7 +155,7 @@ def damaged(prefix: Path, suffix: str, change) -> pytest.ExceptionInfo[DataError
         (".idx", lambda b: b[:34] + struct.pack("<i", -3) + b[38:], "-3 tokens"),
         (".idx", lambda b: b[:50] + struct.pack("<q", 2) + b[58:], "sequence 0 at byte 2"),
         (".idx", lambda b: b"", "at least 34"),
-        (".bin", lambda b: b[:-1], "describes 54 tokens"),
+        (".bin", lambda b: b[:-1], "describes 54 tokens of 2 bytes"),
         (".bin", lambda b: b + b"xx", "describes 54 tokens"),
         (".bin", lambda b: b"", "has 0 bytes"),
     ],
@@ -158,7 +181,7 @@ def test_missing_files_are_named(tmp_path: Path, prefix: Path) -> None:
 def test_fuzzed_index_is_read_rightly_or_refused(
     prefix: Path, edits: list[tuple[int, int]], cut: int, longer: bytes
 ) -> None:
-    """Whatever the bytes, opening gives a DataError or a data set all of whose reads stay inside the file."""
+    """Whatever the bytes: a DataError, or reads that stay inside the file; verified, all tokens exactly once."""
     path = prefix.with_suffix(".idx")
     original = path.read_bytes()
     changed = bytearray(original)
@@ -173,9 +196,22 @@ def test_fuzzed_index_is_read_rightly_or_refused(
     except DataError:
         assert mutated != original
         return
-    everything = [data.get(i) for i in range(len(data))] + [data.document(d) for d in range(data.documents)]
-    assert sum(map(len, everything)) <= 2 * data.tokens
-    assert data.tokens * data.dtype.itemsize == len(prefix.with_suffix(".bin").read_bytes())
+    size = len(prefix.with_suffix(".bin").read_bytes())
+    assert data.stream.nbytes == data.tokens * data.dtype.itemsize == size
+    low, high = data.stream.ctypes.data, data.stream.ctypes.data + size
+    for read, count in ((data.get, len(data)), (data.document, data.documents)):
+        for i in range(count):
+            try:
+                piece = read(i)
+            except DataError:
+                continue
+            assert low <= piece.ctypes.data <= piece.ctypes.data + piece.nbytes <= high
+    try:
+        data.verify()
+    except DataError:
+        return
+    assert sum(len(data.get(i)) for i in range(len(data))) == data.tokens
+    assert sum(len(data.document(d)) for d in range(data.documents)) == data.tokens
 
 
 @given(noise=st.binary(max_size=300))

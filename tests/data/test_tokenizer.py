@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megascale.config import DataConfig
-from megascale.data.tokenizer import END_OF_DOCUMENT, Tokenizer, tokenizer_path
+from megascale.data import tokenizer
+from megascale.data.build import build
+from megascale.data.tokenizer import END_OF_DOCUMENT, Tokenizer, tokenizer_for, tokenizer_path
 from megascale.errors import ConfigError, DataError
 
 WORDS = Tokenizer.train(["def spam(eggs):\n    return eggs + 1\n" * 20], 300)
@@ -60,6 +64,78 @@ def test_end_of_document_is_found(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<fin>"}}))
     assert Tokenizer.load(tmp_path / "tokenizer.json").end_of_document == 0
+
+
+def test_a_configured_end_survives_a_build(tmp_path: Path) -> None:
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_text(WORDS.to_json().replace(END_OF_DOCUMENT, "<fin>"))
+    (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<fin>"}))
+    (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
+    build(tmp_path / "out", inputs=[tmp_path / "book.txt"], tokenizer=tmp_path / "tok/tokenizer.json", progress=False)
+    words = tokenizer_for(DataConfig(train=[str(tmp_path / "out" / "train")]))
+    assert words.decode([words.end_of_document]) == "<fin>"
+
+
+def unigram() -> Library:
+    """As sentencepiece models are converted: whole-word marks, bytes for what the vocabulary lacks."""
+    pieces = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        ("▁", -2.0),
+        ("▁the", -3.0),
+        ("th", -4.0),
+        *((c, -6.0) for c in "abdehint"),
+    ]
+    pieces += [(f"<0x{b:02X}>", -9.0) for b in range(256)]
+    inner = Library(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    inner.add_special_tokens(["</s>"])
+    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return inner
+
+
+def wordpiece() -> Library:
+    vocabulary = {"[UNK]": 0, "[EOS]": 1, "the": 2, "th": 3, "##ing": 4, "in": 5}
+    inner = Library(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.decoder = decoders.WordPiece()
+    inner.enable_truncation(2)
+    inner.enable_padding(length=8)
+    return inner
+
+
+@pytest.mark.parametrize("make", [unigram, wordpiece])
+def test_other_kinds_of_hugging_face_files(tmp_path: Path, make) -> None:
+    """The ids are the library's own, without what it would add, cut off or fill up."""
+    text = "the thing in the Hat ✓"
+    inner = make()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    inner.no_truncation()
+    inner.no_padding()
+    expected = inner.encode(text, add_special_tokens=False).ids
+    words = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert words.encode(text) == expected
+    assert words.end_of_document == 1
+    assert words.vocab_size == inner.get_vocab_size()
+    tokens, lengths = words.encode_documents([text, "the"])
+    assert tokens[: lengths[0]].tolist() == [*expected, 1]
+    if make is unigram:
+        assert words.decode(expected) == text
+
+
+def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "_SLICE", 50)
+    text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(40)) + "y" * 120
+    ids = WORDS.encode(text)
+    assert WORDS.decode(ids) == text
+    tokens, lengths = WORDS.encode_documents([text, "", text])
+    assert tokens.tolist() == [*ids, 0, 0, *ids, 0]
+    assert lengths.tolist() == [len(ids) + 1, 1, len(ids) + 1]
+    monkeypatch.undo()
+    lines = WORDS.encode("".join(f"def f{i}(x): return x + {i}\n" for i in range(40)))
+    assert ids[: len(lines)] == lines  # slices that end with a line change nothing
 
 
 def test_unusable_files(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -45,14 +49,21 @@ class _Hopper(DriverBase):
         return 0
 
 
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack a thread needs, which is where spilled registers go."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return sum(int(size) for size in re.findall(r"STACK:(\d+)", usage))
+
+
 @dataclass
 class Compiled:
     """Kernels in the order of their launches."""
 
     kernels: list[tuple[str, Any]] = field(default_factory=list)
-
-    def named(self, name: str) -> list[Any]:
-        return [kernel for called, kernel in self.kernels if called == name]
 
 
 @contextmanager

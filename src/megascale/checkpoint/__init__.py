@@ -6,14 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megascale.checkpoint.checkpointer import Checkpointer
     from megascale.checkpoint.folder import Summary, inspect, latest, steps
     from megascale.checkpoint.layout import Shard
     from megascale.checkpoint.loader import LoadReport, load
     from megascale.checkpoint.saver import save
 
-__all__ = ["LoadReport", "Shard", "Summary", "inspect", "latest", "load", "save", "steps"]
+__all__ = ["Checkpointer", "LoadReport", "Shard", "Summary", "inspect", "latest", "load", "save", "steps"]
 
 _HOMES = {
+    "Checkpointer": "checkpointer",
     "LoadReport": "loader",
     "Shard": "layout",
     "Summary": "folder",

@@ -26,6 +26,7 @@ from megascale.errors import DataError
 COMMIT = "COMMIT"
 FORMAT = 1
 METADATA = ".metadata"
+_IDENTITY = "ID"
 _STEP = re.compile(r"step-(\d+)")
 _GENERATION = re.compile(r"(\d{8})-[0-9a-f]{8}")
 Place = Storage | Path | str
@@ -153,9 +154,9 @@ def steps(folder: Place) -> list[int]:
     return sorted(commit.step for commit in survey(open_storage(folder))[0])
 
 
-def new_generation(storage: Storage) -> str:
-    """A generation numbered above every save that was ever begun here, whole or not."""
-    highest = 0
+def new_generation(storage: Storage, above: int = 0) -> str:
+    """A generation numbered above every save that was ever begun here, whole or not, and above a given number."""
+    highest = above
     for step in step_folders(storage):
         for name in storage.list(step_name(step)):
             if match := _GENERATION.match(name):
@@ -167,6 +168,19 @@ def next_generation(generation: str) -> str:
     """The one after it, of the same attempt."""
     number, nonce = generation.split("-")
     return f"{int(number) + 1:08d}-{nonce}"
+
+
+def identity(storage: Storage, create: bool = False) -> str:
+    """A random name of this folder of checkpoints, "" if it has none: what lies in memory belongs to it or to another
+    of the same path that was since removed."""
+    try:
+        return bytes(storage.read(_IDENTITY)).decode()
+    except (FileNotFoundError, NotADirectoryError):
+        if not create:
+            return ""
+    name = secrets.token_hex(8)
+    storage.write(_IDENTITY, name.encode())
+    return name
 
 
 def commit_save(

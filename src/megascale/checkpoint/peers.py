@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_controls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _control(group: Any) -> Any:
+    """A group of the same processes that works on host memory, made once: talk must not wait for the device."""
+    if "gloo" in str(dist.get_backend_config(group)):
+        return group
+    if group not in _controls:
+        ranks = dist.get_process_group_ranks(group)
+        _controls[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _controls[group]
 
 
 class Peers:
@@ -14,10 +27,22 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.alone = not (dist.is_available() and dist.is_initialized())
-        self.group = group
+        if not self.alone:
+            self.data_group = group or dist.group.WORLD
+            self.size = dist.get_world_size(group)
+            self.alone = self.size == 1
         self.rank = 0 if self.alone else dist.get_rank(group)
-        self.size = 1 if self.alone else dist.get_world_size(group)
-        self.alone = self.alone or self.size == 1
+        self.size = 1 if self.alone else self.size
+        if not self.alone:
+            self.group = _control(self.data_group)
+
+    def all(self, flag: bool) -> bool:
+        """Whether everyone's flag is set."""
+        if self.alone:
+            return flag
+        word = torch.tensor([int(flag)])
+        dist.all_reduce(word, dist.ReduceOp.MIN, group=self.group)
+        return bool(word.item())
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value on the first process, an empty list elsewhere."""
@@ -56,12 +81,14 @@ class Peers:
         that the group's backend works on."""
         if self.alone:
             return [torch.empty(0, dtype=torch.uint8)]
-        device = torch.device("cpu")
-        if dist.get_backend(self.group) == "nccl":
+        device, group = torch.device("cpu"), self.group
+        if "nccl" in str(dist.get_backend_config(self.data_group)):
+            # Between devices of a host, and over fast networks, this is the quick way.
+            group = self.data_group
             device = torch.device("cuda", torch.cuda.current_device())
         flat = [piece for pieces in sends for piece in pieces]
         counts = [sum(len(piece) for piece in pieces) for pieces in sends]
         outgoing = torch.cat(flat).to(device) if flat else torch.empty(0, dtype=torch.uint8, device=device)
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(incoming, outgoing, list(sizes), counts, group=self.group)
+        dist.all_to_all_single(incoming, outgoing, list(sizes), counts, group=group)
         return list(incoming.split(list(sizes)))

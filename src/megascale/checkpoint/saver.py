@@ -25,6 +25,7 @@ from megascale.checkpoint.layout import Shard, slices, split
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.plan import Part, Plan, data_file, make_offer, make_plan
 from megascale.checkpoint.storage import Sink, Storage, open_storage
+from megascale.checkpoint.trouble import explain
 from megascale.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from megascale.core.tensors import Box
 
 Folder = TypeVar("Folder", Path, str)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,14 @@ def save(
     Returns the committed folder. Raises TrainingError, on all processes alike, if the disk is full or fails (the
     previous checkpoint stays, the half-written one is removed).
     """
-    storage, peers = open_storage(folder), Peers(group)
+    save_to(open_storage(folder), step, shards, state, keep, Peers(group))
+    return type(folder)(f"{folder}/{folders.step_name(step)}")
+
+
+def save_to(
+    storage: Storage, step: int, shards: Sequence[Shard], state: dict[str, Any], keep: int, peers: Peers
+) -> int:
+    """As `save`; the checkpoint's bytes, the same on all."""
     part, plan = agree(peers, shards)
     start = peers.share(_begin(storage, step, plan.size) if plan else None)
     if isinstance(start, TrainingError):
@@ -151,11 +158,10 @@ def save(
     generation, needed = start
     result = _write_mine(storage, f"{folders.step_name(step)}/{generation}-{data_file(peers.rank)}", part, cut(shards))
     results = peers.gather(result)
-    failure = _finish(storage, step, generation, plan, results, state, keep) if plan else None
-    failure = peers.share(failure)
-    if failure is not None:
-        raise failure if isinstance(failure, TrainingError) else explain(failure, storage, needed)
-    return type(folder)(f"{folder}/{folders.step_name(step)}")
+    outcome = peers.share(_finish(storage, step, generation, plan, results, state, keep) if plan else None)
+    if isinstance(outcome, int):
+        return outcome
+    raise outcome if isinstance(outcome, TrainingError) else explain(outcome, storage, needed)
 
 
 def _begin(storage: Storage, step: int, needed: int) -> tuple[str, int] | TrainingError:
@@ -192,8 +198,8 @@ def _finish(
     results: Sequence[Any],
     state: dict[str, Any],
     keep: int,
-) -> Exception | None:
-    """Commit and prune on the first process; what went wrong, after removing what was written."""
+) -> Exception | int:
+    """Commit and prune on the first process; the checkpoint's bytes, or what went wrong, what was written removed."""
     failure = next((r for r in results if isinstance(r, Exception)), None)
     if failure is None:
         try:
@@ -203,27 +209,11 @@ def _finish(
                 for rank, (part, (_, crc)) in enumerate(zip(plan.parts, results, strict=True))
                 if part.size
             }
-            folders.commit_save(storage, step, generation, index, files, torch_metadata(index), state)
+            commit = folders.commit_save(storage, step, generation, index, files, torch_metadata(index), state)
             folders.prune(storage, keep)
-            return None
+            return commit.size
         except Exception as error:
             failure = error
     with contextlib.suppress(OSError):
         folders.withdraw(storage, step, generation)
     return failure
-
-
-def explain(error: Exception, storage: Storage, needed: int) -> TrainingError:
-    """A failed save in one paragraph."""
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        free = storage.free()
-        room = f"{free:,} are free" if free is not None else "less is free"
-        return TrainingError(
-            f"the disk of {storage.url!r} is full: a checkpoint needs {needed:,} bytes and {room}; the previous "
-            "checkpoint stays as it is. Make room, lower checkpoint.keep, or put train.runs on a larger disk"
-        )
-    why = getattr(error, "strerror", None) or repr(error)
-    return TrainingError(
-        f"the checkpoint could not be written to {storage.url!r}: {why}; the previous checkpoint stays as it is. "
-        "Check the folder's rights and the storage, or put train.runs elsewhere"
-    )

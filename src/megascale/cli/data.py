@@ -20,19 +20,26 @@ def build(
     stdlib: bool = typer.Option(False, "--stdlib", help="Use the Python standard library's own source as text."),
     inputs: list[Path] = typer.Option([], "--input", "-i", help="File or folder of text; may be given again."),
     vocab_size: int = typer.Option(4096, help="Entries of the byte-level BPE tokenizer to train."),
-    tokenizer: Path | None = typer.Option(None, help="Use this tokenizer.json instead of training one."),
+    tokenizer: Path | None = typer.Option(
+        None, help="Use this tokenizer.json (Hugging Face) or .tiktoken file instead of training one."
+    ),
     held_out: float = typer.Option(0.05, help="Share of the text kept from training (the library has its own)."),
+    text_key: str = typer.Option("text", help="Where jsonl records and parquet rows have their text."),
+    workers: int | None = typer.Option(None, min=1, help="Processes; default: one a core."),
     as_json: bool = typer.Option(False, "--json", help="Print the manifest as JSON."),
 ) -> None:
     """Make a data set: token files for training and evaluation, a tokenizer and a manifest.
 
-    Each file is a document. Called again with the same inputs it does nothing.
+    Reads text files (each is a document), .jsonl, .jsonl.gz, .jsonl.zst and .parquet, and folders of them. Killed and
+    called again it goes on where it stopped; when all is done it says so and does nothing.
 
     Examples:
 
         megascale data build --stdlib --out datasets/stdlib
 
         megascale data build --input ~/notes --input book.txt --vocab-size 8192 --out datasets/mine
+
+        megascale data build --input crawl/ --tokenizer llama/tokenizer.json --held-out 0.001 --out datasets/crawl
     """
     import json
     from dataclasses import asdict
@@ -49,6 +56,8 @@ def build(
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         held_out=held_out,
+        text_key=text_key,
+        workers=workers,
         progress=not as_json,
     )
     if as_json:

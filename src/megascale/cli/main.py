@@ -18,8 +18,9 @@ COMMANDS: tuple[str, ...] = (
     "evaluate",
     "generate",
     "plot",
-    "simulate",
     "checkpoint",
+    "simulate",
+    "bench",
     "doctor",
 )
 

@@ -35,10 +35,18 @@ def register(app: typer.Typer) -> None:
         config = load(file, context.args)
         from megascale import api
         from megascale.cli import summary
+        from megascale.core.layout import lay_out
+        from megascale.train import launch
 
         if dry_run:
             summary.print_description(api.describe(config))
             return
+        if not launch.started_by_launcher():
+            world = launch.processes_wanted(config, api.visible_gpus())
+            if world > 1:
+                lay_out(api.resolve(config), world)  # what does not divide is said once, before any process starts
+                words = ["train", str(file), *context.args]
+                raise typer.Exit(launch.launch(words, world, config.run_folder / "logs"))
         summary.print_start(api.describe(config))
         result = api.train(config)
         summary.print_end(config, result)

@@ -10,7 +10,8 @@ precision, statistics in float32.
 | input | s/t, b, h | backward of the (first) norm |
 | norm statistics | s/t, b (twice for LayerNorm) | the same |
 | norm output | s/t, b, h | weight gradient of [QKV] or [QKV, MLP in]; gathered again in backward |
-| query, key, value | s, b, (q + 2k)/t | attention, after rotation |
+| query, key, value | s, b, (q + 2k)/t | attention |
+| rotated query, key | s, b, (q + k)/t | rotary positions only: the product above stays for its value part |
 | attention output | s, b, q/t | attention; weight gradient of the output product |
 | attention logsumexp | b, heads/t, s | attention (flash: no s x s matrix) |
 | middle | s/t, b, h | serial block: residual stream between attention and MLP, for the second norm |
@@ -20,10 +21,11 @@ precision, statistics in float32.
 
 Dropout keeps nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
 32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
-Recompute `selective` drops norm outputs and the MLP activation; `full` keeps the input alone.
+Recompute `selective` drops norm statistics, norm outputs and the MLP activation; `full` keeps the input alone.
 
-The last chunk adds the final norm's input, statistics and output, and the logits [s, b, vocabulary / t] in the
-training precision, whose gradient overwrites them. Micro-batches in flight come from the schedule's own lists.
+A chunk but the model's last also keeps its output, which autograd starts from. The last adds the final norm's input
+and statistics, its output for the whole sequence, and the loss's log-sum-exp; logits exist for some tokens at a time,
+in the training precision, and their gradient overwrites them. Micro-batches in flight come from the schedule's lists.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from megascale.core.layers import chunk_layers
 from megascale.core.schedule import ActionKind, Schedule
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+# The loss takes as many tokens at a time as keep their logits within this (ops/cross_entropy.py).
+LOGITS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,11 @@ class Memory:
 
     Attributes:
         weights: parameters in the training precision.
-        gradients: float32 gradient buffer (ZeRO-2: its shard, and two layers' whole gradients under way).
+        gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
+            backward fills while the other is on the wire.
         optimizer: float32 master weights (16-bit training) and two moments, sharded from ZeRO-1 on.
         activations: what forwards keep, at the schedule's peak, without logits.
-        logits: logits of the last chunk.
+        logits: the chunk of logits that the loss works on.
         workspace: gradients of activations inside one layer's backward, and what recompute restores of a layer.
         tensor_buffers: gathered input and gathered gradient of a product, and the symmetric-memory copy.
         pipeline_buffers: sends under way, receives posted.
@@ -117,9 +122,13 @@ def chunk_parameters(model: ModelConfig, layers: range, chunk: int, chunks: int,
 
 def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of all chunks of a stage on one tensor-parallel rank."""
-    p, v = parallel.pipeline, parallel.virtual_stages
+    return sum(_chunk_counts(model, parallel, stage))
+
+
+def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
+    p, chunks = parallel.pipeline, parallel.pipeline * parallel.virtual_stages
     layers = chunk_layers(model, parallel)
-    return sum(chunk_parameters(model, layers[c * p + stage], c * p + stage, p * v, parallel.tensor) for c in range(v))
+    return [chunk_parameters(model, layers[g], g, chunks, parallel.tensor) for g in range(stage, chunks, p)]
 
 
 def saved_by_layer(
@@ -135,20 +144,20 @@ def saved_by_layer(
     tensors = [Saved("input", (rows, b, h), a)]
     if recompute == "full":
         return tensors
-    tensors.append(Saved("norm_statistics", (moments, rows, b), stats))
     if keep:
+        tensors.append(Saved("norm_statistics", (moments, rows, b), stats))
         tensors.append(Saved("norm_output", (rows, b, h), a))
     tensors += [
         Saved("query_key_value", (s, b, (heads + 2 * kv) * d), a),
+        *([Saved("rotated_query_key", (s, b, (heads + kv) * d), a)] if model.positions == "rotary" else []),
         Saved("attention_output", (s, b, heads * d), a),
         Saved("attention_logsumexp", (b, heads, s), stats),
     ]
     if model.block == "serial":
         tensors.append(Saved("middle", (rows, b, h), a))
-    if _second_norm(model):
+    if keep and _second_norm(model):
         tensors.append(Saved("second_norm_statistics", (moments, rows, b), stats))
-        if keep:
-            tensors.append(Saved("second_norm_output", (rows, b, h), a))
+        tensors.append(Saved("second_norm_output", (rows, b, h), a))
     tensors.append(Saved("mlp_in", (s, b, ffn * (2 if model.gated else 1)), a))
     if keep:
         tensors.append(Saved("mlp_activation", (s, b, ffn), a))
@@ -156,14 +165,14 @@ def saved_by_layer(
 
 
 def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[Saved]:
-    """What final norm and logits keep on the last chunk, the last entry being the logits."""
+    """What final norm and loss keep on the last chunk."""
     s, b, h, a = model.sequence_length, micro_batch, model.hidden, BYTES[precision]
-    moments = 2 if model.norm == "layernorm" else 1
+    moments, wide = (2 if model.norm == "layernorm" else 1), max(4, a)
     return [
         Saved("final_norm_input", (s // tensor, b, h), a),
-        Saved("final_norm_statistics", (moments, s // tensor, b), max(4, a)),
-        Saved("final_norm_output", (s // tensor, b, h), a),
-        Saved("logits", (s, b, model.padded_vocab // tensor), a),
+        Saved("final_norm_statistics", (moments, s // tensor, b), wide),
+        Saved("final_norm_output", (s, b, h), a),
+        Saved("loss_logsumexp", (s, b), wide),
     ]
 
 
@@ -192,11 +201,9 @@ def stage_memory(
     state = master * (3 if a < master else 2)
     gradients = master * count
     if parallel.zero == 2 and grid.data > 1:
-        unit = max(layer_parameters(model, t), model.padded_vocab // t * model.hidden)
-        gradients = min(gradients, master * (shard + 2 * unit))
+        gradients = master * (shard + 2 * max(_chunk_counts(model, parallel, stage)))
     full = saved_by_layer(model, t, micro_batch, precision)
     kept = saved_by_layer(model, t, micro_batch, precision, parallel.recompute)
-    activations, logits = _peak(model, parallel, schedule, stage, micro_batch, precision, kept)
     restored = sum(x.bytes for x in full) - sum(x.bytes for x in kept)
 
     s, b, h = model.sequence_length, micro_batch, model.hidden
@@ -211,8 +218,8 @@ def stage_memory(
         weights=a * count,
         gradients=gradients,
         optimizer=state * (shard if parallel.zero else count),
-        activations=activations,
-        logits=logits,
+        activations=_peak(model, parallel, schedule, stage, micro_batch, precision, kept),
+        logits=min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0,
         workspace=s * b * inside * a + restored,
         tensor_buffers=3 * s * b * h * a if t > 1 else 0,
         # A receive's buffer becomes the saved input; one more is posted. A gradient: one in use, one posted.
@@ -243,18 +250,16 @@ def _peak(
     micro_batch: int,
     precision: str,
     kept: list[Saved],
-) -> tuple[int, int]:
-    """(activations, logits) held at the moment of the schedule at which they are largest together."""
+) -> int:
+    """Bytes of activations held at the moment of the schedule at which they are most."""
     p, chunks = schedule.stages, schedule.chunks
     layers = chunk_layers(model, parallel)
     own = [c * p + stage for c in range(schedule.virtual)]
-    body = np.array([len(layers[g]) for g in own]) * sum(x.bytes for x in kept)
-    head = saved_by_head(model, parallel.tensor, micro_batch, precision)
-    last = np.array([g == chunks - 1 for g in own])
-    body = body + last * sum(x.bytes for x in head[:-1])
-    scores = last * head[-1].bytes
+    head = sum(x.bytes for x in saved_by_head(model, parallel.tensor, micro_batch, precision))
+    layer = sum(x.bytes for x in kept)
+    a, s = BYTES[precision], model.sequence_length // parallel.tensor
+    output = s * micro_batch * model.hidden * a
+    size = np.array([len(layers[g]) * layer + (head if g == chunks - 1 else output) for g in own])
     kind, chunk, _ = schedule.table[stage].T
     sign = np.where(kind == ActionKind.FORWARD, 1, np.where(kind == ActionKind.BACKWARD, -1, 0))
-    held, held_logits = (sign * body[chunk]).cumsum(), (sign * scores[chunk]).cumsum()
-    at = int((held + held_logits).argmax())
-    return int(held[at]), int(held_logits[at])
+    return int((sign * size[chunk]).cumsum().max())

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Chunk 0 to the last, dark to light; forwards blue, backwards green.
 _FORWARD = ("#1b3a6b", "#2f6db3", "#5b9bd5", "#86b9e6", "#add2f0", "#d2e7f8")
 _BACKWARD = ("#1e5631", "#2f7d4a", "#4ca66b", "#7fc295", "#a9d8b8", "#d0ecd9")
+# A stage's computes drawn at most: more cannot be told apart, and cost minutes.
+_DRAWN = 2000
 _KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "buffers", "reserve")
 _KIND_COLOURS = ("#4c72b0", "#55a868", "#8172b3", "#dd8452", "#c44e52", "#937860", "#8c8c8c", "#d9d9d9")
 
@@ -97,6 +99,10 @@ def _draw_schedule(axes, plan: Plan) -> None:  # type: ignore[no-untyped-def]
     timeline, graph, v = plan.timeline, plan.timeline.graph, plan.schedule.virtual
     makespan = float(timeline.makespan)
     compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+    until = 100.0
+    if len(compute) > _DRAWN * plan.schedule.stages:
+        until = 100 * _DRAWN * plan.schedule.stages / len(compute)
+        compute = compute[timeline.start[compute] < makespan * until / 100]
     left, right = timeline.start[compute] / makespan * 100, timeline.end[compute] / makespan * 100
     low = graph.stage[compute] - 0.42
     corners = np.stack(
@@ -110,23 +116,23 @@ def _draw_schedule(axes, plan: Plan) -> None:  # type: ignore[no-untyped-def]
     )
     shades = [colour(bool(k), int(c), v) for k, c in zip(graph.kind[compute], graph.chunk[compute], strict=True)]
     crowded = len(compute) / plan.schedule.stages > 400
-    axes.add_collection(PolyCollection(list(corners), facecolors=shades, edgecolors="none" if crowded else "white", lw=0.3))
-    if len(compute) / plan.schedule.stages <= 64:
-        for x0, x1, y, i, shade in zip(
-            left, right, graph.stage[compute], graph.microbatch[compute], shades, strict=True
-        ):
-            axes.text(
-                (x0 + x1) / 2,
-                y,
-                str(i),
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="black" if _light(shade) else "white",
-            )
-    axes.set_xlim(0, 100)
+    axes.add_collection(
+        PolyCollection(list(corners), facecolors=shades, edgecolors="none" if crowded else "white", lw=0.3)
+    )
+    # Label forwards, or backwards, if the narrowest has room: a digit is about half a percent of the axis wide.
+    room = (0.3 + 0.55 * len(str(plan.schedule.microbatches - 1))) * until / 100
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+        mine = np.flatnonzero(graph.kind[compute] == kind)
+        if (right - left)[mine].min() < room:
+            continue
+        for n in mine:
+            ink = "black" if _light(shades[n]) else "white"
+            text = str(graph.microbatch[compute[n]])
+            axes.text((left[n] + right[n]) / 2, low[n] + 0.42, text, ha="center", va="center", fontsize=7, color=ink)
+    axes.set_xlim(0, until)
     axes.set_ylim(plan.schedule.stages - 0.4, -0.6)
-    axes.set_xlabel("share of the step, % (compute by FLOPs, transfers free)")
+    part = "" if until == 100 else f"; the first {until:.2g}% are shown"
+    axes.set_xlabel(f"share of the step, % (compute by FLOPs, transfers free{part})")
     axes.set_ylabel("pipeline stage")
     axes.yaxis.get_major_locator().set_params(integer=True)
     chunks = sorted({0, v - 1})

@@ -5,7 +5,8 @@ type code (u8), number of sequences (u64), number of document indices (u64), the
 byte offsets into the .bin (i64), document indices (i64: document d is the sequences `d[i]:d[i+1]`) and, for
 multimodal data only, one mode a sequence (i8). Format: megatron/core/datasets/indexed_dataset.py.
 
-Opening checks everything that an index claims, so reading never leaves the file.
+Opening takes constant time: it compares sizes and both ends of the tables, which is all that reading the stream of
+tokens needs. Each access to a sequence is checked against the file; `verify` checks the whole index.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ DTYPES: dict[int, np.dtype] = {
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _HEADER = struct.Struct("<9sQBQQ")
+_COPY = 1 << 23  # tokens copied at a time
 _REMEDY = "build it again with `megascale data build`, or copy both files again"
 
 
@@ -72,7 +74,7 @@ class IndexedDataset:
         self.prefix = str(self._bin_path)[: -len(".bin")]
         index = _map(self._idx_path)
         self._parse(index)
-        self._check()
+        self._check_ends()
 
     def _parse(self, index: NDArray[np.uint8]) -> None:
         """Cut the index into its arrays; every size is compared with the file before an array is made."""
@@ -108,22 +110,34 @@ class IndexedDataset:
         at += 8 * entries
         self.modes = index[at:].view("i1") if sequences and size == need + sequences else None
 
-    def _check(self) -> None:
-        """What the index says of documents and of the .bin must hold together."""
-        path, item = self._idx_path, self.dtype.itemsize
-        documents = self.document_indices
+    def _check_ends(self) -> None:
+        """Both ends of every table must agree with each other and with the .bin: constant time."""
+        path, item, documents = self._idx_path, self.dtype.itemsize, self.document_indices
         if not len(documents) or documents[0] != 0 or documents[-1] != len(self.lengths):
             found = f"{documents[0]} to {documents[-1]}" if len(documents) else "nothing"
             raise DataError(
                 f"{path} has document indices from {found} where 0 to {len(self.lengths)} (its number of sequences) "
                 f"is expected: it is damaged; {_REMEDY}"
             )
-        # Ascending between 0 and the last, so differences cannot overflow once both ends of each step are in range.
+        size = int(self._pointers[-1]) + int(self.lengths[-1]) * item if len(self.lengths) else 0
+        data = _map(self._bin_path)
+        if len(data) != size:
+            raise DataError(
+                f"{self._bin_path} has {len(data)} bytes and its index describes {size / item:,.10g} tokens of {item} "
+                f"bytes = {size} bytes: one of the two is cut off or belongs to another data set; {_REMEDY}"
+            )
+        if size % item:
+            raise DataError(f"{self._bin_path} has {size} bytes, not a multiple of its tokens' {item}; {_REMEDY}")
+        self._data = data.view(self.dtype)
+        self.tokens = len(self._data)
+
+    def verify(self) -> None:
+        """Check every entry of the index; reads all of it. DataError naming the first that is wrong."""
+        path, item, documents = self._idx_path, self.dtype.itemsize, self.document_indices
         if documents.min() < 0 or documents.max() > len(self.lengths) or (documents[1:] < documents[:-1]).any():
             raise DataError(f"{path} has document indices that are not ascending: it is damaged; {_REMEDY}")
         if len(self.lengths) and self.lengths.min() < 0:
             raise DataError(f"{path} has a sequence of {self.lengths.min()} tokens: it is damaged; {_REMEDY}")
-        self.tokens = int(self.lengths.sum(dtype=np.int64))
         expected = np.zeros(len(self.lengths), dtype=np.int64)
         np.cumsum(self.lengths[:-1], dtype=np.int64, out=expected[1:])
         expected *= item
@@ -134,13 +148,6 @@ class IndexedDataset:
                 f"{path} puts sequence {first} at byte {self._pointers[first]} of the .bin where the lengths before it "
                 f"give {expected[first]}: it is damaged; {_REMEDY}"
             )
-        data = _map(self._bin_path)
-        if len(data) != self.tokens * item:
-            raise DataError(
-                f"{self._bin_path} has {len(data)} bytes and its index describes {self.tokens} tokens of {item} bytes "
-                f"= {self.tokens * item}: one of the two is cut off or belongs to another data set; {_REMEDY}"
-            )
-        self._data = data.view(self.dtype)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -154,26 +161,49 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """Tokens `offset : offset + length` of sequence i (to its end without length), a view; IndexError outside."""
+        """Tokens `offset : offset + length` of sequence i (to its end without length), a view.
+
+        IndexError outside the sequence; DataError if the index puts the sequence outside the file.
+        """
         if not 0 <= i < len(self.lengths):
             raise IndexError(f"sequence {i} is outside 0..{len(self.lengths) - 1}")
         whole = int(self.lengths[i])
+        start = self.start(i)
+        if not 0 <= whole <= self.tokens - start:
+            raise self._outside(i)
         length = whole - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > whole:
             raise IndexError(f"tokens {offset}..{offset + length} are outside sequence {i} of {whole} tokens")
-        start = int(self._pointers[i]) // self.dtype.itemsize + offset
-        return self._data[start : start + length]
+        return self._data[start + offset : start + offset + length]
 
     def document(self, d: int) -> NDArray:
-        """All tokens of document d, a view; IndexError outside."""
+        """All tokens of document d, a view; IndexError outside, DataError if the index is damaged."""
         if not 0 <= d < self.documents:
             raise IndexError(f"document {d} is outside 0..{self.documents - 1}")
         first, stop = int(self.document_indices[d]), int(self.document_indices[d + 1])
-        return self.read(self.start(first), self.start(stop) - self.start(first))
+        if not 0 <= first <= stop <= len(self.lengths):
+            raise DataError(
+                f"{self._idx_path} gives document {d} the sequences {first}..{stop}: it is damaged; {_REMEDY}"
+            )
+        start, end = self.start(first), self.start(stop)
+        if end < start:
+            raise self._outside(first)
+        return self._data[start:end]
 
     def start(self, i: int) -> int:
         """Position of sequence i's first token in the stream; `len(self)` gives the number of tokens."""
-        return self.tokens if i == len(self.lengths) else int(self._pointers[i]) // self.dtype.itemsize
+        if i == len(self.lengths):
+            return self.tokens
+        start, rest = divmod(int(self._pointers[i]), self.dtype.itemsize)
+        if rest or not 0 <= start <= self.tokens:
+            raise self._outside(i)
+        return start
+
+    def _outside(self, i: int) -> DataError:
+        return DataError(
+            f"{self._idx_path} puts sequence {i} of {self.lengths[i]} tokens at byte {self._pointers[i]} of a .bin of "
+            f"{self.tokens * self.dtype.itemsize} bytes: it is damaged; {_REMEDY}"
+        )
 
     def read(self, start: int, count: int) -> NDArray:
         """Tokens `start : start + count` of the stream of all sequences, a view; IndexError outside."""
@@ -223,7 +253,7 @@ class IndexedWriter:
         for sequence in sequences:
             items = np.asarray(sequence if isinstance(sequence, np.ndarray) else list(sequence))
             self._write(items)
-            self._lengths.append(items.size)
+            self._note(np.array([items.size]))
         self._documents.append(len(self._lengths))
         if modes is not None:
             self._modes.extend(modes)
@@ -240,8 +270,27 @@ class IndexedWriter:
             raise ValueError(f"lengths add up to {sizes.sum()}, not to the {tokens.size} tokens given")
         first = len(self._lengths)
         self._write(tokens)
-        self._lengths.frombytes(sizes.astype(np.intc).tobytes())
+        self._note(sizes)
         self._documents.frombytes(np.arange(first + 1, first + 1 + sizes.size, dtype=np.int64).tobytes())
+
+    def append(self, other: IndexedDataset) -> None:
+        """Append a whole token file of the same type, documents and all; DataError for another type."""
+        if other.dtype != self.dtype:
+            raise DataError(f"{other.prefix} holds {other.dtype.name} and {self._bin_path} {self.dtype.name}")
+        first = len(self._lengths)
+        for start in range(0, other.tokens, _COPY):
+            self._bin.write(other.stream[start : start + _COPY].data)
+        self.tokens += other.tokens
+        self._note(other.lengths)
+        self._documents.frombytes((other.document_indices[1:] + first).astype(np.int64).tobytes())
+        if other.modes is not None:
+            self._modes.frombytes(other.modes.tobytes())
+
+    def _note(self, lengths: NDArray) -> None:
+        """Remember lengths of sequences; the format has 32 bits for each."""
+        if lengths.size and lengths.max() > np.iinfo(np.int32).max:
+            raise DataError(f"{self._bin_path}: a document of {lengths.max()} tokens is longer than the format allows")
+        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
 
     def _write(self, items: NDArray) -> None:
         if items.size and (items.min() < self._limits.min or items.max() > self._limits.max):

@@ -56,6 +56,7 @@ def describe(
     Raises DataError if the pair is damaged, differs from its manifest, or holds ids its tokenizer does not have.
     """
     file = IndexedDataset(prefix)
+    file.verify()
     _check_manifest(file)
     ends = np.concatenate([[0], np.cumsum(file.lengths, dtype=np.int64)])[file.document_indices]
     lengths = np.diff(ends)

@@ -1,9 +1,11 @@
 """Which tokens sample number k of a run consists of: a pure function of (seed, k), whatever the layout.
 
 All training files are cut into windows of sequence_length + 1 tokens; neighbours share one token, so that each token
-(but a file's first and its last few) is predicted once an epoch. An epoch is a pseudo-random order of all windows
-that needs no table (see permutation.py). Documents are joined; their end tokens stay. A rank that needs samples
-100..107 asks for them; nothing is kept between calls, so resuming at any number and any number of ranks is exact.
+(but a file's first and its last few) is predicted once an epoch. An epoch is a pseudo-random order of windows that
+needs no table (see permutation.py): of the windows of all files together, or, with data.weights, of each file's by
+itself, while the files take turns by weight (see blend.py). Documents are joined; their end tokens stay. A rank that
+needs samples 100..107 asks for them; nothing is kept between calls, so resuming at any number and any number of ranks
+is exact.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.config import Config
+from megascale.data.blend import SMALLEST, Blend
 from megascale.data.indexed import IndexedDataset
 from megascale.data.permutation import key, permute
 from megascale.errors import ConfigError, DataError
@@ -25,7 +28,7 @@ class SampleSource:
     """Training samples by number.
 
     Attributes:
-        windows: samples in an epoch.
+        windows: windows of all files; an epoch's samples where there are no weights.
         tokens: tokens in all files.
 
     Cheap to make (files are memory-mapped) and picklable: it travels as its configuration.
@@ -48,6 +51,13 @@ class SampleSource:
                     f"data.train: {file.prefix} has {file.tokens} tokens and one sample needs "
                     f"model.sequence_length + 1 = {self.sequence_length + 1}; use a shorter sequence or more text"
                 )
+        weights = config.data.weights
+        if weights is not None and min(weights) < SMALLEST * sum(weights):
+            raise ConfigError(
+                f"data.weights={weights}: {min(weights)} is less than {SMALLEST:g} of their sum; leave that file out"
+            )
+        self._blend = Blend(weights) if weights is not None else None
+        self._counts = counts
         self._stops = np.cumsum(counts, dtype=np.int64)
         self.windows = int(self._stops[-1])
         self.tokens = sum(file.tokens for file in self.files)
@@ -56,11 +66,20 @@ class SampleSource:
         return SampleSource, (self.config,)
 
     def epochs(self, samples: int) -> float:
-        """How often `samples` samples pass over the data."""
-        return samples / self.windows
+        """How often `samples` samples pass over the data; of a blend, over the file that is read most often."""
+        return max(self.passes(samples))
+
+    def passes(self, samples: int) -> list[float]:
+        """How often `samples` samples pass over each file."""
+        weights = self.config.data.weights
+        if weights is None:
+            return [samples / self.windows] * len(self.files)
+        return [samples * w / sum(weights) / count for w, count in zip(weights, self._counts, strict=True)]
 
     def ids(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """int64 [count, 3]: epoch, file and window within the file of samples first_sample and following."""
+        if self._blend is not None:
+            return self._blended(self._blend.places(first_sample, count))
         numbers = np.arange(first_sample, first_sample + count, dtype=np.int64)
         epochs, places = np.divmod(numbers, self.windows)
         if self.config.data.shuffle:
@@ -70,6 +89,17 @@ class SampleSource:
         files = np.searchsorted(self._stops, places, side="right")
         starts = self._stops - np.diff(self._stops, prepend=0)
         return np.stack([epochs, files, places - starts[files]], axis=1)
+
+    def _blended(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Epoch, file and window of (file, number among the file's samples) rows."""
+        files, numbers = turns.T
+        epochs, places = np.divmod(numbers, np.array(self._counts)[files])
+        if self.config.data.shuffle:
+            for file, epoch in np.unique(np.stack([files, epochs], axis=1), axis=0).tolist():
+                now = (files == file) & (epochs == epoch)
+                # A file's own order depends on its place in data.train and on nothing else of the blend.
+                places[now] = permute(places[now], self._counts[file], key(self.config.train.seed, file, epoch))
+        return np.stack([epochs, files, places], axis=1)
 
     def batch(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """int64 [count, sequence_length + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`.

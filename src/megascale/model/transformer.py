@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
 from megascale.core.tensors import Box, Piece
@@ -87,9 +88,11 @@ class ColumnLinear(nn.Module):
         self.weight = parameter((columns, hidden), Spec(pieces, init_std=std), dtype)
         self.bias = column_bias(parts, axis, dtype) if bias else None
 
-    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
-        """[s/t, b, h] -> [s, b, columns/t]."""
-        return gather_linear(x_SBH, self.weight, self.bias, self.axis)
+    def forward(self, x_SBH: torch.Tensor, norm: Norm, recompute: bool) -> torch.Tensor:
+        """norm(x) times the weight, [s/t, b, h] -> [s, b, columns/t]; `recompute` keeps x instead of norm(x)."""
+        if recompute:
+            return gather_linear(x_SBH, self.weight, self.bias, self.axis, norm)
+        return gather_linear(norm(x_SBH), self.weight, self.bias, self.axis)
 
 
 def column_bias(parts: Sequence[tuple[str, int]], axis: Axis, dtype: torch.dtype) -> nn.Parameter:
@@ -109,11 +112,11 @@ def _shared_bias(name: str, size: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Block(nn.Module):
-    """One layer, serial or parallel."""
+    """One layer, serial or parallel; `recompute` keeps neither norms nor the MLP's activation for backward."""
 
-    def __init__(self, model: ModelConfig, layer: int, axis: Axis, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelConfig, layer: int, axis: Axis, dtype: torch.dtype, recompute: bool) -> None:
         super().__init__()
-        self.model, self.layer, self.axis = model, layer, axis
+        self.model, self.layer, self.axis, self.recompute = model, layer, axis, recompute
         self.window = model.layer_window(layer)
         h, d, name = model.hidden, model.head_size, f"layers.{layer}"
         out_std = model.init_std / (2 * model.layers) ** 0.5
@@ -145,28 +148,35 @@ class Block(nn.Module):
         self.mlp_out_bias = _shared_bias(f"{name}.mlp.out", h, dtype) if model.mlp_bias else None
         self.heads, self.kv_heads = model.heads // axis.size, model.kv // axis.size
 
-    def forward(self, x_SBH: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step):
+    def forward(
+        self, x_SBH: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step
+    ) -> torch.Tensor:
         """[s/t, b, h] -> [s/t, b, h]."""
-        if self.one_product:
-            wide = self.into(self.norm1(x_SBH))
-            qkv_width = (self.heads + 2 * self.kv_heads) * self.model.head_size
-            attended = self._attend(self._biased(wide[..., :qkv_width], self.qkv_bias), rotary, step)
-            inner = self._activate(wide[..., qkv_width:], self.mlp_in_bias)
-            y = linear_scatter(self.axis, attended, self.attention_out, inner, self.mlp_out)
-            return x_SBH + self._drop(self._biased(y, self.attention_out_bias, self.mlp_out_bias), 0, step)
-        if self.model.block == "parallel":
+        again = self.recompute and torch.is_grad_enabled()
+        if self.model.block == "serial":
             assert self.norm2 is not None
-            attended = self._attend(self.qkv(self.norm1(x_SBH)), rotary, step)
-            inner = self._activate(self.mlp_in(self.norm2(x_SBH)))
-            y = linear_scatter(self.axis, attended, self.attention_out, inner, self.mlp_out)
-            return x_SBH + self._drop(self._biased(y, self.attention_out_bias, self.mlp_out_bias), 0, step)
-        assert self.norm2 is not None
-        attended = self._attend(self.qkv(self.norm1(x_SBH)), rotary, step)
-        y = linear_scatter(self.axis, attended, self.attention_out)
-        x_SBH = x_SBH + self._drop(self._biased(y, self.attention_out_bias), 0, step)
-        inner = self._activate(self.mlp_in(self.norm2(x_SBH)))
-        y = linear_scatter(self.axis, inner, self.mlp_out)
-        return x_SBH + self._drop(self._biased(y, self.mlp_out_bias), 1, step)
+            attended = self._attend(self.qkv(x_SBH, self.norm1, again), rotary, step)
+            y = linear_scatter(self.axis, attended, self.attention_out)
+            x_SBH = x_SBH + self._drop(self._biased(y, self.attention_out_bias), 0, step)
+            y = self._scatter(again, self.mlp_in(x_SBH, self.norm2, again))
+            return x_SBH + self._drop(self._biased(y, self.mlp_out_bias), 1, step)
+        if self.one_product:
+            wide = self.into(x_SBH, self.norm1, again)
+            width = (self.heads + 2 * self.kv_heads) * self.model.head_size
+            qkv, inner = self._biased(wide[..., :width], self.qkv_bias), wide[..., width:]
+        else:
+            assert self.norm2 is not None
+            qkv, inner = self.qkv(x_SBH, self.norm1, again), self.mlp_in(x_SBH, self.norm2, again)
+        y = self._scatter(again, inner, self._attend(qkv, rotary, step))
+        return x_SBH + self._drop(self._biased(y, self.attention_out_bias, self.mlp_out_bias), 0, step)
+
+    def _scatter(self, again: bool, inner: torch.Tensor, attended: torch.Tensor | None = None) -> torch.Tensor:
+        """The MLP's output product, with the attention's in the same sum in a parallel block."""
+        first = () if attended is None else (attended, self.attention_out)
+        if again:
+            produces = (self._activate,) if attended is None else (None, self._activate)
+            return linear_scatter(self.axis, *first, inner, self.mlp_out, produces=produces)
+        return linear_scatter(self.axis, *first, self._activate(inner), self.mlp_out)
 
     def _attend(self, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step) -> torch.Tensor:
         """[s, b, (n + 2g) d] -> [s, b, n d]: this rank's heads."""
@@ -185,10 +195,10 @@ class Block(nn.Module):
             step.cache.layers[self.layer] = (k, v)
         return attention(q, k, v, window=self.window)
 
-    def _activate(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
         if self.model.gated:
-            return swiglu(x, bias)
-        return gelu(x, bias, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
+            return swiglu(x, self.mlp_in_bias)
+        return gelu(x, self.mlp_in_bias, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
 
     @staticmethod
     def _biased(y: torch.Tensor, *biases: nn.Parameter | None) -> torch.Tensor:
@@ -212,6 +222,7 @@ class Chunk(nn.Module):
         first, last: whether the embedding and the loss are here.
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
+        recompute: what backward computes again: nothing; "selective": norms and activations; "full": whole layers.
     """
 
     def __init__(
@@ -223,9 +234,11 @@ class Chunk(nn.Module):
         last: bool,
         axis: Axis = ALONE,
         dtype: torch.dtype = torch.float32,
+        recompute: str = "none",
     ) -> None:
         super().__init__()
         self.model, self.axis, self.first, self.last, self.dtype = model, axis, first, last, dtype
+        self.recompute = recompute
         h = model.hidden
         tied_here = first or (last and model.tied_embeddings)
         self.token_embedding = self._vocabulary("embedding.token.weight", dtype) if tied_here else None
@@ -238,7 +251,7 @@ class Chunk(nn.Module):
                 shared=True,
             )
             self.position_embedding = parameter(shape, spec, dtype)
-        self.blocks = nn.ModuleList(Block(model, i, axis, dtype) for i in layers)
+        self.blocks = nn.ModuleList(Block(model, i, axis, dtype, recompute == "selective") for i in layers)
         self.norm = Norm(model, "norm", dtype) if last else None
         self.head = self._vocabulary("head.weight", dtype) if last and not model.tied_embeddings else None
         self.head_bias = None
@@ -274,8 +287,12 @@ class Chunk(nn.Module):
         if self.first:
             x = self._embed(x, step)
         rotary = self._rotary(x.shape[0] * self.axis.size, x.device, step)
+        whole_layers = self.recompute == "full" and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x, rotary, step)
+            if whole_layers:
+                x = checkpoint(block, x, rotary, step, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rotary, step)
         if not self.last:
             return x
         assert self.norm is not None

@@ -168,11 +168,18 @@ def attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | N
     if window is not None and window >= T:
         window = None
     name = dispatch.attention_backend() if backend == "auto" else backend
-    if name == "auto":
-        fits = S == T and dispatch.mode() != "reference"
-        name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device) if fits else "sdpa"
-    elif S != T:
+    if S != T:
         name = "sdpa"  # a cache: the training kernels have no such mask
+    elif name == "auto" and dispatch.mode() == "reference":
+        name = "sdpa"
+    elif name == "auto":
+        known = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype))
+        if known is not None:
+            name = known.name
+        elif torch.is_grad_enabled():
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device)
+        else:
+            name = "sdpa"  # prompts come in every length: not worth a measurement each
     if name not in BACKENDS:
         raise ConfigError(f"kernels.attention={name!r} is not a backend; choose among auto, {', '.join(BACKENDS)}")
     return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)

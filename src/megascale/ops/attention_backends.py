@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megascale.errors import ConfigError
+
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
 
@@ -52,7 +54,10 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     if window is not None:
-        raise NotImplementedError(f"{kind.name} has no window")
+        raise ConfigError(
+            f"kernels.attention={kind.name.split('_')[0].lower()!r} has no sliding window, which this layer has "
+            f"({window}); set --kernels.attention=auto to choose a kernel a layer"
+        )
     q, k, v = _heads_first(q_SBND, k_SBGD, v_SBGD)
     with sdpa_kernel(kind):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=_grouped(q, k))
@@ -89,7 +94,7 @@ class _FlashWindow(torch.autograd.Function):
 def flash_window(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     """FlashAttention-2 with a window, on strided views."""
     if window is None:
-        raise NotImplementedError("flash serves full attention")
+        window = k_SBGD.shape[0]
     return _FlashWindow.apply(q_SBND, k_SBGD, v_SBGD, window)
 
 
@@ -118,15 +123,24 @@ def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> 
     return _joined(out.permute(2, 0, 1, 3))
 
 
+def cudnn_frontend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
+    """cuDNN through its frontend package: windows, and gradients in one tensor (ops/attention_cudnn.py)."""
+    from megascale.ops.attention_cudnn import cudnn_frontend as run
+
+    return run(q_SBND, k_SBGD, v_SBGD, window)
+
+
 BACKENDS: dict[str, Backend] = {
     "cudnn": functools.partial(_full_causal, SDPBackend.CUDNN_ATTENTION),
     "flash": functools.partial(_full_causal, SDPBackend.FLASH_ATTENTION),
     "flash_window": flash_window,
     "flex": flex,
+    "cudnn_frontend": cudnn_frontend,
     "sdpa": sdpa,
 }
 
 
 def candidates(window: int | None) -> list[str]:
     """Backends worth measuring on CUDA for full attention (None) or a window, best guess first."""
-    return ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
+    own = ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
+    return [*own, "cudnn_frontend"]

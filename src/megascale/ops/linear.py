@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megascale.ops.reduce import column_sum
+
 
 def accumulate_mm(target: Tensor, a: Tensor, b: Tensor) -> None:
     """target [M, N] (float32 or wider) += a [M, K] @ b [K, N], products summed in float32 at least.
@@ -57,9 +59,9 @@ class _Linear(torch.autograd.Function):
         if ctx.bias is not None and ctx.needs_input_grad[2]:
             main = getattr(ctx.bias, "main_grad", None)
             if main is None:
-                db = dy_TO.sum(0)
+                db = column_sum(dy_TO)
             else:
-                main.add_(dy_TO.sum(0, dtype=main.dtype))
+                column_sum(dy_TO, main)
                 finish(ctx.bias)
         return dx, dw, db
 

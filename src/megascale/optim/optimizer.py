@@ -43,7 +43,8 @@ class ShardedOptimizer:
         config: update rule and its constants.
         chunks: the buffers of this rank's chunks.
         tensor: the tensor axis; parameters that are the same on all its ranks are counted on the first.
-        norm: ranks over which squared gradient norms are summed (every rank that owns other shards).
+        norm: the ranks over which squared gradient norms (and riders) are summed: the world.
+        norm_weight: what this rank's squares count; 1 / data-parallel ranks where those hold the same gradients.
         stage: ranks that share this stage's tensors, for LAMB's norms.
         duplicates: logical names that another stage counts (the second copy of a tied embedding).
     """
@@ -55,10 +56,11 @@ class ShardedOptimizer:
         *,
         tensor: Axis = ALONE,
         norm: Axis = ALONE,
+        norm_weight: float = 1.0,
         stage: Axis = ALONE,
         duplicates: frozenset[str] = frozenset(),
     ) -> None:
-        self.config, self.norm_axis, self.stage = config, norm, stage
+        self.config, self.norm_axis, self.norm_weight, self.stage = config, norm, norm_weight, stage
         self.names = _names(chunks)
         ids = {name: number for number, name in enumerate(self.names)}
         self.states: list[ShardState] = []
@@ -93,13 +95,16 @@ class ShardedOptimizer:
                     self._counted[ids[e.piece.name]] = float(tensor.rank == 0 or not e.spec.shared)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, step: int) -> torch.Tensor:
-        """Clip and update in place; returns the norm of the whole model's gradient before clipping, on the device.
+    def step(
+        self, learning_rate: float, step: int, riders: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Clip and update in place; a step whose norm is not finite changes nothing.
 
-        A step whose norm is not finite changes nothing.
+        Returns, on the device, the norm of the whole model's gradient before clipping, and the sum over ranks of
+        `riders` (a float64 vector that travels in the same message).
         """
         config = self.config
-        norm = self.grad_norm()
+        norm, riders = self._summed(riders)
         scale = None
         if config.clip:
             scale = (config.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -124,7 +129,7 @@ class ShardedOptimizer:
                 )
         else:
             self._lamb(learning_rate, step, scale, skip)
-        return norm
+        return norm, riders
 
     def _lamb(self, learning_rate: float, step: int, scale: torch.Tensor | None, skip: torch.Tensor) -> None:
         config = self.config
@@ -161,13 +166,16 @@ class ShardedOptimizer:
                 skip=skip,
             )
 
-    def grad_norm(self) -> torch.Tensor:
-        """2-norm of the whole model's gradient, a 0-d device tensor; every parameter counts once."""
-        squares = [
-            torch.linalg.vector_norm(s.shard.grads[a:b]).double().square() for s in self.states for a, b in s.counted
-        ]
-        zero = torch.zeros((), dtype=torch.float64, device=self.states[0].master.device)
-        return all_reduce(sum(squares, zero), self.norm_axis).wait().sqrt()
+    def _summed(self, riders: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """2-norm of the whole model's gradient (0-d, float64), every parameter counted once, and the summed riders."""
+        squares = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
+        for s in self.states:
+            for a, b in s.counted:
+                squares += torch.linalg.vector_norm(s.shard.grads[a:b]).double().square()
+        squares *= self.norm_weight
+        packed = squares if riders is None else torch.cat([squares, riders])
+        packed = all_reduce(packed, self.norm_axis).wait()
+        return packed[0].sqrt(), None if riders is None else packed[1:]
 
     def copy_to_params(self) -> None:
         """Write the weights in use from the master weights (after loading)."""

@@ -74,7 +74,7 @@ class GradientPool:
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
-        self._users: list[FlatChunk | None] = [None, None]
+        self._users: list[tuple[FlatChunk, dict[int, Pending]] | None] = [None, None]
         self._turn = 0
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -82,15 +82,23 @@ class GradientPool:
         if not self._buffers or self._buffers[0].numel() < size:
             self._buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
 
-    def take(self, user: FlatChunk) -> torch.Tensor:
-        """A zeroed buffer; whoever had it has its gradients taken out first."""
+    def take(self, user: FlatChunk) -> tuple[torch.Tensor, dict[int, Pending]]:
+        """A zeroed buffer and a place for its reductions; what it held before is taken out first."""
         self._turn = 1 - self._turn
-        before = self._users[self._turn]
+        self._drain(self._turn)
+        reducing: dict[int, Pending] = {}
+        self._users[self._turn] = (user, reducing)
+        return self._buffers[self._turn][: user.layout.size].zero_(), reducing
+
+    def drain(self) -> None:
+        """Take everything out."""
+        for turn in (0, 1):
+            self._drain(turn)
+
+    def _drain(self, turn: int) -> None:
+        before, self._users[turn] = self._users[turn], None
         if before is not None:
-            before.drain()
-        self._users[self._turn] = user
-        buffer = self._buffers[self._turn][: user.layout.size]
-        return buffer.zero_()
+            before[0].drain(before[1])
 
 
 class FlatChunk:
@@ -103,6 +111,7 @@ class FlatChunk:
         zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too.
         bucket_elements: size of a bucket; None for one bucket a chunk.
         pool: gradient buffers shared with the other chunks of this rank, for zero=2.
+        overlap: reduce buckets as they fill and gather ahead; without it both wait for each other.
     """
 
     def __init__(
@@ -113,8 +122,9 @@ class FlatChunk:
         zero: int = 1,
         bucket_elements: int | None = None,
         pool: GradientPool | None = None,
+        overlap: bool = True,
     ) -> None:
-        self.module = module
+        self.module, self.overlap = module, overlap
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
         meta = list(module.parameters())
@@ -170,9 +180,9 @@ class FlatChunk:
         """Say that a micro-batch's backward is next; `last` if it is the step's last of this chunk."""
         self._seen = [0] * len(self.parameters)
         if self.zero == 2:
-            self.grads = self.pool.take(self)
+            self.grads, self._reducing = self.pool.take(self)
             self._aim(self.grads)
-        self._reduces = (last or self.zero == 2) and any(self._calls)
+        self._reduces = self.overlap and (last or self.zero == 2) and any(self._calls)
         self._left = [len(span.members) for span in self.layout.buckets]
 
     def end_backward(self, last: bool) -> None:
@@ -188,20 +198,25 @@ class FlatChunk:
         for bucket in range(len(self.layout.buckets)):
             if bucket not in self._reducing:
                 self._reduce(bucket)
+                if not self.overlap:
+                    self._reducing[bucket].wait()
 
     def finish_reduction(self) -> None:
         """Wait until this rank's shards hold the sum over data-parallel ranks (and over a tied embedding's copies)."""
-        self.drain()
+        if self.zero == 2:
+            self.pool.drain()
+        else:
+            self.drain(self._reducing)
         if self.layout.alone is not None:
             all_reduce(self.shards[self.layout.alone].grads, self.axes.tied).wait()
 
-    def drain(self) -> None:
+    def drain(self, reducing: dict[int, Pending]) -> None:
         """Wait for reductions on the wire; ZeRO-2 adds them to the sums."""
-        for bucket, pending in self._reducing.items():
+        for bucket, pending in reducing.items():
             mine = pending.wait()
             if self.zero == 2:
                 self.shards[bucket].grads.add_(mine)
-        self._reducing.clear()
+        reducing.clear()
 
     @staticmethod
     def _accumulate(p: torch.Tensor) -> None:
@@ -242,6 +257,13 @@ class FlatChunk:
         for bucket, span in enumerate(self.layout.buckets):
             start, stop = self.layout.shard(bucket, data.rank, data.size)
             self._gathering.append(all_gather_into(self.params[span.start : span.stop], self.params[start:stop], data))
+        if not self.overlap:
+            self.finish_gather()
+
+    @property
+    def gathering(self) -> bool:
+        """Whether a gather is under way."""
+        return bool(self._gathering)
 
     def finish_gather(self) -> None:
         """Wait until the chunk's parameters are whole."""

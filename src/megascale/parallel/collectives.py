@@ -15,11 +15,19 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the grid as this rank sees it: its process group, how many ranks, which one."""
+    """One axis of the grid as this rank sees it.
+
+    Attributes:
+        group: its process group, None for a group of one.
+        size, rank: how many ranks, and which one this is.
+        overlap: how tensor-parallel products hide their collective: "fused" (symmetric memory), "async" (the
+            collective runs beside independent products) or "off".
+    """
 
     group: Any = None
     size: int = 1
     rank: int = 0
+    overlap: str = "async"
 
 
 ALONE = Axis()

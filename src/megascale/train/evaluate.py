@@ -31,19 +31,25 @@ class Evaluation:
 
 
 def evaluate_file(engine: Engine, config: Config, prefix: str, samples: int | None = None) -> Evaluation:
-    """Run the model over a token file, every token a target once; `samples` bounds the windows read (evenly spread)."""
-    held_out = HeldOut(prefix, config.model.sequence_length, config.model.vocab_size)
+    """Run the model over a token file, every token a target once; `samples` bounds the windows read (evenly spread).
+
+    Collective: every rank of the engine's world calls it; data-parallel ranks share the windows.
+    """
+    length, size = config.model.sequence_length, config.train.micro_batch
+    held_out = HeldOut(prefix, length, config.model.vocab_size)
     count = held_out.windows if samples is None else min(samples, held_out.windows)
     chosen = [i * held_out.windows // count for i in range(count)]
-    size = config.train.micro_batch
-    total, tokens = 0.0, 0
-    for start in range(0, count, size):
-        inputs, targets = held_out.rows(chosen[start : start + size])
+    engine.whole()
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for start in range(engine.data_rank * size, count + engine.data_rank * size, size * engine.layout.grid.data):
+        mine = chosen[start : start + size]
+        inputs, targets = held_out.rows(mine + [0] * (size - len(mine)))
+        targets[len(mine) :] = IGNORE  # shapes never change, so a last batch is filled up with what counts nothing
         columns = [torch.from_numpy(x).t().contiguous().to(engine.device) for x in (inputs, targets)]
-        total += float(engine.losses(columns[0], columns[1]).sum(dtype=torch.float64))
-        tokens += int((targets != IGNORE).sum())
-    part = part_of(prefix)
-    whole = count == held_out.windows and part is not None
-    loss = total / max(tokens, 1)
-    bits = bits_per_byte(loss, tokens, part.bytes) if whole and part is not None else None
-    return Evaluation(loss, tokens, bits, part.compressed if whole and part is not None else None)
+        total += engine.losses(columns[0], columns[1])
+    tokens = sum(min(length, held_out.tokens - window * length) for window in chosen)
+    loss = float(total) / tokens
+    part = part_of(prefix) if count == held_out.windows else None
+    if part is None:
+        return Evaluation(loss, tokens, None, None)
+    return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes), part.compressed)

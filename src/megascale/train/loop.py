@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -15,12 +16,14 @@ from megascale import checkpoint
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
-from megascale.core.grid import Grid
+from megascale.core.layout import lay_out
 from megascale.core.status import StatusFile
 from megascale.data.samples import SampleSource
 from megascale.errors import MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal
 from megascale.optim.schedule import learning_rate
+from megascale.rendezvous.groups import shutdown
+from megascale.rendezvous.start import initialise
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluate import Evaluation, evaluate_file
 from megascale.train.processes import Place, memory_gib
@@ -78,11 +81,15 @@ class Trainer:
         self.config, self.place = config, place
         self.folder = RunFolder(config.run_folder)
         self.leader = place.rank == 0
-        self.grid = Grid.of_world(
-            place.world, config.parallel.tensor, config.parallel.pipeline, config.parallel.data, place.local_world
-        )
+        self.layout = lay_out(config, place.world)
+        self.grid = self.layout.grid
         self.source = SampleSource(config)
-        self.engine = Engine(config, self.grid, place.device)
+        self.groups = None
+        if place.world > 1:
+            self.groups = initialise(
+                config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device
+            )
+        self.engine = Engine(self.layout, self.groups, place.device)
         self.step = 0
         self.consumed = 0
         self.tokens_per_sample = config.model.sequence_length
@@ -90,6 +97,9 @@ class Trainer:
         self.peak = config.observe.peak_tflops or device_peak(name)
         self.sinks: list[Sink] = []
         self._unread: tuple[dict[str, Any], StepResult] | None = None
+        self._stopping = False  # agreed by all ranks
+        self._started = self._read_at = 0.0
+        self._loss: float | None = None
 
     # the run ----------------------------------------------------------------------------------------------------
 
@@ -102,23 +112,22 @@ class Trainer:
             self.folder.config.write_text(self.config.to_toml())
         self._resume()
         self._open_sinks()
-        loss = None
         try:
             with Interrupts() as interrupts:
                 last_saved = self.step
                 stop = min(train.steps, self.step + (train.stop_after or train.steps))
-                while self.step < stop and not interrupts.wanted:
-                    self._train_step()
+                while self.step < stop and not self._stopping:
+                    self._train_step(interrupts.wanted)
                     if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                         self._evaluate(train.eval_samples)
                     every = self.config.checkpoint.interval
                     if every and self.step % every == 0 and self.step < stop:
                         self._save()
                         last_saved = self.step
-                loss = self._flush()
+                self._flush()
                 if self.step > last_saved:
                     self._save()
-                if interrupts.wanted:
+                if self._stopping:
                     self._event(Event.INTERRUPTED, step=self.step)
                     self._say(f"interrupted; step {self.step} is saved, the same command goes on from there")
                     raise KeyboardInterrupt
@@ -126,7 +135,7 @@ class Trainer:
             evaluation = self._evaluate(None) if finished else None
             self._event(Event.RUN_FINISHED, step=self.step, finished=finished)
             self.status.update("done", self.step)
-            return Result(self.step, finished, loss, evaluation)
+            return Result(self.step, finished, self._loss, evaluation)
         except MegascaleError as error:
             self.status.update("failed", self.step, message=str(error))
             self._event(Event.RUN_FAILED, step=self.step, message=str(error))
@@ -135,15 +144,19 @@ class Trainer:
             for sink in self.sinks:
                 sink.close()
             self.status.close()
+            if self.groups is not None:
+                failure = sys.exc_info()[0]
+                shutdown(self.groups, failed=failure is not None and failure is not KeyboardInterrupt)
 
     # one step ---------------------------------------------------------------------------------------------------
 
-    def _train_step(self) -> None:
+    def _train_step(self, wants_stop: bool) -> None:
         train = self.config.train
         step, first, started = self.step + 1, self.consumed, time.perf_counter()
         self.status.update("train", step)
         rate = learning_rate(self.config.lr, step, train.steps)
-        result = self.engine.step(self._batches(first), step, rate)
+        self.engine.start_gather()
+        result = self.engine.step(self._batches(first), step, rate, wants_stop)
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
         self.step, self.consumed = step, first + train.global_batch
@@ -176,14 +189,15 @@ class Trainer:
 
         return batch
 
-    def _flush(self) -> float | None:
+    def _flush(self) -> None:
         """Read the last step's numbers, record them, and stop the run if they are no numbers."""
         if self._unread is None:
-            return None
+            return
         (record, result), self._unread = self._unread, None
         loss, norm = float(result.loss), float(result.grad_norm)
+        self._stopping = self._stopping or bool(result.stop > 0)
         now = time.perf_counter()
-        seconds = now - max(self._started, getattr(self, "_read_at", 0.0))
+        seconds = now - max(self._started, self._read_at)
         self._read_at = now
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
@@ -201,7 +215,7 @@ class Trainer:
                 f"Lower --lr.peak (now {self.config.lr.peak:g}), lengthen --lr.warmup_steps (now "
                 f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
             )
-        return loss
+        self._loss = loss
 
     # checkpoints and evaluation ---------------------------------------------------------------------------------
 

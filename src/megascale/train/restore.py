@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from megascale import checkpoint
-from megascale.config import Config, load
-from megascale.core.grid import Grid
+from megascale.config import Config, ParallelConfig, load
+from megascale.core.layout import lay_out
 from megascale.errors import DataError
 from megascale.train.engine import Engine
 
@@ -22,11 +22,11 @@ def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tupl
     if not file.exists():
         raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    config = load(file, ["--parallel.tensor=1", "--parallel.pipeline=1", "--parallel.virtual_stages=1"])
-    parallel = config.parallel.model_copy(update={"data": None})
+    config = load(file)
+    parallel = ParallelConfig()
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
     config = config.model_copy(update={"parallel": parallel, "train": train})
-    engine = Engine(config, Grid(), torch.device(kind))
+    engine = Engine(lay_out(config, 1), None, torch.device(kind))
     shards = [checkpoint.Shard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
     checkpoint.load(run / "checkpoints", shards, step=step)
     engine.loaded()

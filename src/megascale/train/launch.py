@@ -1,0 +1,141 @@
+"""Starts the processes of a run on this host, one a rank, and ends them together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from megascale.config import Config
+from megascale.errors import EXIT_INTERRUPTED, FitError
+
+# After one process has failed the others get this long to say what they saw before they are ended.
+GRACE_SECONDS = 10.0
+
+
+def processes_wanted(config: Config, gpus: int) -> int:
+    """Processes that `megascale train` starts here.
+
+    On GPUs one a device unless parallel.data says fewer; on CPU tensor x pipeline x data (data: 1 by default).
+    Raises FitError for more ranks than GPUs.
+    """
+    parallel = config.parallel
+    model = parallel.tensor * parallel.pipeline
+    use_gpus = gpus > 0 and config.train.device != "cpu"
+    if parallel.data is None:
+        return max(1, gpus // model) * model if use_gpus else model
+    wanted = model * parallel.data
+    if use_gpus and wanted > gpus:
+        raise FitError(
+            f"parallel.tensor x pipeline x data = {parallel.tensor} x {parallel.pipeline} x {parallel.data} = {wanted} "
+            f"ranks but this host has {gpus} GPUs; lower one of them or start on more hosts with torchrun"
+        )
+    return wanted
+
+
+def started_by_launcher() -> bool:
+    """Whether somebody (torchrun, an agent, this module) has already made this process one of several ranks."""
+    return "RANK" in os.environ
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan trains on
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch(words: list[str], world: int, logs: Path) -> int:
+    """Run `megascale WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
+
+    SIGINT and SIGTERM are passed on once. When a rank fails the others are ended too. Returns the exit code of the
+    first failure, 130 after an interruption, else 0.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "megascale.cli.main", *words]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
+    common["LOCAL_WORLD_SIZE"] = str(world)
+    ranks: list[subprocess.Popen[bytes]] = []
+    interrupted = False
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(world):
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            out = None
+            if rank > 0:
+                out = open(logs / f"rank-{rank}.log", "ab")  # noqa: SIM115 - inherited by the child
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=out,
+                    stderr=subprocess.STDOUT if out else None,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,
+                )
+            )
+            if out is not None:
+                out.close()
+        return _watch(ranks, logs, lambda: interrupted)
+    finally:
+        _end(ranks)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interrupted) -> int:
+    first: tuple[int, int] | None = None
+    deadline = float("inf")
+    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+        if first is None:
+            first = next(((r, p.returncode) for r, p in enumerate(ranks) if p.returncode), None)
+            if first is not None:
+                deadline = time.monotonic() + GRACE_SECONDS
+        time.sleep(0.05)
+    first = first or next(((r, p.returncode) for r, p in enumerate(ranks) if p.returncode), None)
+    if first is None:
+        return 0
+    rank, code = first
+    if interrupted() and all(p.returncode in (0, EXIT_INTERRUPTED) for p in ranks):
+        return EXIT_INTERRUPTED
+    if rank > 0:
+        # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
+        log = logs / f"rank-{rank}.log"
+        if ranks[0].returncode != code:
+            tail = log.read_text(errors="replace").splitlines()[-15:]
+            print(f"rank {rank} ended with {_named(code)}; the end of {log}:", *tail, sep="\n  ", file=sys.stderr)
+    return code if code > 0 else 1
+
+
+def _named(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + 3.0
+    for process in ranks:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
