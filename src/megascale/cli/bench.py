@@ -1,11 +1,4 @@
-BENCHES: tuple[str, ...] = (
-    "bench",
-    "init",
-    "kernels",
-    "rich",
-    "schedules",
-    "tokenize",
-)
+"""`megascale bench NAME`: measurements, each a module of `megascale.bench` that prints a table and writes JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +6,28 @@ import importlib
 
 import typer
 
+# Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
 BENCHES: tuple[str, ...] = (
-    "bench",
     "init",
     "kernels",
-    "rich",
     "schedules",
     "tokenize",
+    "train",
 )
+
+
+def register(app: typer.Typer) -> None:
+    """Add `bench` with one sub-command a module."""
+    bench = typer.Typer(
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        help="Measure: each prints a table and writes JSON.",
+    )
+
+    @bench.callback()
+    def _several() -> None:
+        """Measure: each bench prints a table and writes JSON. Example: megascale bench kernels --out kernels.json"""
+
+    for name in BENCHES:
+        importlib.import_module(f"megascale.bench.{name}").register(bench)
+    app.add_typer(bench, name="bench")
