@@ -161,6 +161,19 @@ def test_switches_undo_themselves():
         switch(MEGASCALE, ["magic"], True)
 
 
+def test_the_configuration_decides_what_it_names():
+    config = configuration.load(EXAMPLE)
+    software = own_software(config, MEGASCALE)
+    assert software.parallel_block
+    assert software.window == config.model.window
+    assert software.tp_overlap
+    plain = ["overlap.tensor=off", "overlap.data=false", "kernels.mode=reference", "kernels.attention=flash"]
+    off = own_software(configuration.load(EXAMPLE, [*plain, "parallel.zero=0", "model.block=serial"]), MEGASCALE)
+    assert not (off.tp_overlap or off.dp_overlap or off.fused_operators or off.parallel_block)
+    assert off.attention == "flash2"
+    assert not off.distributed_optimizer
+
+
 @pytest.mark.parametrize(
     ("text", "points"),
     [("gpus=256:1024", [256, 512, 1024]), ("a.b=1,2.5,x", [1, 2.5, "x"]), ("gpus=3:4", [3])],
