@@ -101,8 +101,11 @@ class ModelConfig(Section):
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     def layer_window(self, layer: int) -> int | None:
-        """The sliding window of `layer` (0-based) in tokens, or None for full attention."""
-        if self.window is None or self.window >= self.sequence_length:
+        """The sliding window of `layer` (0-based) in tokens, or None for full attention.
+
+        One as long as the training sequence stays a window: generation may go further.
+        """
+        if self.window is None:
             return None
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "S" else None
 
@@ -132,10 +135,22 @@ class DataConfig(Section):
     train: list[str] = Field(
         default_factory=list, description="token files (path without .bin/.idx); more than one makes a blend"
     )
-    weights: list[float] | None = Field(None, description="blend weights, one a file; default: by tokens")
+    weights: list[float] | None = Field(
+        None, description="shares of the samples, one a file, in any unit; default: every window once an epoch"
+    )
     valid: str | None = Field(None, description="held-out token file (path without .bin/.idx)")
     tokenizer: str | None = Field(None, description="tokenizer.json; default: the one beside the first train file")
     shuffle: bool = Field(True, description="draw samples in a random order that is a pure function of train.seed")
+
+    @model_validator(mode="after")
+    def _weights(self) -> DataConfig:
+        bad = [w for w in self.weights or () if not 0 < w < float("inf")]
+        if bad:
+            raise ValueError(
+                f"data.weights={self.weights} has the weight {bad[0]}; weights are positive numbers: leave a file out "
+                "of data.train to give it none"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -169,7 +184,48 @@ class ParallelConfig(Section):
     pipeline: int = Field(1, ge=1, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, description="model chunks a stage (interleaved 1F1B when above 1)")
     data: int | None = Field(None, ge=1, description="data-parallel ranks; default: what is left of the world")
+    layer_split: list[int] | None = Field(
+        None, description="layers of each model chunk, in model order; default: balanced with the logits"
+    )
+    zero: Literal[0, 1, 2] = Field(
+        1,
+        description="0: all replicated; 1: optimizer state sharded over data-parallel ranks, gradients reduced once "
+        "a step; 2: fp32 gradients sharded too, reduced after every micro-batch",
+    )
+    bucket_elements: int = Field(
+        40_000_000, ge=1, description="parameters in one data-parallel message; smaller hides more, larger moves faster"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="activations computed again in backward: selective: norms and the MLP's activation; "
+        "full: whole layers from their input",
+    )
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
+
+
+class OverlapConfig(Section):
+    """How communication hides under compute. What is asked for and cannot be had is an error; auto says what it took."""
+
+    tensor: Literal["auto", "fused", "async", "off"] = Field(
+        "auto",
+        description="fused: products pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
+        "async: collectives beside independent products; auto: fused where it works, else async",
+    )
+    data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
+
+
+class KernelsConfig(Section):
+    """Which implementation the operators run."""
+
+    mode: Literal["auto", "fused", "reference"] = Field(
+        "auto",
+        description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
+        "auto: fused where they can run, and a printed line where not",
+    )
+    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "sdpa"] = Field(
+        "auto",
+        description="attention kernel; auto measures at start-up those that implement the layer's mask",
+    )
 
 
 class TrainConfig(Section):
@@ -201,6 +257,30 @@ class CheckpointConfig(Section):
     interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(2, ge=1, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
+    location: str | None = Field(
+        None, description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder"
+    )
+    background: bool = Field(
+        False,
+        description="copy the state to host memory under the next step and let a service write it; "
+        "needs host memory of slots x the state",
+    )
+    slots: int = Field(1, ge=1, le=4, description="copies of the state in host memory when background is on")
+    memory_interval: int = Field(
+        0, ge=0, description="steps between copies to host memory that are not written; 0: only those written"
+    )
+    replicas: bool = Field(False, description="also keep each copy in another host's memory (2 x the state there)")
+    replica_address: str = Field(
+        "127.0.0.1", description="address on which this host takes other hosts' copies; auto: the host's own address"
+    )
+    linger: float = Field(60.0, ge=0, description="seconds the service waits for new trainers before it ends")
+
+    @model_validator(mode="after")
+    def _background(self) -> CheckpointConfig:
+        if not self.background and (self.replicas or self.memory_interval):
+            key = "replicas=true" if self.replicas else f"memory_interval={self.memory_interval}"
+            raise ValueError(f"checkpoint.{key} needs the checkpoint service; set checkpoint.background=true")
+        return self
 
 
 class RendezvousConfig(Section):
@@ -253,6 +333,12 @@ class ObserveConfig(Section):
     """What a run tells about itself."""
 
     tensorboard: bool = True
+    wandb: str | None = Field(
+        None,
+        min_length=1,
+        description="Weights & Biases project to report to (pip install 'megascale[wandb]'); its own environment "
+        "variables hold, such as WANDB_MODE=offline",
+    )
     progress: bool = Field(True, description="live progress line on a terminal")
     peak_tflops: float | None = Field(
         None,
@@ -269,6 +355,8 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr: LrConfig = LrConfig()
     parallel: ParallelConfig = ParallelConfig()
+    overlap: OverlapConfig = OverlapConfig()
+    kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     rendezvous: RendezvousConfig = RendezvousConfig()

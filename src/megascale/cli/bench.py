@@ -1,4 +1,4 @@
-"""`megascale bench NAME`: the measurements behind the documents, one module of `megascale.bench` each."""
+"""`megascale bench NAME`: measurements, each a module of `megascale.bench` that prints a table and writes JSON."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ import importlib
 
 import typer
 
-# Each module has `register(app)` that adds one command and imports heavy packages only inside its functions.
-BENCHES: tuple[str, ...] = ("init",)
+# Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
+BENCHES: tuple[str, ...] = (
+    "init",
+    "kernels",
+    "schedules",
+    "tokenize",
+    "train",
+)
 
 
 def register(app: typer.Typer) -> None:
-    """Add the `bench` group."""
+    """Add `bench` with one sub-command a module."""
     bench = typer.Typer(
-        name="bench",
-        help="Measure a part of the system: a table on the terminal, figures in a JSON file.",
         no_args_is_help=True,
+        rich_markup_mode="rich",
+        help="Measure: each prints a table and writes JSON.",
     )
+
+    @bench.callback()
+    def _several() -> None:
+        """Measure: each bench prints a table and writes JSON. Example: megascale bench kernels --out kernels.json"""
+
     for name in BENCHES:
         importlib.import_module(f"megascale.bench.{name}").register(bench)
-    app.add_typer(bench)
+    app.add_typer(bench, name="bench")

@@ -11,14 +11,26 @@ import typer
 from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
 # Each module has `register(app)`. They import heavy packages only inside their functions, so --help is quick.
-COMMANDS: tuple[str, ...] = ("bench",)
+COMMANDS: tuple[str, ...] = (
+    "data",
+    "plan",
+    "train",
+    "evaluate",
+    "generate",
+    "plot",
+    "convert",
+    "checkpoint",
+    "simulate",
+    "bench",
+    "doctor",
+)
 
 app = typer.Typer(
     name="megascale",
     help="Train large language models at any scale with nobody watching.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

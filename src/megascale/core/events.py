@@ -8,6 +8,7 @@ from enum import StrEnum
 class Event(StrEnum):
     """What happened to a run, in the order in which a calm run meets them."""
 
+    IMPORTED = "imported"
     RUN_STARTED = "run_started"
     RESUMED = "resumed"
     CHECKPOINT_SAVED = "checkpoint_saved"

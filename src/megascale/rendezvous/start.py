@@ -29,7 +29,7 @@ from megascale.core.grid import Grid
 from megascale.errors import ConfigError, TrainingError
 from megascale.rendezvous.agree import agree
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
-from megascale.rendezvous.groups import Groups, make_groups
+from megascale.rendezvous.groups import Groups, lost_peer, make_groups
 
 PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
 # Seconds that the keys of a failed start stay, so that every rank can still read what went wrong.
@@ -71,6 +71,15 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         groups = _start_groups(config, store, rank, world, device, lap)
     except StoreFault as error:
         raise TrainingError(str(error)) from None
+    except RuntimeError as error:
+        why = lost_peer(error)
+        if why is None:
+            raise
+        raise TrainingError(
+            f"rank {rank} lost contact with another of the {world} ranks while they connected ({why}): one ended or "
+            "hangs, or its network broke; look at the log of the rank that stopped first, and where "
+            f"rendezvous.group_timeout={config.rendezvous.group_timeout:g} seconds are too few raise it"
+        ) from error
     groups.timings = {**timings, **groups.timings}
     atexit.register(_at_exit, weakref.ref(groups))
     return groups
@@ -252,7 +261,7 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
             ) from None
         raise TrainingError(
             f"rank {rank} could not reach the store of rank 0 at MASTER_ADDR={host} MASTER_PORT={port} within "
-            f"rendezvous.timeout={timeout:g} seconds: rank 0 did not come, or the address is wrong "
+            f"rendezvous.timeout={round(timeout, 1):g} seconds: rank 0 did not come, or the address is wrong "
             f"({_first_line(error)})"
         ) from None
     return store

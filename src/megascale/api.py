@@ -1,0 +1,177 @@
+"""MegaScale from Python: the few names that the command line itself is made of.
+
+from megascale.api import load_config, train
+result = train(load_config("examples/stdlib.toml", ["--train.steps=100"]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascale.config import Config
+from megascale.config import load as load_config
+from megascale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megascale.data.build import Built
+    from megascale.train.convert import Converted
+    from megascale.train.evaluate import Evaluation
+    from megascale.train.loop import Result
+
+__all__ = [
+    "Description",
+    "build_data",
+    "describe",
+    "evaluate",
+    "export_model",
+    "generate",
+    "import_model",
+    "load_config",
+    "resolve",
+    "train",
+]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a configuration amounts to, before any step.
+
+    Attributes:
+        config: resolved (vocabulary known).
+        parameters, embedding_parameters: trained numbers in all, and in embeddings and logits.
+        flops_per_token: forward and backward, under core.flops.CONVENTION.
+        state_bytes: weights, gradients and optimizer state of one process that holds the whole model.
+        tokens: of the whole run.
+    """
+
+    config: Config
+    parameters: int
+    embedding_parameters: int
+    flops_per_token: float
+    state_bytes: int
+    tokens: int
+
+
+def resolve(config: Config) -> Config:
+    """Fill in what depends on data: the vocabulary size from the tokenizer; checks that both agree.
+
+    Raises ConfigError or DataError as the tokenizer is missing or does not fit model.vocab_size.
+    """
+    if not config.data.train and config.model.vocab_size is not None:
+        return config
+    from megascale.data.tokenizer import tokenizer_for
+
+    if config.model.vocab_size is not None and config.data.tokenizer is None:
+        return config
+    size = tokenizer_for(config.data).vocab_size
+    if config.model.vocab_size is None:
+        model = config.model.model_copy(update={"vocab_size": size})
+        return config.model_copy(update={"model": model})
+    if config.model.vocab_size < size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {size} tokens; "
+            f"drop the key or set --model.vocab_size={size}"
+        )
+    return config
+
+
+def describe(config: Config) -> Description:
+    """Sizes of a run without starting it."""
+    from megascale.core.flops import flops_per_token, parameters
+
+    config = resolve(config)
+    total = parameters(config.model)
+    wide = 8 if config.train.precision == "float64" else 4
+    weights = {"bfloat16": 2 + wide, "float32": wide, "float64": wide}[config.train.precision]
+    return Description(
+        config,
+        total,
+        total - parameters(config.model, embeddings=False),
+        flops_per_token(config.model).training,
+        total * (weights + 3 * wide),
+        config.train.steps * config.train.global_batch * config.model.sequence_length,
+    )
+
+
+def build_data(out: str | Path, **options: object) -> Built:
+    """Make a data set folder; see megascale.data.build.build for the options."""
+    from megascale.data.build import build
+
+    return build(out, **options)  # type: ignore[arg-type]
+
+
+def train(config: Config) -> Result:
+    """Train as this process's rank of the world (alone, or as one of several that were started); resumes by itself.
+
+    Raises MegascaleError subclasses with a message for a person; KeyboardInterrupt after a clean interruption.
+    """
+    from megascale.train.loop import Trainer
+    from megascale.train.processes import find_place
+
+    config = resolve(config)
+    return Trainer(config, find_place(config)).run()
+
+
+def evaluate(run: str | Path, file: str | None = None, *, step: int | None = None, device: str = "auto") -> Evaluation:
+    """Loss of a run's checkpoint on a token file (default: the run's own data.valid)."""
+    from megascale.train.evaluate import evaluate_file
+    from megascale.train.restore import restore
+
+    engine, config = restore(Path(run), step=step, device=device)
+    prefix = file or config.data.valid
+    if prefix is None:
+        raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
+    return evaluate_file(engine, config, prefix)
+
+
+def generate(
+    run: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    step: int | None = None,
+    device: str = "auto",
+) -> Iterator[str]:
+    """Continue `prompt` with a run's checkpoint, piece by piece (the prompt itself is not repeated).
+
+    The text ends after `tokens` tokens, at the tokenizer's end of a document, or before the first of the texts `stop`.
+    """
+    from megascale.data.tokenizer import tokenizer_for
+    from megascale.train.generate import Sampling, generate_tokens, text_of
+    from megascale.train.restore import restore_model
+
+    model, config = restore_model(Path(run), step=step, device=device)
+    tokenizer = tokenizer_for(config.data)
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)
+    yield from text_of(tokenizer, made, stop)
+
+
+def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Converted:
+    """Make a run folder of a Hugging Face folder; see megascale.train.convert."""
+    from megascale.train import convert
+
+    return convert.import_model(Path(folder), Path(run), sequence_length=sequence_length)
+
+
+def export_model(run: str | Path, out: str | Path, **options: Any) -> Converted:
+    """Write a run's model as a folder that `transformers` loads; see megascale.train.convert for the options."""
+    from megascale.train import convert
+
+    return convert.export_model(Path(run), Path(out), **options)
+
+
+def visible_gpus() -> int:
+    """CUDA devices that this process sees."""
+    import torch
+
+    return torch.cuda.device_count()

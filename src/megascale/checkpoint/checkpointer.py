@@ -1,0 +1,165 @@
+"""Checkpoints of a run as its configuration asks for them: at once or in the background, from memory or storage."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megascale.checkpoint import folder as folders
+from megascale.checkpoint import pending, service, wire
+from megascale.checkpoint.layout import Shard
+from megascale.checkpoint.loader import LoadReport, load, say
+from megascale.checkpoint.memory import find_held, load_held
+from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.saver import save_to
+from megascale.checkpoint.snapshot import Outcome, Snapshots
+from megascale.checkpoint.storage import open_storage
+from megascale.config import CheckpointConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """What a training loop needs; every method but `poll` and `due` is collective over the group.
+
+    The loop: `load` once; each step forward and backward, `before_update`, the optimizer's update, then `save` where
+    `due` says so; `finish` at the end. Outcomes of saves come from `save`, `poll` and `finish`, in order.
+
+    Args:
+        config: the [checkpoint] section.
+        run: the run folder.
+        shards: this process's boxes, views on live memory.
+        group: the processes of the run; None: the default group, or this process alone.
+        domain: this host's fault domain (rack, switch), for replicas; default: each host its own.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run: Path,
+        shards: Sequence[Shard],
+        *,
+        group: ProcessGroup | None = None,
+        domain: str = "",
+    ) -> None:
+        self.config, self.run, self.shards, self.domain = config, run, shards, domain
+        self.group, self.peers = group, Peers(group)
+        self.folder: Path | str = config.location or run / "checkpoints"
+        self.loaded_from: Literal["nothing", "memory", "a peer's memory", "storage"] = "nothing"
+        self._above = 0
+        self._snapshots: Snapshots | None = None
+        self._ready: list[Outcome] = []
+
+    def due(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
+        """What the state after `step` is saved to; `last`: training ends here."""
+        c = self.config
+        if last or (c.interval and step % c.interval == 0):
+            return "storage"
+        return "memory" if c.memory_interval and step % c.memory_interval == 0 else None
+
+    def load(self, step: int | None = None, report: LoadReport | None = None) -> dict[str, Any] | None:
+        """Fill the shards from the newest state there is (or that of `step`) and return what was saved with it; None
+        if there is none. Own memory comes before a peer's, that before storage, if it is as new.
+
+        Raises DataError as `loader.load` does.
+        """
+        storage = open_storage(self.folder)
+        newest = None
+        if self.peers.rank == 0:
+            pending.finish_pending(storage)
+            commits = [c for c in folders.survey(storage)[0] if step in (None, c.step)]
+            newest = (max((c.sequence for c in commits), default=0), folders.identity(storage))
+        sequence, identity = self.peers.share(newest)
+        if self.config.background and identity:
+            state = self._load_held(sequence, identity, step, report)
+            if state is not None:
+                return state
+        there = self.peers.share(bool(folders.step_folders(storage)) if self.peers.rank == 0 else None)
+        if not there and step is None:
+            return None
+        state = load(self.folder, self.shards, step=step, group=self.group, report=report)
+        self.loaded_from = "storage"
+        return state
+
+    def _load_held(
+        self, sequence: int, identity: str, step: int | None, report: LoadReport | None
+    ) -> dict[str, Any] | None:
+        sock = service.connect(wire.private_folder(self.run), self.config.linger, self._log_file)
+        try:
+            held = find_held(sock, self.peers, identity)
+            if held is None or held.sequence < sequence or step not in (None, held.step):
+                return None
+            result = load_held(sock, held, self.shards, self.peers, report)
+        finally:
+            sock.close()
+        if isinstance(result, str):
+            if self.peers.rank == 0:
+                say(f"the state of step {held.step} in memory is damaged ({result}); loading from storage instead")
+            return None
+        self.loaded_from = "a peer's memory" if held.copies else "memory"
+        self._above = held.sequence
+        return result
+
+    @property
+    def _log_file(self) -> Path:
+        return self.run / "logs" / "checkpoint-service.log"
+
+    def save(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
+        """Save the state after `step`; False if it was skipped because the last save is still under way.
+
+        Args:
+            state: what else to keep, as JSON; the first process's counts.
+            persist: write it to storage; False: keep it in memory only (background).
+            wait: rather wait than skip; for the last save of a run.
+
+        Raises TrainingError at once if saving in the foreground fails; in the background the outcome says so.
+        """
+        if not self.config.background:
+            begun = time.monotonic()
+            size = save_to(open_storage(self.folder), step, self.shards, state, self.config.keep, self.peers)
+            took = time.monotonic() - begun
+            self._ready.append(Outcome(step, self.peers.rank == 0, bytes=size, stall=took, seconds=took))
+            return True
+        return self._background().start(step, state, persist=persist, wait=wait)
+
+    def _background(self) -> Snapshots:
+        if self._snapshots is None:
+            c = self.config
+            self._snapshots = Snapshots(
+                self.folder,
+                self.shards,
+                run=self.run,
+                keep=c.keep,
+                peers=self.peers,
+                above=self._above,
+                slots=c.slots,
+                replicas=c.replicas,
+                address=c.replica_address,
+                domain=self.domain,
+                linger=c.linger,
+            )
+            log.info("staging memory: %s bytes on this process", f"{self._snapshots.memory:,}")
+        return self._snapshots
+
+    def before_update(self) -> None:
+        """Let a copy under way finish before the state changes: call it before each optimizer update."""
+        if self._snapshots is not None:
+            self._snapshots.before_update()
+
+    def poll(self) -> list[Outcome]:
+        """Saves that have come to an end since the last call."""
+        ready, self._ready = self._ready, []
+        return ready + (self._snapshots.poll() if self._snapshots is not None else [])
+
+    def finish(self, over: bool = True) -> list[Outcome]:
+        """Wait until everything begun is saved; as `poll`. `over`: the run is, so the service need not wait on."""
+        if self._snapshots is not None:
+            self._ready += self._snapshots.finish(goodbye=over)
+            self._snapshots = None
+        return self.poll()

@@ -1,0 +1,334 @@
+"""A folder of checkpoints: `step-N/` each, complete only with its COMMIT file. Listing, committing, pruning. No torch.
+
+Files of one save carry its generation in their names; COMMIT, put in place last and in one piece, names them with
+their sizes and checksums. So a step saved again never harms the one that is there, everything that COMMIT does not
+name is a leftover, and it works the same on storage that cannot rename. A generation begins with the save's number in
+its folder, counted up over all attempts: the newest commit is the one with the highest number, whatever the clock or
+the step says (a run that went back to an earlier step goes on from there).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascale.checkpoint.archive import crc32
+from megascale.checkpoint.index import Index
+from megascale.checkpoint.storage import Storage, open_storage
+from megascale.errors import DataError
+
+COMMIT = "COMMIT"
+FORMAT = 1
+METADATA = ".metadata"
+_IDENTITY = "ID"
+_STEP = re.compile(r"step-(\d+)")
+_GENERATION = re.compile(r"(\d{8})-[0-9a-f]{8}")
+Place = Storage | Path | str
+
+
+class Damaged(Exception):
+    """A committed checkpoint that is not what was written: the message says which file and how."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What COMMIT says.
+
+    Attributes:
+        step: optimizer steps done.
+        generation: number of this save in its folder and a random part; begins the names of its files.
+        files: name to (bytes, CRC-32) of every file that belongs to it.
+        state: what the trainer gave besides tensors.
+    """
+
+    step: int
+    generation: str
+    files: dict[str, tuple[int, int]]
+    state: dict[str, Any]
+
+    @property
+    def sequence(self) -> int:
+        """Number of this save in its folder."""
+        return int(self.generation[:8])
+
+    @property
+    def index_file(self) -> str:
+        """Name of the index."""
+        return f"{self.generation}-index.npz"
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(size for size, _ in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """COMMIT's text: one JSON object, then its checksum."""
+        body = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True).encode()
+        return body + b"\n" + f"{crc32(body):08x}\n".encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Commit:
+        """The inverse; Damaged if the text was altered or cut."""
+        body, _, checksum = data.partition(b"\n")
+        if checksum.strip() != f"{crc32(body):08x}".encode():
+            raise Damaged("COMMIT does not match its own checksum")
+        record = json.loads(body)
+        if record.pop("format") != FORMAT:
+            raise Damaged("COMMIT is of a format that this version does not know")
+        record["files"] = {name: (size, crc) for name, (size, crc) in record["files"].items()}
+        return cls(**record)
+
+
+def step_name(step: int) -> str:
+    """Name of a step's folder."""
+    return f"step-{step}"
+
+
+def read_commit(storage: Storage, step: int) -> Commit | None:
+    """The commit of a step, None without one; Damaged if it cannot be read."""
+    try:
+        data = bytes(storage.read(f"{step_name(step)}/{COMMIT}"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise Damaged(f"COMMIT cannot be read: {error}") from None
+    return Commit.from_bytes(data)
+
+
+def read_index(storage: Storage, commit: Commit) -> Index:
+    """The commit's index, its checksum checked; Damaged if it is not what was written."""
+    name = commit.index_file
+    try:
+        data = bytes(storage.read(f"{step_name(commit.step)}/{name}"))
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read: {error}") from None
+    if (len(data), crc32(data)) != commit.files.get(name):
+        raise Damaged(f"{name} is not what was written ({len(data)} bytes)")
+    return Index.from_bytes(data)
+
+
+def check_sizes(storage: Storage, commit: Commit) -> None:
+    """Damaged if a file of the commit is missing or of another length: quick, reads nothing."""
+    for name, (size, _) in commit.files.items():
+        try:
+            actual = storage.size(f"{step_name(commit.step)}/{name}")
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error}") from None
+        if actual is None:
+            raise Damaged(f"{name} is missing")
+        # torch's own copy of the index is rewritten when a step is saved again; nothing of ours reads it.
+        if actual != size and name != METADATA:
+            raise Damaged(f"{name} is {actual} bytes long, {size} were written")
+
+
+def step_folders(storage: Storage) -> list[int]:
+    """Steps that have a folder, committed or not, ascending."""
+    return sorted(int(m.group(1)) for name in storage.list() if (m := _STEP.fullmatch(name)))
+
+
+def survey(storage: Storage) -> tuple[list[Commit], dict[int, str]]:
+    """Readable commits, newest first, and the steps whose COMMIT cannot be read, with why."""
+    good, damaged = [], {}
+    for step in step_folders(storage):
+        try:
+            commit = read_commit(storage, step)
+            good += [commit] if commit is not None else []
+        except Damaged as damage:
+            damaged[step] = str(damage)
+    return sorted(good, key=lambda commit: -commit.sequence), damaged
+
+
+def latest(folder: Place) -> int | None:
+    """Step of the newest committed checkpoint, None if there is none."""
+    return next((commit.step for commit in survey(open_storage(folder))[0]), None)
+
+
+def steps(folder: Place) -> list[int]:
+    """Steps of all committed checkpoints, ascending."""
+    return sorted(commit.step for commit in survey(open_storage(folder))[0])
+
+
+def new_generation(storage: Storage, above: int = 0) -> str:
+    """A generation numbered above every save that was ever begun here, whole or not, and above a given number."""
+    highest = above
+    for step in step_folders(storage):
+        for name in storage.list(step_name(step)):
+            if match := _GENERATION.match(name):
+                highest = max(highest, int(match.group(1)))
+    return f"{highest + 1:08d}-{secrets.token_hex(4)}"
+
+
+def next_generation(generation: str) -> str:
+    """The one after it, of the same attempt."""
+    number, nonce = generation.split("-")
+    return f"{int(number) + 1:08d}-{nonce}"
+
+
+def identity(storage: Storage, create: bool = False) -> str:
+    """A random name of this folder of checkpoints, "" if it has none: what lies in memory belongs to it or to another
+    of the same path that was since removed."""
+    try:
+        return bytes(storage.read(_IDENTITY)).decode()
+    except (FileNotFoundError, NotADirectoryError):
+        if not create:
+            return ""
+    name = secrets.token_hex(8)
+    storage.write(_IDENTITY, name.encode())
+    return name
+
+
+def commit_save(
+    storage: Storage,
+    step: int,
+    generation: str,
+    index: Index,
+    files: dict[str, tuple[int, int]],
+    metadata: bytes,
+    state: dict[str, Any],
+) -> Commit:
+    """Make a save count. Its data files (`files`: name to bytes and CRC-32) must be written and lasting already."""
+    files = dict(files)
+    place = step_name(step)
+    for name, data in ((f"{generation}-index.npz", index.to_bytes()), (METADATA, metadata)):
+        storage.write(f"{place}/{name}", data)
+        files[name] = (len(data), crc32(data))
+    commit = Commit(step, generation, files, state)
+    storage.write(f"{place}/{COMMIT}", commit.to_bytes())
+    return commit
+
+
+def withdraw(storage: Storage, step: int, generation: str) -> None:
+    """Remove what an unfinished save left; a commit that the step's folder holds from before stays."""
+    place = step_name(step)
+    names = storage.list(place)
+    if COMMIT not in names and all(name.startswith(generation) or name == METADATA for name in names):
+        storage.remove(place)
+        return
+    for name in names:
+        if name.startswith(generation):
+            storage.remove(f"{place}/{name}")
+
+
+def remove_step(storage: Storage, step: int) -> None:
+    """Delete a checkpoint: its COMMIT first, so that what an interruption leaves never counts as whole."""
+    storage.remove(f"{step_name(step)}/{COMMIT}")
+    storage.remove(step_name(step))
+
+
+def prune(folder: Place, keep: int) -> list[int]:
+    """Remove all but the newest `keep` commits and the leftovers of saves before the newest; the steps removed.
+
+    A commit whose files are cut short or gone does not count among those kept. A COMMIT that cannot be read is left
+    for a person to look at, and so is what a save with a higher number than the newest commit writes just now.
+    """
+    storage = open_storage(folder)
+    good = [commit for commit in survey(storage)[0] if _sizes_hold(storage, commit)]
+    kept = {commit.step: commit for commit in good[: max(keep, 1)]}
+    if not good:
+        return []
+    removed = []
+    for step in step_folders(storage):
+        names = storage.list(step_name(step))
+        newest = max((int(m.group(1)) for name in names if (m := _GENERATION.match(name))), default=0)
+        if step in kept:
+            _sweep(storage, kept[step], names, good[0].sequence)
+        elif newest <= good[0].sequence:
+            try:
+                committed = read_commit(storage, step) is not None
+            except Damaged:
+                continue
+            removed += [step] if committed else []
+            remove_step(storage, step)
+    return removed
+
+
+def _sweep(storage: Storage, commit: Commit, names: list[str], below: int) -> None:
+    """Remove from a committed step's folder what belongs to saves up to number `below` and not to the commit."""
+    for name in names:
+        match = _GENERATION.match(name)
+        if match and int(match.group(1)) <= below and name not in commit.files:
+            storage.remove(f"{step_name(commit.step)}/{name}")
+
+
+def _sizes_hold(storage: Storage, commit: Commit) -> bool:
+    try:
+        check_sizes(storage, commit)
+    except Damaged:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """One line of `inspect`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a step's folder holds."""
+
+    path: str
+    step: int
+    committed: bool
+    problem: str | None
+    sequence: int = 0
+    bytes: int = 0
+    tensors: list[TensorSummary] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def find_steps(path: Place) -> tuple[Storage, list[int]]:
+    """The checkpoints folder that a run folder, a checkpoints folder or one step-N folder means, and the steps there.
+
+    DataError if there are none.
+    """
+    text = str(path).rstrip("/") if isinstance(path, (str, Path)) else path.url
+    head, _, last = text.rpartition("/")
+    match = _STEP.fullmatch(last)
+    if match:
+        storage = open_storage(head or ".")
+        if storage.list(last):
+            return storage, [int(match.group(1))]
+    for folder in (f"{text}/checkpoints", text):
+        storage = open_storage(folder)
+        if found := step_folders(storage):
+            return storage, found
+    raise DataError(f"there is no checkpoint in {text!r}; give a run folder, its checkpoints folder or a step-N folder")
+
+
+def summarise(storage: Storage, step: int) -> Summary:
+    """What one step's folder holds, whole or not."""
+    path = f"{storage.url}/{step_name(step)}"
+    try:
+        commit = read_commit(storage, step)
+        if commit is None:
+            return Summary(path, step, False, "no COMMIT: the save did not finish")
+        index = read_index(storage, commit)
+        check_sizes(storage, commit)
+    except Damaged as damage:
+        return Summary(path, step, False, str(damage))
+    counts = np.bincount(index.columns["tensor"], minlength=len(index.tensors)).tolist()
+    tensors = [
+        TensorSummary(name, info.shape, info.dtype, info.nbytes, count)
+        for (name, info), count in zip(index.tensors.items(), counts, strict=True)
+    ]
+    return Summary(path, commit.step, True, None, commit.sequence, commit.size, tensors, commit.state)
+
+
+def inspect(folder_or_step: Place) -> Summary:
+    """The newest committed checkpoint of a folder (or of the given step-N), or what is there if none is whole."""
+    storage, found = find_steps(folder_or_step)
+    summaries = [summarise(storage, step) for step in found]
+    return max(summaries, key=lambda summary: (summary.committed, summary.sequence, summary.step))

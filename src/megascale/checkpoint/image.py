@@ -1,0 +1,98 @@
+"""A data file laid out in memory: staged there element by element, then written, copied and read as it is. No torch.
+
+The trainer fills in the elements of each chunk; the service computes their checksums and puts the archive frames
+around them. After that the memory holds byte for byte what the file will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megascale.checkpoint import archive
+from megascale.checkpoint.archive import crc32
+from megascale.checkpoint.index import Index
+
+
+class Memory:
+    """Shared memory without a name: gone when the last process that has it is, whatever killed it."""
+
+    def __init__(self, size: int, handle: int | None = None) -> None:
+        self.size = size
+        self.handle = os.memfd_create("megascale-checkpoint", os.MFD_CLOEXEC) if handle is None else handle
+        if handle is None:
+            try:
+                # Reserves the pages now: a host without the room says so here, not by a signal in mid-training.
+                os.posix_fallocate(self.handle, 0, size)
+            except OSError:
+                os.close(self.handle)
+                raise
+        self.map = mmap.mmap(self.handle, size)
+
+    @property
+    def view(self) -> memoryview:
+        """All of it."""
+        return memoryview(self.map)
+
+    def close(self) -> None:
+        """Let go of it here."""
+        # A view may still be in use somewhere in this process; then the memory goes with it.
+        with contextlib.suppress(BufferError):
+            self.map.close()
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
+
+
+@dataclass
+class Slot:
+    """Memory for one image of one process. `generation` is empty while what it holds is not whole."""
+
+    memory: Memory
+    index: Index
+    step: int = -1
+    generation: str = ""
+    state: str = ""
+    identity: str = ""
+    crcs: list[int] = field(default_factory=list)
+    ranks: int = 0
+    busy: threading.Lock = field(default_factory=threading.Lock)
+
+    def label(self) -> dict[str, Any]:
+        """What this image is, for messages."""
+        names = ("step", "generation", "state", "identity", "ranks")
+        return {name: getattr(self, name) for name in names}
+
+    def become(self, label: dict[str, Any], crcs: list[int]) -> None:
+        """It is whole now, and this."""
+        self.crcs, self.step, self.ranks = crcs, label["step"], label["ranks"]
+        self.state, self.identity = label["state"], label["identity"]
+        self.generation = label["generation"]
+
+
+def frame(memory: memoryview, index: Index) -> tuple[np.ndarray, int]:
+    """Complete an image whose elements are in place; CRC-32 of each chunk and of the whole.
+
+    Args:
+        memory: as many bytes as the file.
+        index: the chunks of this file alone, in file order.
+    """
+    c = index.columns
+    crcs = np.zeros(len(index), np.uint32)
+    whole = 0
+    for row in range(len(index)):
+        start, data, length = int(c["start"][row]), int(c["data"][row]), int(c["length"][row])
+        count = index.nbytes(row)
+        crcs[row] = crc = crc32(memory[data : data + count])
+        head, tail = archive.wrap(index.info(row).dtype, index.box(row).sizes, crc, length)
+        memory[start:data] = head
+        memory[data + count : start + length] = tail
+        for piece_crc, size in ((crc32(head), len(head)), (crc, count), (crc32(tail), len(tail))):
+            whole = archive.combine(whole, piece_crc, size)
+    return crcs, whole

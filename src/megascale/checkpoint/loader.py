@@ -1,0 +1,284 @@
+"""Loading: the newest committed checkpoint that is whole, checked, into live memory of any layout.
+
+Each stored chunk is read by one process of the group and sent to the others that need part of it, so storage is read
+once however many replicas there are (MegaScale section 4.4). Readers share the bytes evenly; reading runs one round
+ahead of sending.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megascale.checkpoint import folder as folders
+from megascale.checkpoint.archive import crc32, element_size
+from megascale.checkpoint.folder import Commit, Damaged
+from megascale.checkpoint.index import Index
+from megascale.checkpoint.layout import Shard, overlap, slices
+from megascale.checkpoint.mismatch import explain_mismatch
+from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.reading import Want, assign_readers, info_of, rounds, spans, want
+from megascale.checkpoint.storage import Storage, open_storage
+from megascale.core.tensors import Box
+from megascale.errors import DataError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+# Reads bytes `start .. stop` of a data file, given its name.
+Read = Callable[[str, int, int], "memoryview | bytes | bytearray"]
+
+
+@dataclass
+class LoadReport:
+    """What a load cost this process: bytes it read from storage or memory, bytes it sent to others."""
+
+    read: int = 0
+    sent: int = 0
+    damage: list[str] = field(default_factory=list)
+
+
+def load(
+    folder: Path | str,
+    shards: Sequence[Shard],
+    *,
+    step: int | None = None,
+    group: ProcessGroup | None = None,
+    report: LoadReport | None = None,
+) -> dict[str, Any]:
+    """Fill `shards` in place from the newest committed checkpoint (or that of `step`); collective over `group`.
+
+    Shards may be cut in any way and may be fewer than what is stored; a shard of another dtype is converted. Every
+    chunk read is checked. If the newest checkpoint is damaged the one before it is taken, with a warning; shards may
+    then have been written to twice, but damaged data never stays.
+
+    Args:
+        folder: the run's checkpoints folder, a path or an fsspec URL.
+        shards: what this process needs.
+        step: a committed step; None: the newest commit.
+        group: the processes that load together and share what they read; None: the default group, or this process
+            alone. It need not be the group that saved.
+        report: filled with what this process read and sent.
+
+    Returns the saved state. Raises DataError if there is no committed checkpoint, if it is of another model (naming
+    tensors and the key that likely differs), or if all are damaged.
+    """
+    storage, peers = open_storage(folder), Peers(group)
+    candidates = peers.share(find_candidates(storage, step) if peers.rank == 0 else None)
+    if isinstance(candidates, str):
+        raise DataError(candidates)
+    damages: list[str] = []
+    for commit in candidates:
+        place = f"{storage.url}/{folders.step_name(commit.step)}"
+        damage = load_commit(storage, commit, shards, peers, report)
+        if damage is None:
+            if damages and peers.rank == 0:
+                say(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
+            return commit.state
+        damages.append(f"the checkpoint {place!r} is damaged: {damage}")
+    raise DataError(f"{'; '.join(damages)}. No other committed checkpoint is left to go back to")
+
+
+def say(message: str) -> None:
+    """Tell the log and the caller."""
+    log.warning(message)
+    warnings.warn(message, stacklevel=3)
+
+
+def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
+    """Commits to try in order, or what is wrong."""
+    good, unreadable = folders.survey(storage)
+    have = f"committed steps: {sorted(c.step for c in good) or 'none'}"
+    if step is not None:
+        place = f"{storage.url}/{folders.step_name(step)}"
+        found = [commit for commit in good if commit.step == step]
+        if found:
+            return found
+        if step in folders.step_folders(storage):
+            return f"{place!r} is half-written or damaged (no readable COMMIT) and cannot be loaded; {have}"
+        return f"there is no checkpoint {place!r}; {have}"
+    for bad, why in unreadable.items() if good else ():
+        say(f"the checkpoint '{storage.url}/{folders.step_name(bad)}' is passed over: {why}")
+    if good:
+        return good
+    halves = [f"{storage.url}/{folders.step_name(s)}" for s in folders.step_folders(storage)]
+    if halves:
+        return (
+            f"no checkpoint in {storage.url!r} is whole: {', '.join(halves)} half-written (no readable COMMIT); "
+            "remove the folder to start anew"
+        )
+    return f"there is no checkpoint in {storage.url!r}; train first, or name another run folder"
+
+
+def load_commit(
+    storage: Storage, commit: Commit, shards: Sequence[Shard], peers: Peers, report: LoadReport | None = None
+) -> str | None:
+    """Fill shards from one commit; None if all is well, else what is damaged, the same on all. DataError if the
+    checkpoint is of another model."""
+    opened = peers.share(_open(storage, commit) if peers.rank == 0 else None)
+    if isinstance(opened, str):
+        return opened
+    index = Index.from_bytes(opened)
+    place = folders.step_name(commit.step)
+
+    def read(file: str, start: int, stop: int) -> memoryview | bytes | bytearray:
+        return storage.read(f"{place}/{file}", start, stop - start)
+
+    return fill(index, shards, peers, read, name=f"{storage.url}/{place}", state=commit.state, report=report)
+
+
+def _open(storage: Storage, commit: Commit) -> bytes | str:
+    """The index as bytes, or what is damaged: read by one process for all."""
+    try:
+        index = folders.read_index(storage, commit)
+        folders.check_sizes(storage, commit)
+    except Damaged as damage:
+        return str(damage)
+    return index.to_bytes()
+
+
+def fill(
+    index: Index,
+    shards: Sequence[Shard],
+    peers: Peers,
+    read: Read,
+    *,
+    name: str,
+    state: Mapping[str, Any],
+    holders: Mapping[str, Sequence[int]] | None = None,
+    report: LoadReport | None = None,
+) -> str | None:
+    """Fill shards from the chunks of an index; collective.
+
+    Args:
+        read: fetches bytes of a data file on this process.
+        name: what to call this checkpoint in messages.
+        state: its saved state, for naming the key that differs.
+        holders: for each data file the processes that can read it; None: all.
+
+    Returns None if every chunk was as written, else what is damaged, the same on all processes.
+    """
+    report = report if report is not None else LoadReport()
+    problem = explain_mismatch(name, index, shards, state)
+    mine = Want(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
+    if problem is None:
+        mine = want(index, [(s.name, s.box) for s in shards])
+    answers = peers.exchange((problem, mine))
+    wrong = next((p for p, _ in answers if p), None)
+    if wrong:
+        raise DataError(wrong)
+    wants = [w for _, w in answers]
+    by_name: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_name.setdefault(shard.name, []).append(shard)
+    schedule = rounds(index, assign_readers(index, wants, holders), wants)
+    with ThreadPoolExecutor(1) as ahead:
+        pending: Future | None = None
+        for number, parts in enumerate(schedule):
+            data = (pending or ahead.submit(fetch, index, parts[peers.rank], read, report)).result()
+            if number + 1 < len(schedule):
+                pending = ahead.submit(fetch, index, schedule[number + 1][peers.rank], read, report)
+            for row, box, tensor in _trade(index, parts, wants, data, peers, report):
+                for shard in by_name[index.name(row)]:
+                    _copy(box, tensor, shard)
+    found, report.damage = report.damage, []
+    return next((d[0] for d in peers.exchange(found[:1]) if d), None)
+
+
+def fetch(index: Index, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:
+    """Read some chunks and check them; chunks that fail stand in the report and come back as zeros."""
+    result: dict[int, torch.Tensor] = {}
+    for file, start, stop, inside in spans(index, rows):
+        try:
+            data = memoryview(read(file, start, stop))
+            report.read += len(data)
+        except OSError as error:
+            data = memoryview(b"")
+            report.damage.append(f"{file} cannot be read: {error}")
+        for row in inside:
+            at, count = int(index.columns["data"][row]) - start, index.nbytes(row)
+            part = data[at : at + count]
+            if len(part) != count or crc32(part) != int(index.columns["crc"][row]):
+                report.damage.append(f"{file} holds other bytes for {index.name(row)} than were written")
+                part = memoryview(bytearray(count))
+            dtype = getattr(torch, index.info(row).dtype)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the memory may be read-only; it is only read
+                result[row] = torch.frombuffer(part, dtype=dtype).reshape(index.box(row).sizes)
+    return result
+
+
+def _trade(
+    index: Index,
+    parts: Sequence[np.ndarray],
+    wants: Sequence[Want],
+    data: Mapping[int, torch.Tensor],
+    peers: Peers,
+    report: LoadReport,
+) -> list[tuple[int, Box, torch.Tensor]]:
+    """One round: give the others what they need of `data`, get what this process needs; (row, box, elements)."""
+    result = []
+    sends: list[list[torch.Tensor]] = [[] for _ in wants]
+    for rank, w in enumerate(wants):
+        for row, part in _chosen(w, parts[peers.rank]):
+            _, box = info_of(index, row, part)
+            cut = data[row][slices(index.box(row), box)] if box.sizes else data[row]
+            if rank == peers.rank:
+                result.append((row, box, cut))
+            else:
+                sends[rank].append(cut.contiguous().reshape(-1).view(torch.uint8))
+    if peers.alone:
+        return result
+    expected: list[list[tuple[int, Box, str]]] = []
+    for rank in range(peers.size):
+        mine = _chosen(wants[peers.rank], parts[rank]) if rank != peers.rank else []
+        expected.append([(row, info_of(index, row, p)[1], index.info(row).dtype) for row, p in mine])
+    sizes = [sum(_bytes(box, dtype) for _, box, dtype in items) for items in expected]
+    received = peers.swap(sends, sizes)
+    report.sent += sum(len(t) for items in sends for t in items)
+    for items, flat in zip(expected, received, strict=True):
+        at = 0
+        for row, box, dtype in items:
+            count = _bytes(box, dtype)
+            piece = flat[at : at + count]
+            if piece.data_ptr() % element_size(dtype):
+                piece = piece.clone()  # odd-sized neighbours of another type may leave it unaligned
+            result.append((row, box, piece.view(getattr(torch, dtype)).reshape(box.sizes)))
+            at += count
+    return result
+
+
+def _bytes(box: Box, dtype: str) -> int:
+    return box.count * element_size(dtype)
+
+
+def _chosen(w: Want, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Of some rows those that a process wants, with the part wanted, in the order of `rows`."""
+    if not len(w.rows) or not len(rows):
+        return []
+    at = np.minimum(np.searchsorted(w.rows, rows), len(w.rows) - 1)
+    hit = w.rows[at] == rows
+    return [(int(row), w.box[i]) for row, i in zip(rows[hit], at[hit], strict=True)]
+
+
+def _copy(box: Box, tensor: torch.Tensor, shard: Shard) -> None:
+    """Copy what a part of a chunk and a shard share into the shard's memory."""
+    common = overlap(box, shard.box)
+    if common is None:
+        return
+    with torch.no_grad():
+        target = shard.tensor.detach()
+        if common.sizes:
+            target[slices(shard.box, common)].copy_(tensor[slices(box, common)])
+        else:
+            target.copy_(tensor)

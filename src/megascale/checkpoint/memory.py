@@ -1,0 +1,116 @@
+"""Loading from staged images that services still hold in memory: this host's own, else a copy on a peer's host."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megascale.checkpoint import wire
+from megascale.checkpoint.index import Index, join
+from megascale.checkpoint.layout import Shard
+from megascale.checkpoint.loader import LoadReport, fill
+from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.plan import data_file
+
+
+@dataclass(frozen=True)
+class Held:
+    """A save that is whole in the memory of the hosts of a group.
+
+    Attributes:
+        step, generation: which.
+        holders: for each process that saved, the processes of this group whose host has its image.
+        copies: how many of the images only a peer's copy can give.
+    """
+
+    step: int
+    generation: str
+    holders: list[list[int]]
+    copies: int
+
+    @property
+    def sequence(self) -> int:
+        """Number of the save in its folder."""
+        return int(self.generation[:8])
+
+
+def ask(sock: socket.socket, header: dict[str, Any], body: bytes = b"") -> wire.Message:
+    """One question to a service; OSError with its words if it failed there."""
+    wire.send(sock, header, body)
+    try:
+        answer = wire.receive(sock)
+    except EOFError:
+        raise ConnectionError("the checkpoint service ended") from None
+    if "error" in answer:
+        raise OSError(answer["error"])
+    return answer
+
+
+def find_held(sock: socket.socket, peers: Peers, identity: str) -> Held | None:
+    """The newest save whose images are all in memory somewhere; collective."""
+    mine = [h for h in ask(sock, {"do": "list"})["held"] if h["identity"] == identity]
+    saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
+    ranks: dict[str, tuple[int, int]] = {}
+    for member, held in enumerate(peers.exchange(mine)):
+        for h in held:
+            own, copies = saves.setdefault(h["generation"], {}).setdefault(h["rank"], ([], []))
+            (copies if h["replica"] else own).append(member)
+            ranks[h["generation"]] = (h["ranks"], h["step"])
+    for generation in sorted(saves, reverse=True):
+        images = saves[generation]
+        count, step = ranks[generation]
+        if len(images) == count:
+            holders = [images[r][0] or images[r][1] for r in range(count)]
+            return Held(step, generation, holders, sum(not images[r][0] for r in range(count)))
+    return None
+
+
+def load_held(
+    sock: socket.socket, held: Held, shards: Sequence[Shard], peers: Peers, report: LoadReport | None = None
+) -> dict[str, Any] | str:
+    """Fill shards from memory; the saved state, or what is damaged (the same on all). Collective."""
+    images: dict[int, tuple[memoryview, wire.Message]] = {}
+
+    def open_image(rank: int) -> tuple[memoryview, wire.Message]:
+        if rank not in images:
+            message = ask(sock, {"do": "open", "rank": rank, "generation": held.generation})
+            handle = message.handles[0]
+            view = memoryview(mmap.mmap(handle, message["size"], prot=mmap.PROT_READ))
+            os.close(handle)
+            images[rank] = (view, message)
+        return images[rank]
+
+    problem, parts, state = None, {}, "{}"
+    try:
+        for rank, members in enumerate(held.holders):
+            if members[0] == peers.rank:
+                _, message = open_image(rank)
+                index = Index.from_bytes(bytes(message.body)).committed("", np.array(message["crcs"], np.uint32))
+                parts[rank] = (index.to_bytes(), message["state"] if rank == 0 else "")
+    except OSError as error:
+        problem = str(error)
+    answers = peers.exchange((problem, parts))
+    wrong = next((p for p, _ in answers if p), None)
+    if wrong:
+        return wrong
+    found = {rank: part for _, offered in answers for rank, part in offered.items()}
+    state = found[0][1]
+    whole = join([Index.from_bytes(found[rank][0]) for rank in range(len(held.holders))])
+    holders = {f"-{data_file(rank)}": members for rank, members in enumerate(held.holders)}
+
+    def read(file: str, start: int, stop: int) -> memoryview:
+        view, _ = open_image(int(file.removeprefix("-").split(".")[0]))
+        return view[start:stop]
+
+    name = f"memory, step {held.step}"
+    record = json.loads(state)
+    holders = {name: members for name, members in holders.items() if name in whole.files}
+    damage = fill(whole, shards, peers, read, name=name, state=record, holders=holders, report=report)
+    return record if damage is None else damage

@@ -1,0 +1,363 @@
+"""The checkpoint service of a host: owns the staging memory, outlives the trainers, writes what they staged. No torch.
+
+A trainer asks for memory, fills it under the next forward and backward pass, says so, and goes on; writing, copying
+to a peer host and committing happen here. If trainers die, what was staged is still saved, and new trainers find it
+in memory. The service ends by itself once nobody has talked to it for a while.
+
+Run as `python -m megascale.checkpoint.service FOLDER`; `connect` starts it where none runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megascale.checkpoint import folder as folders
+from megascale.checkpoint import pending, replica, wire
+from megascale.checkpoint.folder import step_name
+from megascale.checkpoint.image import Memory, Slot, frame
+from megascale.checkpoint.index import Index
+from megascale.checkpoint.pending import Failed, Written
+from megascale.checkpoint.plan import data_file
+from megascale.checkpoint.storage import Storage, open_storage
+from megascale.checkpoint.trouble import explain
+from megascale.errors import TrainingError
+
+log = logging.getLogger("megascale.checkpoint.service")
+
+_SOCKET, _LOCK = "checkpoint.sock", "checkpoint.lock"
+_POLL = 0.02  # seconds between looks for other services' parts, growing to _POLL_MAX
+_POLL_MAX = 1.0
+
+
+@dataclass
+class Saving:
+    """A save under way on this host."""
+
+    step: int
+    local: set[int]
+    written: dict[int, Written] = field(default_factory=dict)
+
+
+class Service:
+    """State shared by the connections. One lock guards the tables; slots have their own."""
+
+    def __init__(self, linger: float) -> None:
+        self.name = os.urandom(8).hex()
+        self.linger = linger
+        self.slots: dict[int, list[Slot]] = {}
+        self.replicas = replica.Replicas()
+        self.layouts: dict[int, Index] = {}
+        self.plans: dict[str, tuple[bytes, bytes]] = {}
+        self.saving: dict[str, Saving] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+        self.changed = threading.Condition()
+        self.connections = 0
+        self.working = 0
+        self.last_left = time.monotonic()
+        self.goodbye = False
+
+    def done(self) -> bool:
+        """Whether to end: nobody connected for a while (or all said goodbye) and nothing left to do."""
+        with self.changed:
+            idle = not self.connections and not self.working
+            return idle and (self.goodbye or time.monotonic() - self.last_left > self.linger)
+
+    def talk(self, sock: socket.socket) -> None:
+        """Serve one trainer until it leaves."""
+        with self.changed:
+            self.connections += 1
+            self.goodbye = False
+        try:
+            while True:
+                message = wire.receive(sock)
+                try:
+                    getattr(self, f"on_{message['do']}")(sock, message)
+                except (OSError, Failed, TrainingError, ValueError, KeyError) as error:
+                    log.exception("%s failed", message["do"])
+                    wire.send(sock, {"error": str(error), "kind": type(error).__name__})
+        except (EOFError, ConnectionError, BrokenPipeError):
+            pass
+        finally:
+            sock.close()
+            with self.changed:
+                self.connections -= 1
+                self.last_left = time.monotonic()
+
+    def on_hello(self, sock: socket.socket, message: wire.Message) -> None:
+        """Who this is, and the port where it takes replicas."""
+        token = bytes.fromhex(message["token"]) if message.get("token") else b""
+        port = self.replicas.listen(message.get("listen", "127.0.0.1"), token) if token else 0
+        wire.send(sock, {"service": self.name, "pid": os.getpid(), "port": port})
+
+    def on_goodbye(self, sock: socket.socket, message: wire.Message) -> None:
+        """The run is over: end as soon as the work is done."""
+        with self.changed:
+            self.goodbye = True
+        wire.send(sock, {})
+
+    def on_allocate(self, sock: socket.socket, message: wire.Message) -> None:
+        """Memory for one process's images; the same memory again if its size has not changed."""
+        rank, size, count = message["rank"], message["size"], message["slots"]
+        index = Index.from_bytes(bytes(message.body))
+        with self.changed:
+            slots = self.slots.get(rank, [])
+        for slot in slots:
+            slot.busy.acquire()  # a dead trainer's image may still be on its way to the disk
+            slot.busy.release()
+        if [slot.memory.size for slot in slots] != [size] * count:
+            for slot in slots:
+                slot.memory.close()
+            slots = [Slot(Memory(size), index) for _ in range(count)]
+        with self.changed:
+            self.slots[rank], self.layouts[rank] = slots, index
+        wire.send(sock, {}, handles=[slot.memory.handle for slot in slots])
+        wire.send(sock, {"held": [slot.generation for slot in slots]})
+
+    def on_fill(self, sock: socket.socket, message: wire.Message) -> None:
+        """The trainer is about to overwrite a slot: from here on it is not whole."""
+        slot = self.slots[message["rank"]][message["slot"]]
+        slot.generation = ""
+        wire.send(sock, {})
+
+    def on_staged(self, sock: socket.socket, message: wire.Message) -> None:
+        """A slot is filled: complete it, copy it to the peer, write it. Answers when the slot may be filled anew."""
+        started = time.monotonic()
+        rank = message["rank"]
+        slot = self.slots[rank][message["slot"]]
+        with self._work(), slot.busy:
+            slot.index = self.layouts[rank]
+            crcs, crc = frame(slot.memory.view[: message["size"]], slot.index)
+            slot.become(message, crcs.tolist())
+            problem = None
+            if message.get("peer"):
+                problem = self._replicate(message, slot)
+            if message["persist"]:
+                self._persist(message, slot, crc)
+        wire.send(sock, {"seconds": time.monotonic() - started, "replica": problem})
+
+    def _replicate(self, message: wire.Message, slot: Slot) -> str | None:
+        host, port = message["peer"]
+        try:
+            replica.push(host, port, bytes.fromhex(message["token"]), message["rank"], slot, message["size"])
+        except OSError as error:
+            log.warning("the copy of process %s to %s:%s failed: %s", message["rank"], host, port, error)
+            return f"{host}:{port}: {error}"
+        return None
+
+    def _persist(self, message: wire.Message, slot: Slot, crc: int) -> None:
+        rank, step, generation = message["rank"], message["step"], message["generation"]
+        storage = open_storage(message["storage"])
+        try:
+            if message.get("leader"):
+                self._begin(storage, message)
+            if message["size"]:
+                sink = storage.create(f"{step_name(step)}/{generation}-{data_file(rank)}")
+                try:
+                    sink.write(slot.memory.view[: message["size"]])
+                    sink.finish()
+                except BaseException:
+                    sink.abort()
+                    raise
+            self._part(storage, message, Written(message["size"], crc, slot.crcs))
+        except OSError as error:
+            why = str(explain(error, storage, message["needed"]))
+            with contextlib.suppress(OSError):
+                pending.add_failure(storage, step, generation, rank, why)
+            if message.get("leader"):
+                self._settle(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
+            raise TrainingError(why) from None
+        if message.get("leader"):
+            self._watch(storage, step, generation)
+
+    def _begin(self, storage: Storage, message: wire.Message) -> None:
+        free = storage.free()
+        if free is not None and free < message["needed"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plan, metadata = self.plans[message["plan"]]
+        pending.begin(
+            storage,
+            message["step"],
+            message["generation"],
+            message["ranks"],
+            message["keep"],
+            json.loads(message["state"]),
+            plan,
+            metadata,
+        )
+
+    def on_plan(self, sock: socket.socket, message: wire.Message) -> None:
+        """The whole plan and torch's form of it, from the first process: sent once, used for every save."""
+        size = message["index_bytes"]
+        self.plans = {message["plan"]: (bytes(message.body[:size]), bytes(message.body[size:]))}
+        wire.send(sock, {})
+
+    def _part(self, storage: Storage, message: wire.Message, written: Written) -> None:
+        """Note that a process's file is written; the last of this host's processes writes the part record."""
+        with self.changed:
+            saving = self.saving.setdefault(message["generation"], Saving(message["step"], set(message["local"])))
+            saving.written[message["rank"]] = written
+            last = saving.written.keys() >= saving.local
+            if last:
+                del self.saving[message["generation"]]
+        if last:
+            pending.add_part(storage, message["step"], message["generation"], saving.written)
+
+    def _watch(self, storage: Storage, step: int, generation: str) -> None:
+        threading.Thread(target=self._commit, args=(storage, step, generation), daemon=True).start()
+
+    def _commit(self, storage: Storage, step: int, generation: str) -> None:
+        """Commit once all services' parts are there; give up when one failed or a later save has overtaken it."""
+        result: dict[str, Any]
+        pause = _POLL
+        with self._work():
+            while True:
+                try:
+                    commit = pending.try_commit(storage, step, generation)
+                    if commit is not None:
+                        result = {"committed": True, "bytes": commit.size}
+                        return self._settle(storage, step, generation, result, withdraw=False)
+                except (Failed, OSError, ValueError) as error:
+                    why = str(error) if isinstance(error, Failed) else f"the commit failed: {error}"
+                    return self._settle(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
+                if max((g for g, r in list(self.results.items()) if r["committed"]), default="") > generation:
+                    result = {"committed": False, "why": "a later save was committed first"}
+                    return self._settle(storage, step, generation, result, withdraw=True)
+                if not self.connections and time.monotonic() - self.last_left > self.linger:
+                    # What is there stays: the next start commits it if the rest has come by then.
+                    result = {"committed": False, "why": "other hosts' parts did not come"}
+                    return self._settle(storage, step, generation, result, withdraw=False)
+                time.sleep(pause)
+                pause = min(pause * 1.5, _POLL_MAX)
+
+    def _settle(self, storage: Storage, step: int, generation: str, result: dict[str, Any], withdraw: bool) -> None:
+        if withdraw:
+            with contextlib.suppress(OSError):
+                folders.withdraw(storage, step, generation)
+        with self.changed:
+            self.results[generation] = result
+            self.changed.notify_all()
+
+    def on_wait(self, sock: socket.socket, message: wire.Message) -> None:
+        """Answer when a save is committed or given up."""
+        with self.changed:
+            self.changed.wait_for(lambda: message["generation"] in self.results)
+            wire.send(sock, self.results[message["generation"]])
+
+    def on_list(self, sock: socket.socket, message: wire.Message) -> None:
+        """What lies in memory here: own images and replicas of other hosts'."""
+        with self.changed:
+            own = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
+        found = [
+            {"rank": rank, "replica": copy, **s.label(), "state": ""}
+            for copy, items in ((False, own), (True, self.replicas.held()))
+            for rank, s in items
+            if s.generation
+        ]
+        wire.send(sock, {"held": found, "service": self.name})
+
+    def on_open(self, sock: socket.socket, message: wire.Message) -> None:
+        """One image: its memory, its chunks with their checksums, the state saved with it."""
+        with self.changed:
+            own = list(self.slots.get(message["rank"], []))
+        copies = [slot for rank, slot in self.replicas.held() if rank == message["rank"]]
+        for slot in own + copies:
+            if slot.generation == message["generation"]:
+                header = {"state": slot.state, "crcs": slot.crcs, "step": slot.step, "size": slot.memory.size}
+                wire.send(sock, header, slot.index.to_bytes(), [slot.memory.handle])
+                return
+        raise KeyError(f"no image of process {message['rank']} and {message['generation']}")
+
+    @contextlib.contextmanager
+    def _work(self) -> Any:
+        with self.changed:
+            self.working += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.working -= 1
+                self.last_left = time.monotonic()
+
+
+def serve(folder: Path, linger: float) -> None:
+    """Serve until there is nothing left to do. Returns at once if another service already has the folder."""
+    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    path = folder / _SOCKET
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(128)
+    listener.settimeout(0.2)
+    service = Service(linger)
+    while not service.done():
+        with contextlib.suppress(TimeoutError):
+            sock, _ = listener.accept()
+            sock.settimeout(None)
+            threading.Thread(target=service.talk, args=(sock,), daemon=True).start()
+    path.unlink(missing_ok=True)
+    listener.close()
+
+
+def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> socket.socket:
+    """A connection to the service of `folder` (see wire.private_folder), which is started if none runs.
+
+    Raises TrainingError if it does not come up.
+    """
+    deadline = time.monotonic() + 30
+    child: subprocess.Popen | None = None
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(str(folder / _SOCKET))
+            return sock
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+        if child is None or child.poll() is not None:
+            child = _start(folder, linger, log_file)
+        if time.monotonic() > deadline:
+            raise TrainingError(
+                f"the checkpoint service does not answer on {str(folder / _SOCKET)!r}; "
+                f"look into {str(log_file or folder)!r}, or set checkpoint.background=false"
+            )
+        time.sleep(0.02)
+
+
+def _start(folder: Path, linger: float, log_file: Path | None) -> subprocess.Popen:
+    """Start the service in a session of its own: it must survive the trainer and the terminal's interrupt."""
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_file or os.devnull, "ab") as out:
+        command = [sys.executable, "-m", "megascale.checkpoint.service", str(folder), "--linger", str(linger)]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+
+
+def main() -> None:
+    """Command line of the service; started by `connect`, not by people."""
+    parser = argparse.ArgumentParser(description="Checkpoint service of one host.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--linger", type=float, default=60.0, help="seconds to wait for trainers before ending")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    serve(arguments.folder, arguments.linger)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,425 @@
+"""The trainer's side of saving in the background: copy the state to host memory under the next step, then go on.
+
+The weights do not change between one optimizer update and the next, so the copy runs beside forward and backward:
+`start` begins it, `before_update` lets the update wait for what is left of it. Writing is the service's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import mmap
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megascale.checkpoint import folder as folders
+from megascale.checkpoint import replica, service, wire
+from megascale.checkpoint.archive import element_size
+from megascale.checkpoint.index import Index, torch_metadata
+from megascale.checkpoint.layout import Shard
+from megascale.checkpoint.memory import ask
+from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.pending import BLANK
+from megascale.checkpoint.plan import Part, data_file, make_offer
+from megascale.checkpoint.saver import Slice, agree, cut, dtype_name
+from megascale.checkpoint.storage import PAGE, open_storage
+from megascale.errors import FitError, TrainingError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Outcome:
+    """What became of a save.
+
+    Attributes:
+        step: which.
+        committed: it stands in storage, whole. Only the first process learns of it; on others, and for copies that
+            stay in memory, it is False with an empty `why`.
+        why: what went wrong, "" if nothing did.
+        bytes: size of the checkpoint.
+        stall: seconds that training stood still for it on this process, copy included.
+        seconds: from the start of the copy to the end of the service's work (to the commit where that is known).
+        replica: what went wrong with the copy to a peer, None if nothing did.
+    """
+
+    step: int
+    committed: bool = False
+    why: str = ""
+    bytes: int = 0
+    stall: float = 0.0
+    seconds: float = 0.0
+    replica: str | None = None
+
+
+@dataclass
+class _Copy:
+    """A copy under way."""
+
+    outcome: Outcome
+    message: dict[str, Any]
+    started: float
+    copied: threading.Event = field(default_factory=threading.Event)
+    event: torch.cuda.Event | None = None
+    waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+
+class _Slot:
+    """One image in shared memory, seen from the trainer, with the thread that looks after it."""
+
+    def __init__(self, handle: int, size: int, index: Index, chunks: Sequence[Slice], device: torch.device) -> None:
+        self.map = mmap.mmap(handle, max(size, PAGE))
+        os.close(handle)
+        self.pinned = device.type == "cuda" and _pin(self.map, max(size, PAGE))
+        memory = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for row, chunk in enumerate(chunks):
+            at, info = int(index.columns["data"][row]), chunk.info
+            count = chunk.box.count * element_size(info.dtype)
+            target = memory[at : at + count].view(getattr(torch, info.dtype)).reshape(chunk.box.sizes)
+            self.pairs.append((target, chunk.view()))
+        self.free = threading.Event()
+        self.free.set()
+        self.work: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+
+    def close(self) -> None:
+        """Give the memory back to the service alone."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_char.from_buffer(self.map)))
+            self.pinned = False
+        self.pairs.clear()
+        with contextlib.suppress(BufferError):  # a tensor still looks at it; then it goes with that
+            self.map.close()
+
+
+def _pin(memory: mmap.mmap, size: int) -> bool:
+    """Page-lock shared memory for copies from the device; False (and a line in the log) where that is refused."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    code = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+    if int(code) != 0:
+        log.warning("%s bytes of staging memory could not be page-locked (CUDA error %s): slow copies", size, code)
+        return False
+    return True
+
+
+class Snapshots:
+    """Saves in the background for one set of shards. Construction and `start` are collective over the group.
+
+    Args:
+        folder: where checkpoints go, a path or an fsspec URL that all hosts see.
+        shards: this process's boxes, views on the live memory that training changes in place.
+        run: the run folder; names the service of this host.
+        keep: committed checkpoints to leave.
+        above: number that saves must come after (of a state loaded from memory).
+        peers: the processes that save together.
+        slots: images in host memory; with one, a save that comes while the last is being written is skipped.
+        replicas: copy each image to a peer host's service.
+        address: where this host's service takes copies.
+        domain: fault domain of this host.
+        linger: seconds the service waits for new trainers.
+
+    Raises FitError if the host has not enough memory, TrainingError if the shards do not cover the tensors.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        shards: Sequence[Shard],
+        *,
+        run: Path,
+        keep: int,
+        peers: Peers,
+        above: int = 0,
+        slots: int = 1,
+        replicas: bool = False,
+        address: str = "127.0.0.1",
+        domain: str = "",
+        linger: float = 60.0,
+    ) -> None:
+        self.peers, self.keep, self.slots_wanted = peers, keep, slots
+        self.storage = open_storage(folder)
+        self._linger, self._place, self._log = linger, wire.private_folder(run), run / "logs" / "checkpoint-service.log"
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._current: _Copy | None = None
+        self._broken = False
+        self.part, plan = agree(peers, shards)
+        start = None
+        if plan is not None:
+            name = folders.identity(self.storage, create=True)
+            start = (folders.new_generation(self.storage, above), name, plan.size)
+        self.generation, self.identity, self.needed = peers.share(start)
+        chunks = cut(shards)
+        self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
+        self._index = _own_index(shards, self.part, peers.rank)
+        self._plan: tuple[bytes, bytes] | None = None
+        if plan is not None:
+            blank = plan.index.committed(BLANK, plan.index.columns["crc"])
+            self._plan = (plan.index.to_bytes(), torch_metadata(blank))
+        self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._replicas, self._address, self._domain = replicas, address, domain
+        self._watches: queue.SimpleQueue[tuple[_Copy, str] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._watcher: threading.Thread | None = None
+        self._freed = threading.Condition()
+        self._slots: list[_Slot] = []
+        self._open()
+
+    @property
+    def memory(self) -> int:
+        """Bytes of host memory this process stages into, allocated once."""
+        return max(self.part.size, PAGE) * self.slots_wanted
+
+    def start(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
+        """Begin a save of the shards as they are now; False if it was skipped because memory is still in use.
+
+        The shards must not change before `before_update` has returned. Collective: all start or all skip.
+
+        Args:
+            persist: also write it to storage; else it stays in memory (and in the peer's).
+            wait: wait for memory to come free instead of skipping.
+        """
+        begun = time.monotonic()
+        self.before_update()
+        if not self.peers.all(not self._broken):
+            self._reopen()
+        slot = self._free_slot(wait)
+        if not self.peers.all(slot is not None) or slot is None:
+            return False
+        try:
+            ask(self._sock, {"do": "fill", "rank": self.peers.rank, "slot": self._slots.index(slot)})
+        except OSError:
+            self._broken = True  # found by the slot's thread too, which reports it
+        self.generation = folders.next_generation(self.generation)
+        message = {
+            "do": "staged",
+            "rank": self.peers.rank,
+            "slot": self._slots.index(slot),
+            "step": step,
+            "generation": self.generation,
+            "identity": self.identity,
+            "state": json.dumps(state),
+            "ranks": self.peers.size,
+            "size": self.part.size,
+            "persist": persist,
+            "storage": self.storage.url,
+            "needed": self.needed,
+            "keep": self.keep,
+            "local": self._local,
+            "leader": self.peers.rank == 0,
+            "plan": self._plan_name,
+            "peer": self._peer,
+            "token": self._token,
+        }
+        copy = _Copy(Outcome(step, bytes=self.needed), message, begun)
+        slot.free.clear()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for target, source in slot.pairs:
+                    target.copy_(source, non_blocking=True)
+                copy.event = torch.cuda.Event()
+                copy.event.record(self._stream)
+        self._current = copy
+        slot.work.put(copy)
+        copy.outcome.stall += time.monotonic() - begun
+        return True
+
+    def _free_slot(self, wait: bool) -> _Slot | None:
+        while True:
+            slot = next((s for s in self._slots if s.free.is_set()), None)
+            if slot is not None or not wait:
+                return slot
+            with self._freed:
+                self._freed.wait_for(lambda: any(s.free.is_set() for s in self._slots))
+
+    def before_update(self) -> None:
+        """Let the copy under way finish before the shards change: call it before each optimizer update.
+
+        On CUDA the current stream waits, not the host.
+        """
+        copy, self._current = self._current, None
+        if copy is None:
+            return
+        begun = time.monotonic()
+        if copy.event is not None:
+            first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            stream = torch.cuda.current_stream(self._device)
+            first.record(stream)
+            stream.wait_event(copy.event)
+            second.record(stream)
+            copy.waits = (first, second)
+        else:
+            copy.copied.wait()
+        copy.outcome.stall += time.monotonic() - begun
+
+    def poll(self) -> list[Outcome]:
+        """Saves that have come to an end since the last call."""
+        found = []
+        while not self._outcomes.empty():
+            found.append(self._outcomes.get())
+        return found
+
+    def finish(self, goodbye: bool = True) -> list[Outcome]:
+        """Wait until all saves have come to an end; with `goodbye` the service may end. Returns as `poll`."""
+        self.before_update()
+        self._join()
+        for slot in self._slots:
+            slot.close()
+        if goodbye and not self._broken:
+            with contextlib.suppress(OSError):  # it has ended already
+                ask(self._sock, {"do": "goodbye"})
+        self._sock.close()
+        return self.poll()
+
+    def _open(self) -> None:
+        """Get in touch with the service: memory, neighbours, the plan. Collective."""
+        self._sock = service.connect(self._place, self._linger, self._log)
+        token = self.peers.share(secrets.token_hex(32) if self._replicas and self.peers.rank == 0 else "")
+        hello = ask(self._sock, {"do": "hello", "token": token, "listen": _listen_address(self._address)})
+        me = (hello["service"], _own_address(self._address), hello["port"], self._domain)
+        everyone = self.peers.exchange(me)
+        hosts = list(dict.fromkeys(name for name, *_ in everyone))
+        self._local = [rank for rank, other in enumerate(everyone) if other[0] == me[0]]
+        self._peer, self._token = None, token
+        if self._replicas and len(hosts) > 1:
+            by_host = {other[0]: other for other in everyone}
+            partner = replica.partners([by_host[name][3] or name for name in hosts])[hosts.index(me[0])]
+            self._peer = list(by_host[hosts[partner]][1:3])
+        self._plan_name = secrets.token_hex(4)
+        if self._plan is not None:
+            plan, metadata = self._plan
+            ask(self._sock, {"do": "plan", "plan": self._plan_name, "index_bytes": len(plan)}, plan + metadata)
+        self._allocate()
+        self._broken = False
+        self._threads = [self._spawn(self._look_after, slot) for slot in self._slots]
+        self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
+
+    def _allocate(self) -> None:
+        size = max(self.part.size, PAGE)
+        header = {"do": "allocate", "rank": self.peers.rank, "size": size, "slots": self.slots_wanted}
+        problem = None
+        try:
+            answer = ask(self._sock, header, self._index.to_bytes())
+            wire.receive(self._sock)
+            self._slots = [_Slot(h, self.part.size, self._index, self._chunks, self._device) for h in answer.handles]
+        except OSError as error:
+            problem = str(error)
+        problem = next((p for p in self.peers.exchange(problem) if p), None)
+        if problem:
+            raise FitError(
+                f"staging memory for checkpoints could not be had ({problem}): each process here needs "
+                f"checkpoint.slots x {size:,} bytes of host memory. Lower checkpoint.slots={self.slots_wanted}, or set "
+                "checkpoint.background=false"
+            )
+
+    def _reopen(self) -> None:
+        """The service is gone on some host: begin anew on all."""
+        self._join()
+        for slot in self._slots:
+            slot.close()
+        self._sock.close()
+        self._open()
+
+    def _join(self) -> None:
+        """Let the threads end: first those of the slots, which hand saves on to the one that watches."""
+        for slot in self._slots:
+            slot.work.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._watcher is not None:
+            self._watches.put(None)
+            self._watcher.join()
+        self._threads, self._watcher = [], None
+
+    def _spawn(self, function: Any, *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    def _look_after(self, slot: _Slot) -> None:
+        """Copy (on the CPU), then tell the service and wait until it has done with the slot."""
+        sock: socket.socket | None = None
+        while (copy := slot.work.get()) is not None:
+            try:
+                if sock is None:
+                    sock = service.connect(self._place, self._linger, self._log)
+                if copy.event is not None:
+                    copy.event.synchronize()
+                else:
+                    for target, source in slot.pairs:
+                        target.copy_(source)
+                copy.copied.set()
+                answer = ask(sock, copy.message)
+                copy.outcome.replica = answer["replica"]
+            except (OSError, TrainingError) as error:
+                copy.outcome.why = str(error)
+                self._broken = self._broken or isinstance(error, ConnectionError)
+            copy.copied.set()
+            slot.free.set()
+            with self._freed:
+                self._freed.notify_all()
+            if copy.message["persist"] and self.peers.rank == 0 and not copy.outcome.why:
+                self._watches.put((copy, copy.message["generation"]))
+            else:
+                self._report(copy)
+        if sock is not None:
+            sock.close()
+
+    def _watch(self) -> None:
+        """On the first process: learn what became of each save."""
+        sock = service.connect(self._place, self._linger, self._log)
+        while (item := self._watches.get()) is not None:
+            copy, generation = item
+            try:
+                answer = ask(sock, {"do": "wait", "generation": generation})
+                copy.outcome.committed = answer["committed"]
+                copy.outcome.bytes = answer.get("bytes", copy.outcome.bytes)
+                copy.outcome.why = answer.get("why", "")
+            except OSError as error:
+                copy.outcome.why = copy.outcome.why or str(error)
+            self._report(copy)
+        sock.close()
+
+    def _report(self, copy: _Copy) -> None:
+        if copy.waits is not None:
+            copy.waits[1].synchronize()
+            copy.outcome.stall += copy.waits[0].elapsed_time(copy.waits[1]) / 1e3
+        copy.outcome.seconds = time.monotonic() - copy.started
+        self._outcomes.put(copy.outcome)
+
+
+def _own_index(shards: Sequence[Shard], part: Part, rank: int) -> Index:
+    """The chunks that this process writes, in file order."""
+    offer = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
+    columns = {
+        "tensor": offer.tensor[part.chunks],
+        "in_file": np.zeros(len(part.chunks), np.int32),
+        "start": part.start,
+        "length": part.length,
+        "data": part.data,
+        "crc": np.zeros(len(part.chunks), np.uint32),
+        "box": offer.box[part.chunks],
+    }
+    return Index(offer.tensors, [data_file(rank)], columns)
+
+
+def _listen_address(address: str) -> str:
+    return _own_address(address) if address == "auto" else address
+
+
+def _own_address(address: str) -> str:
+    return socket.gethostbyname(socket.gethostname()) if address == "auto" else address

@@ -1,0 +1,108 @@
+"""Messages between trainers and checkpoint services: a JSON header, bytes and, locally, open files. No torch.
+
+Local: a Unix socket in a folder that only this user may enter. Between hosts: TCP, where both sides prove that they
+know the run's token before anything else is said (HMAC over fresh random numbers; the token itself never travels).
+Contents are checked by checksum, not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_PREFIX = struct.Struct("<IQ")
+_MAX_HEADER = 64 << 20
+_NONCE = 32
+
+
+class Message(dict[str, Any]):
+    """A header with what came beside it."""
+
+    body: bytearray
+    handles: list[int]
+
+
+def send(
+    sock: socket.socket, header: dict[str, Any], body: bytes | memoryview = b"", handles: Sequence[int] = ()
+) -> None:
+    """Send one message; `handles` (open files) only over a Unix socket."""
+    text = json.dumps(header).encode()
+    prefix = _PREFIX.pack(len(text), len(body)) + text
+    if handles:
+        sent = socket.send_fds(sock, [prefix], list(handles))
+        prefix = prefix[sent:]
+    sock.sendall(prefix)
+    if len(body):
+        sock.sendall(body)
+
+
+def receive(sock: socket.socket, max_body: int = 1 << 40) -> Message:
+    """The next message; EOFError at the end of the conversation."""
+    handles: list[int] = []
+    first: bytes | bytearray
+    if sock.family == socket.AF_UNIX:
+        first, handles, _, _ = socket.recv_fds(sock, _PREFIX.size, 64)
+        first += _exactly(sock, _PREFIX.size - len(first)) if first else b""
+    else:
+        first = _exactly(sock, _PREFIX.size)
+    if not first:
+        raise EOFError
+    header_size, body_size = _PREFIX.unpack(first)
+    if header_size > _MAX_HEADER or body_size > max_body:
+        raise ConnectionError("a message is larger than allowed")
+    message = Message(json.loads(_exactly(sock, header_size)))
+    message.body = _exactly(sock, body_size)
+    message.handles = handles
+    return message
+
+
+def _exactly(sock: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    receive_into(sock, memoryview(data))
+    return data
+
+
+def receive_into(sock: socket.socket, view: memoryview) -> None:
+    """Fill `view` from the socket; EOFError if the other side ends before."""
+    while len(view):
+        got = sock.recv_into(view, min(len(view), 1 << 20))
+        if not got:
+            raise EOFError
+        view = view[got:]
+
+
+def private_folder(run: Path | str) -> Path:
+    """A folder of this user and host for the sockets of one run, not readable by others."""
+    name = hashlib.sha256(str(Path(run).absolute()).encode()).hexdigest()[:16]
+    base = Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}"
+    folder = base / name
+    for place in (base, folder):
+        place.mkdir(mode=0o700, exist_ok=True)
+        info = place.lstat()
+        if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
+            raise PermissionError(f"{place} belongs to another user; remove it or set TMPDIR")
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            place.chmod(0o700)
+    return folder
+
+
+def prove(sock: socket.socket, token: bytes, server: bool) -> None:
+    """Let both sides of a TCP connection show that they know `token`; ConnectionError if the other does not."""
+    mine = secrets.token_bytes(_NONCE)
+    sock.sendall(mine)
+    theirs = bytes(_exactly(sock, _NONCE))
+    roles = (b"server", b"client") if server else (b"client", b"server")
+    sock.sendall(hmac.digest(token, roles[0] + mine + theirs, "sha256"))
+    answer = bytes(_exactly(sock, 32))
+    if not hmac.compare_digest(answer, hmac.digest(token, roles[1] + theirs + mine, "sha256")):
+        raise ConnectionError("the other side does not know the run's token")

@@ -1,0 +1,134 @@
+"""`megascale data build | inspect`: make a data set of text, look into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+data = typer.Typer(no_args_is_help=True, help="Make data sets of text and look into them.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `data` to the command line."""
+    app.add_typer(data, name="data")
+
+
+@data.command()
+def build(
+    out: Path = typer.Option(..., "--out", "-o", help="Folder to make."),
+    stdlib: bool = typer.Option(False, "--stdlib", help="Use the Python standard library's own source as text."),
+    inputs: list[Path] = typer.Option([], "--input", "-i", help="File or folder of text; may be given again."),
+    vocab_size: int = typer.Option(4096, help="Entries of the byte-level BPE tokenizer to train."),
+    tokenizer: Path | None = typer.Option(
+        None, help="Use this tokenizer.json (Hugging Face) or .tiktoken file instead of training one."
+    ),
+    held_out: float = typer.Option(0.05, help="Share of the text kept from training (the library has its own)."),
+    text_key: str = typer.Option("text", help="Where jsonl records and parquet rows have their text."),
+    workers: int | None = typer.Option(None, min=1, help="Processes; default: one a core."),
+    as_json: bool = typer.Option(False, "--json", help="Print the manifest as JSON."),
+) -> None:
+    """Make a data set: token files for training and evaluation, a tokenizer and a manifest.
+
+    Reads text files (each is a document), .jsonl, .jsonl.gz, .jsonl.zst and .parquet, and folders of them. Killed and
+    called again it goes on where it stopped; when all is done it says so and does nothing.
+
+    Examples:
+
+        megascale data build --stdlib --out datasets/stdlib
+
+        megascale data build --input ~/notes --input book.txt --vocab-size 8192 --out datasets/mine
+
+        megascale data build --input crawl/ --tokenizer llama/tokenizer.json --held-out 0.001 --out datasets/crawl
+    """
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from megascale.data.build import build as run
+
+    made = run(
+        out,
+        use_stdlib=stdlib,
+        inputs=inputs,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        held_out=held_out,
+        text_key=text_key,
+        workers=workers,
+        progress=not as_json,
+    )
+    if as_json:
+        typer.echo(json.dumps(asdict(made.manifest)))
+        return
+    console = Console()
+    if not made.fresh:
+        console.print(f"{out} is already built from these inputs; nothing to do.")
+    table = Table("part", "documents", "tokens", "bytes", "bytes/\ntoken", "zlib -9\nbits/byte", "xz -9e\nbits/byte")
+    for name, part in made.manifest.parts.items():
+        sizes = part.compressed
+        extra = [f"{sizes.zlib_bits_per_byte:.3f}", f"{sizes.xz_bits_per_byte:.3f}"] if sizes else ["", ""]
+        table.add_row(
+            name, f"{part.documents:,}", f"{part.tokens:,}", f"{part.bytes:,}", f"{part.bytes_per_token:.2f}", *extra
+        )
+    console.print(table)
+    for reason, count in made.manifest.skipped.items():
+        console.print(f"skipped {count} files: {reason}")
+    console.print(
+        f"Train on it with --data.train={out}/train --data.valid={out}/valid", soft_wrap=True, highlight=False
+    )
+
+
+@data.command()
+def inspect(
+    path: Path = typer.Argument(..., help="A data set's folder, or one token file without .bin/.idx."),
+    samples: int = typer.Option(3, help="Documents to show the beginning of."),
+    tokens: int = typer.Option(64, help="Tokens to show of each."),
+    tokenizer: Path | None = typer.Option(None, help="tokenizer.json; default: the one beside the token file."),
+    as_json: bool = typer.Option(False, "--json", help="Print as JSON, one line a token file."),
+) -> None:
+    """Check token files and show what they hold: documents, lengths, decoded samples.
+
+    Reads any Megatron-LM .bin/.idx pair. Exit code 4 if a file is damaged or does not fit its tokenizer.
+
+    Examples:
+
+        megascale data inspect datasets/stdlib
+
+        megascale data inspect corpus_text_document --tokenizer gpt2/tokenizer.json --samples 10
+    """
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from megascale.data.report import describe, manifest_sources, prefixes
+
+    console = Console()
+    for prefix in prefixes(path):
+        facts = describe(prefix, samples, tokens, tokenizer)
+        if as_json:
+            typer.echo(json.dumps(asdict(facts)))
+            continue
+        low, median, mean, high = facts.lengths
+        console.print(f"\n[bold]{escape(facts.prefix)}[/bold]: index and data agree")
+        for source in manifest_sources(prefix):
+            console.print(f"  made of    {escape(source)}", soft_wrap=True)
+        console.print(f"  documents  {facts.documents:,} in {facts.sequences:,} sequences")
+        console.print(
+            f"  tokens     {facts.tokens:,} ({facts.dtype}, {facts.bytes:,} bytes), largest id {facts.largest_id}"
+        )
+        console.print(f"  lengths    {low:,} to {high:,} tokens a document, median {median:,}, mean {mean:,.1f}")
+        console.print(f"  tokenizer  {escape(facts.tokenizer or 'none beside it; ids are shown as they are')}")
+        table = Table("tokens in a document", "documents", "")
+        widest = max((count for *_, count in facts.histogram), default=1)
+        for start, stop, count in facts.histogram:
+            table.add_row(f"{start:,} to {stop - 1:,}", f"{count:,}", "█" * round(40 * count / widest))
+        console.print(table)
+        for document, text in facts.samples:
+            console.print(f"[bold]document {document:,} begins[/bold]")
+            console.print(text, markup=False, highlight=False, style="dim")

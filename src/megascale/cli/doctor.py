@@ -1,0 +1,32 @@
+"""`megascale doctor`: what this machine has, and what will be slow or missing, and why."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def doctor(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
+        """Say what this machine has and what will be slow, and why. Changes nothing.
+
+        Example: megascale doctor
+        """
+        import json
+
+        from rich.console import Console
+        from rich.table import Table
+
+        from megascale.observe.machine import examine
+
+        findings = examine()
+        if as_json:
+            typer.echo(json.dumps([finding.__dict__ for finding in findings], indent=2))
+            return
+        table = Table("", "what", "found", "what follows", box=None, padding=(0, 2))
+        marks = {"good": "[green]ok[/green]", "slow": "[yellow]slow[/yellow]", "missing": "[red]no[/red]"}
+        for finding in findings:
+            table.add_row(marks[finding.verdict], finding.what, finding.found, finding.advice)
+        Console(highlight=False).print(table)

@@ -1,0 +1,34 @@
+"""`megascale evaluate`: held-out loss of a trained run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def evaluate(
+        run: Path = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False),
+        file: str | None = typer.Option(None, help="Token file without .bin/.idx; default: the run's data.valid."),
+        step: int | None = typer.Option(None, help="Checkpoint to use; default: the newest."),
+        device: str = typer.Option("auto", help="auto, cpu or cuda."),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    ) -> None:
+        """Loss of a trained model on a token file, and bits per byte where the file's text size is known.
+
+        Example: megascale evaluate runs/stdlib --file datasets/stdlib/valid
+        """
+        from megascale import api
+        from megascale.cli.summary import print_evaluation
+
+        found = api.evaluate(run, file, step=step, device=device)
+        if as_json:
+            typer.echo(json.dumps(asdict(found)))
+        else:
+            print_evaluation(found)

@@ -1,0 +1,102 @@
+"""What `megascale train` prints before the first and after the last step."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from megascale.api import Description
+    from megascale.config import Config
+    from megascale.train.evaluate import Evaluation
+    from megascale.train.loop import Result
+
+console = Console(highlight=False)
+
+
+def _count(n: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n:.0f}"
+
+
+def rows(about: Description) -> list[tuple[str, str]]:
+    """The sizes of a run as label and value."""
+    from megascale.core.flops import CONVENTION
+
+    train = about.config.train
+    return [
+        ("parameters", f"{_count(about.parameters)} ({_count(about.embedding_parameters)} in embeddings)"),
+        ("FLOPs a token", f"{_count(about.flops_per_token)}, forward and backward ({CONVENTION})"),
+        ("a step", f"{train.global_batch} sequences x {about.config.model.sequence_length} tokens"),
+        (
+            "the run",
+            f"{train.steps} steps, {_count(about.tokens)} tokens, {_count(about.flops_per_token * about.tokens)}FLOPs",
+        ),
+        ("weights and optimizer", f"{about.state_bytes / 2**30:.2f} GiB, activations come on top"),
+    ]
+
+
+def print_description(about: Description) -> None:
+    """`--dry-run`: the resolved configuration as TOML and the sizes."""
+    console.print(about.config.to_toml(), markup=False)
+    for label, value in rows(about):
+        console.print(f"# {label}: {value}", markup=False, soft_wrap=True)
+
+
+def print_start(about: Description) -> None:
+    """A short table before the first step, from the first process only."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    table = Table.grid(padding=(0, 2))
+    for label, value in [("run folder", str(about.config.run_folder)), *rows(about)]:
+        table.add_row(f"[dim]{label}[/dim]", value)
+    console.print(table)
+
+
+def print_end(config: Config, result: Result) -> None:
+    """Held-out figures, plot and sample, or how to go on."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    folder = config.run_folder
+    if not result.finished:
+        console.print(f"stopped after step {result.step}; run the same command to go on", markup=False)
+        return
+    if result.loss is None:
+        console.print(
+            f"run {config.train.name} is complete ({result.step} steps). To train further give more steps, such as "
+            f"--train.steps={2 * result.step}; to start anew give another --train.name",
+            markup=False,
+            soft_wrap=True,
+        )
+    if result.evaluation is not None:
+        print_evaluation(result.evaluation)
+    from megascale.observe.plots import plot_runs
+
+    path = plot_runs([folder], folder / "plots" / "loss.png")
+    console.print(f"loss curve: {path}", markup=False)
+    if config.train.sample_prompt is not None:
+        from megascale.api import generate
+
+        pieces = generate(folder, config.train.sample_prompt, tokens=config.train.sample_tokens)
+        console.rule("sample", align="left")
+        console.print(config.train.sample_prompt + "".join(pieces), markup=False, soft_wrap=True)
+        console.rule()
+        console.print(f"more: megascale generate {folder} --prompt 'import '", markup=False)
+
+
+def print_evaluation(found: Evaluation) -> None:
+    """Held-out loss, beside general compressors where the text's size is known."""
+    console.print(f"held-out loss {found.loss:.4f} nats a token over {found.tokens:,} tokens", markup=False)
+    if found.bits_per_byte is None:
+        return
+    table = Table("held-out text", "bits per byte", box=None, padding=(0, 2))
+    table.add_row("this model", f"[bold]{found.bits_per_byte:.3f}[/bold]")
+    if found.compressed is not None:
+        table.add_row("zlib -9", f"{found.compressed.zlib_bits_per_byte:.3f}")
+        table.add_row("xz -9e", f"{found.compressed.xz_bits_per_byte:.3f}")
+    console.print(table)

@@ -1,0 +1,52 @@
+"""`megascale train`: train a model from a configuration file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from megascale.cli.common import OVERRIDES, load
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command(context_settings=OVERRIDES)
+    def train(
+        context: typer.Context,
+        file: Path = typer.Argument(..., help="Configuration, such as examples/stdlib.toml.", show_default=False),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run and stop."),
+    ) -> None:
+        """Train a model; called again, go on from the newest checkpoint.
+
+        Any setting can be given as --section.key=value after the file. Everything the run leaves is in
+        runs/NAME: config.toml, metrics.jsonl, events.jsonl, checkpoints/, plots/. Ctrl-C finishes the step, saves
+        and stops; the same command goes on. Works under torchrun as well.
+
+        Examples:
+
+          megascale train examples/stdlib.toml
+
+          megascale train examples/stdlib.toml --train.steps=2000 --lr.peak=1e-3 --train.name=longer
+
+          megascale train examples/stdlib.toml --dry-run
+        """
+        config = load(file, context.args)
+        from megascale import api
+        from megascale.cli import summary
+        from megascale.core.layout import lay_out
+        from megascale.train import launch
+
+        if dry_run:
+            summary.print_description(api.describe(config))
+            return
+        if not launch.started_by_launcher():
+            world = launch.processes_wanted(config, api.visible_gpus())
+            if world > 1:
+                lay_out(api.resolve(config), world)  # what does not divide is said once, before any process starts
+                words = ["train", str(file), *context.args]
+                raise typer.Exit(launch.launch(words, world, config.run_folder / "logs"))
+        summary.print_start(api.describe(config))
+        result = api.train(config)
+        summary.print_end(config, result)

@@ -1,0 +1,105 @@
+"""From a configuration and a number of ranks to a layout that runs, or an error that names what would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from megascale.config import Config, ModelConfig
+from megascale.core.grid import Grid
+from megascale.core.layers import chunk_layers
+from megascale.core.schedule import Schedule, pipeline_schedule
+from megascale.errors import FitError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A configuration laid over a world.
+
+    Attributes:
+        grid: sizes of the axes.
+        microbatches: micro-batches a data-parallel rank runs in a step.
+        layers: layers of each model chunk, in model order; chunk g lies on stage g mod grid.pipeline.
+    """
+
+    config: Config
+    grid: Grid
+    microbatches: int
+    layers: tuple[range, ...]
+
+    def schedule(self) -> Schedule:
+        """The pipeline schedule of a step."""
+        parallel = self.config.parallel
+        return pipeline_schedule(
+            parallel.pipeline, parallel.virtual_stages, self.microbatches, reduce_each=parallel.zero == 2
+        )
+
+    def chunks_of(self, stage: int) -> list[range]:
+        """Layers of each chunk of a stage, chunk 0 first."""
+        return list(self.layers[stage :: self.grid.pipeline])
+
+
+def lay_out(config: Config, world: int) -> Layout:
+    """Lay `config` over `world` ranks. FitError, one line a fault, naming key, value and the nearest that fit."""
+    parallel = config.parallel
+    faults = _tensor_faults(config.model, parallel.tensor)
+    if parallel.virtual_stages > 1 and parallel.pipeline == 1:
+        faults.append(
+            f"parallel.virtual_stages={parallel.virtual_stages} needs parallel.pipeline of at least 2; "
+            "with one stage set --parallel.virtual_stages=1"
+        )
+    grid = layers = microbatches = None
+    try:
+        layers = chunk_layers(config.model, parallel)
+    except FitError as error:
+        faults.append(str(error))
+    try:
+        grid = Grid.of_world(world, parallel.tensor, parallel.pipeline, parallel.data, parallel.gpus_per_host)
+        microbatches = config.microbatches(grid.data)
+    except FitError as error:
+        faults.append(str(error))
+    if faults or grid is None or layers is None or microbatches is None:
+        raise FitError("\n".join(faults))
+    return Layout(config, grid, microbatches, tuple(layers))
+
+
+def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
+    """What tensor parallelism cannot cut evenly, a sentence each."""
+    sizes = {
+        "model.heads": model.heads,
+        **({"model.kv_heads": model.kv} if model.kv != model.heads else {}),
+        "model.ffn_hidden": model.ffn,
+        "model.sequence_length": model.sequence_length,
+    }
+    faults = []
+    common = gcd(*sizes.values(), model.padded_vocab)
+    ranks = " or ".join(str(n) for n in near_divisors(common, tensor))
+    for key, value in sizes.items():
+        if value % tensor:
+            advice = f"use --parallel.tensor={ranks} (fits all sizes)"
+            if "heads" not in key:
+                # Other numbers of heads rarely divide the width, so only the layout is advised there.
+                advice += f" or --{key}={' or '.join(str(n) for n in near_multiples(value, tensor))}"
+            faults.append(f"{key}={value} is not divisible by parallel.tensor={tensor}; {advice}")
+    if model.padded_vocab % tensor:
+        multiple = model.vocab_multiple * tensor // gcd(model.vocab_multiple, tensor)
+        faults.append(
+            f"the padded vocabulary {model.padded_vocab} (model.vocab_size={model.vocab} rounded up to a multiple of "
+            f"model.vocab_multiple={model.vocab_multiple}) is not divisible by parallel.tensor={tensor}; "
+            f"use --model.vocab_multiple={multiple} or --parallel.tensor={ranks}"
+        )
+    return faults
+
+
+def near_divisors(value: int, wanted: int) -> list[int]:
+    """The divisors of `value` next to `wanted`, below and above."""
+    divisors = [n for n in range(1, value + 1) if value % n == 0]
+    below = [n for n in divisors if n <= wanted][-1:]
+    above = [n for n in divisors if n > wanted][:1]
+    return below + above
+
+
+def near_multiples(value: int, of: int) -> list[int]:
+    """The multiples of `of` next to `value`, below (if positive) and above."""
+    below = value // of * of
+    return [n for n in (below, below + of) if n > 0]

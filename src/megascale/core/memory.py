@@ -1,0 +1,265 @@
+"""The one count of memory of a rank, kind by kind, as a function of model, grid, schedule and precision. No torch.
+
+What one layer keeps from forward to backward for one micro-batch (recompute none). Sequence s, micro-batch b, width
+h, heads x head size q, key/value width k, MLP width f, tensor ranks t; sequence parallelism is always on with t > 1,
+so everything between the tensor-parallel products is cut along the sequence. Activations are in the training
+precision, statistics in float32.
+
+| tensor | shape here | why |
+|---|---|---|
+| input | s/t, b, h | backward of the (first) norm |
+| norm statistics | s/t, b (twice for LayerNorm) | the same |
+| norm output | s/t, b, h | weight gradient of [QKV] or [QKV, MLP in]; gathered again in backward |
+| query, key, value | s, b, (q + 2k)/t | attention |
+| rotated query, key | s, b, (q + k)/t | rotary positions only: the product above stays for its value part |
+| attention output | s, b, q/t | attention; weight gradient of the output product |
+| attention logsumexp | b, heads/t, s | attention (flash: no s x s matrix) |
+| middle | s/t, b, h | serial block: residual stream between attention and MLP, for the second norm |
+| second norm statistics, output | as above | serial block, or parallel block with two norms |
+| MLP in | s, b, f/t (twice if gated) | backward of the activation |
+| MLP activation | s, b, f/t | weight gradient of the MLP's output product |
+
+Dropout keeps nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
+32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
+Recompute `selective` drops norm statistics, norm outputs and the MLP activation; `full` keeps the input alone.
+
+A chunk but the model's last also keeps its output, which autograd starts from. The last adds the final norm's input
+and statistics, its output for the whole sequence, and the loss's log-sum-exp; logits exist for some tokens at a time,
+in the training precision, and their gradient overwrites them. Micro-batches in flight come from the schedule's lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import prod
+
+import numpy as np
+
+from megascale.config import ModelConfig, ParallelConfig
+from megascale.core.grid import Grid
+from megascale.core.layers import chunk_layers
+from megascale.core.schedule import ActionKind, Schedule
+
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+# The loss takes as many tokens at a time as keep their logits within this (ops/cross_entropy.py).
+LOGITS_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that a forward keeps for its backward: name, local shape, bytes an element."""
+
+    name: str
+    shape: tuple[int, ...]
+    width: int
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory."""
+        return prod(self.shape) * self.width
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank by kind.
+
+    Attributes:
+        weights: parameters in the training precision.
+        gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
+            backward fills while the other is on the wire.
+        optimizer: float32 master weights (16-bit training) and two moments, sharded from ZeRO-1 on.
+        activations: what forwards keep, at the schedule's peak, without logits.
+        logits: the chunk of logits that the loss works on.
+        workspace: gradients of activations inside one layer's backward, and what recompute restores of a layer.
+        tensor_buffers: gathered input and gathered gradient of a product, and the symmetric-memory copy.
+        pipeline_buffers: sends under way, receives posted.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    workspace: int = 0
+    tensor_buffers: int = 0
+    pipeline_buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return sum(self.kinds().values())
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind, in the order above."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
+    """Parameters of one layer on one tensor-parallel rank. Norms and row-parallel biases are whole on each."""
+    h, q, k = model.hidden, model.heads * model.head_size, model.kv * model.head_size
+    inner = model.ffn * (2 if model.gated else 1)
+    norms = h * (2 if model.norm == "layernorm" else 1) * (2 if _second_norm(model) else 1)
+    cut = h * (q + 2 * k) + q * h + h * inner + model.ffn * h
+    cut += (q + 2 * k) * model.attention_bias + inner * model.mlp_bias
+    whole = norms + h * model.out_bias + h * model.mlp_bias
+    return cut // tensor + whole
+
+
+def chunk_parameters(model: ModelConfig, layers: range, chunk: int, chunks: int, tensor: int = 1) -> int:
+    """Parameters of global chunk `chunk` on one tensor-parallel rank, padding rows of the vocabulary included.
+
+    Tied embeddings on more than one chunk are held by the first and by the last.
+    """
+    h, rows = model.hidden, model.padded_vocab // tensor
+    count = len(layers) * layer_parameters(model, tensor)
+    if chunk == 0:
+        count += rows * h + (model.sequence_length * h if model.positions == "learned" else 0)
+    if chunk == chunks - 1:
+        count += h * (2 if model.norm == "layernorm" else 1) + rows * model.head_bias
+        count += rows * h if not model.tied_embeddings or chunks > 1 else 0
+    return count
+
+
+def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+    """Parameters of all chunks of a stage on one tensor-parallel rank."""
+    return sum(_chunk_counts(model, parallel, stage))
+
+
+def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
+    p, chunks = parallel.pipeline, parallel.pipeline * parallel.virtual_stages
+    layers = chunk_layers(model, parallel)
+    return [chunk_parameters(model, layers[g], g, chunks, parallel.tensor) for g in range(stage, chunks, p)]
+
+
+def saved_by_layer(
+    model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str = "none"
+) -> list[Saved]:
+    """What one layer's forward of one micro-batch keeps on one rank: the table in this module's docstring."""
+    s, b, h, a = model.sequence_length, micro_batch, model.hidden, BYTES[precision]
+    stats = max(4, a)
+    rows, d = s // tensor, model.head_size
+    heads, kv, ffn = model.heads // tensor, model.kv // tensor, model.ffn // tensor
+    moments = 2 if model.norm == "layernorm" else 1
+    keep = recompute == "none"
+    tensors = [Saved("input", (rows, b, h), a)]
+    if recompute == "full":
+        return tensors
+    if keep:
+        tensors.append(Saved("norm_statistics", (moments, rows, b), stats))
+        tensors.append(Saved("norm_output", (rows, b, h), a))
+    tensors += [
+        Saved("query_key_value", (s, b, (heads + 2 * kv) * d), a),
+        *([Saved("rotated_query_key", (s, b, (heads + kv) * d), a)] if model.positions == "rotary" else []),
+        Saved("attention_output", (s, b, heads * d), a),
+        Saved("attention_logsumexp", (b, heads, s), stats),
+    ]
+    if model.block == "serial":
+        tensors.append(Saved("middle", (rows, b, h), a))
+    if keep and _second_norm(model):
+        tensors.append(Saved("second_norm_statistics", (moments, rows, b), stats))
+        tensors.append(Saved("second_norm_output", (rows, b, h), a))
+    tensors.append(Saved("mlp_in", (s, b, ffn * (2 if model.gated else 1)), a))
+    if keep:
+        tensors.append(Saved("mlp_activation", (s, b, ffn), a))
+    return tensors
+
+
+def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[Saved]:
+    """What final norm and loss keep on the last chunk."""
+    s, b, h, a = model.sequence_length, micro_batch, model.hidden, BYTES[precision]
+    moments, wide = (2 if model.norm == "layernorm" else 1), max(4, a)
+    return [
+        Saved("final_norm_input", (s // tensor, b, h), a),
+        Saved("final_norm_statistics", (moments, s // tensor, b), wide),
+        Saved("final_norm_output", (s, b, h), a),
+        Saved("loss_logsumexp", (s, b), wide),
+    ]
+
+
+def stage_memory(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    grid: Grid,
+    schedule: Schedule,
+    stage: int,
+    micro_batch: int,
+    precision: str,
+) -> Memory:
+    """Memory of a rank of pipeline stage `stage` at its peak, in bytes by kind.
+
+    Args:
+        parallel: ZeRO stage, recompute, layer split.
+        grid: sizes of the axes (data parallelism is the grid's).
+        schedule: gives micro-batches in flight and send buffers.
+        micro_batch: sequences in a micro-batch.
+        precision: float32, bfloat16 or float64.
+    """
+    t, a = grid.tensor, BYTES[precision]
+    master = max(4, a)
+    count = stage_parameters(model, parallel, stage)
+    shard = -(-count // grid.data)
+    state = master * (3 if a < master else 2)
+    gradients = master * count
+    if parallel.zero == 2 and grid.data > 1:
+        gradients = master * (shard + 2 * max(_chunk_counts(model, parallel, stage)))
+    full = saved_by_layer(model, t, micro_batch, precision)
+    kept = saved_by_layer(model, t, micro_batch, precision, parallel.recompute)
+    restored = sum(x.bytes for x in full) - sum(x.bytes for x in kept)
+
+    s, b, h = model.sequence_length, micro_batch, model.hidden
+    q, k = model.heads * model.head_size // t, model.kv * model.head_size // t
+    f = model.ffn // t
+    attention, mlp = q + (q + 2 * k), f + f * (2 if model.gated else 1)
+    # A parallel block's two branches go backward through one product, so both gradients live at once.
+    inside = attention + mlp if model.block == "parallel" else max(attention, mlp)
+    message = s // t * b * h * a
+    moves = stage_moves(schedule, stage)
+    return Memory(
+        weights=a * count,
+        gradients=gradients,
+        optimizer=state * (shard if parallel.zero else count),
+        activations=_peak(model, parallel, schedule, stage, micro_batch, precision, kept),
+        logits=min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0,
+        workspace=s * b * inside * a + restored,
+        tensor_buffers=3 * s * b * h * a if t > 1 else 0,
+        # A receive's buffer becomes the saved input; one more is posted. A gradient: one in use, one posted.
+        pipeline_buffers=message
+        * (
+            schedule.send_slots * (moves[ActionKind.SEND_FORWARD] + moves[ActionKind.SEND_BACKWARD])
+            + moves[ActionKind.RECV_FORWARD]
+            + 2 * moves[ActionKind.RECV_BACKWARD]
+        ),
+    )
+
+
+def stage_moves(schedule: Schedule, stage: int) -> dict[ActionKind, bool]:
+    """Which kinds of transfer a stage has at all."""
+    kinds = set(np.unique(schedule.table[stage][:, 0]).tolist())
+    return {kind: int(kind) in kinds for kind in ActionKind if kind.is_send or kind.is_receive}
+
+
+def _second_norm(model: ModelConfig) -> bool:
+    return model.block == "serial" or model.parallel_norms == 2
+
+
+def _peak(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    schedule: Schedule,
+    stage: int,
+    micro_batch: int,
+    precision: str,
+    kept: list[Saved],
+) -> int:
+    """Bytes of activations held at the moment of the schedule at which they are most."""
+    p, chunks = schedule.stages, schedule.chunks
+    layers = chunk_layers(model, parallel)
+    own = [c * p + stage for c in range(schedule.virtual)]
+    head = sum(x.bytes for x in saved_by_head(model, parallel.tensor, micro_batch, precision))
+    layer = sum(x.bytes for x in kept)
+    a, s = BYTES[precision], model.sequence_length // parallel.tensor
+    output = s * micro_batch * model.hidden * a
+    size = np.array([len(layers[g]) * layer + (head if g == chunks - 1 else output) for g in own])
+    kind, chunk, _ = schedule.table[stage].T
+    sign = np.where(kind == ActionKind.FORWARD, 1, np.where(kind == ActionKind.BACKWARD, -1, 0))
+    return int((sign * size[chunk]).cumsum().max())

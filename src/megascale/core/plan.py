@@ -1,0 +1,225 @@
+"""What a layout costs before a GPU is rented: memory, bubble, FLOPs, traffic, and what in it will not pay."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megascale.config import Config
+from megascale.core import flops
+from megascale.core.layout import Layout, lay_out
+from megascale.core.memory import Memory, stage_memory, stage_parameters
+from megascale.core.replay import Graph, Timeline, replay
+from megascale.core.schedule import Schedule, ideal_bubble
+from megascale.core.traffic import Traffic, stage_traffic
+
+GIB = 2**30
+# Memory of one device in GiB, as sold, matched against its name.
+DEVICES = {"H200": 141.0, "B200": 180.0, "H100": 80.0, "H800": 80.0, "A100": 80.0, "A800": 80.0, "L40S": 48.0}
+# What the CUDA context, communicators and allocator slack take beyond the counted tensors.
+RESERVE_GIB = 4.0
+# A windowed kernel beats cuDNN's full causal attention only below about this share of the sequence (measured on an
+# H200: Flex at 2,048 and 8,192 tokens, forward and backward).
+WINDOW_PAYS = 0.25
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that `megascale plan` prints. Sizes are bytes, times are in units of the work they are shares of."""
+
+    layout: Layout
+    device_gib: float
+
+    @property
+    def config(self) -> Config:
+        """The configuration planned."""
+        return self.layout.config
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule of a step."""
+        return self.layout.schedule()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step replayed with free transfers: work of a chunk by its FLOPs, one layer's forward as the unit."""
+        graph = Graph.of(self.schedule)
+        forward, backward = self.work
+        return replay(graph, graph.durations(forward, backward))
+
+    @cached_property
+    def work(self) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward work of each chunk [stages, virtual], in forwards of the mean layer."""
+        model, p = self.config.model, self.layout.grid.pipeline
+        layer = [flops.layer_flops(model, i).forward for i in range(model.layers)]
+        unit = sum(layer) / len(layer)
+        body = np.array([sum(layer[i] for i in chunk) / unit for chunk in self.layout.layers])
+        forward = body.copy()
+        forward[-1] += flops.logits_flops(model) / unit
+        backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
+        shape = (self.config.parallel.virtual_stages, p)
+        return forward.reshape(shape).T, backward.reshape(shape).T
+
+    @property
+    def stages(self) -> list[int]:
+        """First, middle and last stage."""
+        p = self.layout.grid.pipeline
+        return sorted({0, p // 2, p - 1})
+
+    @cached_property
+    def memory(self) -> list[Memory]:
+        """Memory of a rank of each stage."""
+        config, grid, train = self.config, self.layout.grid, self.config.train
+        return [
+            stage_memory(config.model, config.parallel, grid, self.schedule, s, train.micro_batch, train.precision)
+            for s in range(grid.pipeline)
+        ]
+
+    def traffic(self, stage: int) -> Traffic:
+        """Bytes that a rank of `stage` sends in a step."""
+        config, grid, train = self.config, self.layout.grid, self.config.train
+        return stage_traffic(
+            config.model, config.parallel, grid, self.schedule, stage, train.micro_batch, train.precision
+        )
+
+    @property
+    def needed_gib(self) -> float:
+        """Memory of the fullest rank with the reserve, in GiB."""
+        return max(m.total for m in self.memory) / GIB + RESERVE_GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits its device."""
+        return self.needed_gib <= self.device_gib
+
+    @property
+    def bubble(self) -> float:
+        """Idle over busy time of the busiest stage, from the replay."""
+        return float(self.timeline.bubble)
+
+    @property
+    def idle(self) -> float:
+        """Mean share of the step in which a stage computes nothing: bubble and uneven stages together."""
+        return float(1 - self.timeline.busy.mean() / self.timeline.makespan)
+
+    def notes(self) -> list[str]:
+        """What the numbers hide: layouts and windows that do not pay, a sentence each."""
+        model, parallel, grid = self.config.model, self.config.parallel, self.layout.grid
+        notes = []
+        if model.window is not None and model.window >= model.sequence_length:
+            notes.append(f"model.window={model.window} covers the whole sequence: all layers use full attention")
+        elif model.window is not None and model.window > WINDOW_PAYS * model.sequence_length:
+            notes.append(
+                f"model.window={model.window} is above a quarter of model.sequence_length={model.sequence_length}: "
+                f"where cuDNN serves full attention, a windowed kernel is no faster; --model.window="
+                f"{int(WINDOW_PAYS * model.sequence_length)} or less pays"
+            )
+        if self.layout.microbatches < grid.pipeline:
+            notes.append(
+                f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
+                f"train.global_batch to {grid.pipeline * grid.data * self.config.train.micro_batch} or more"
+            )
+        counts = [len(chunk) for chunk in self.layout.layers]
+        if len(set(counts)) > 1:
+            notes.append(f"layers are split unevenly over chunks: {_runs(counts)} (logits weigh in layers)")
+        if grid.tensor > parallel.gpus_per_host:
+            notes.append(
+                f"parallel.tensor={grid.tensor} reaches beyond a host of {parallel.gpus_per_host} GPUs: gathers and "
+                "scatters of every layer cross the network"
+            )
+        if parallel.zero == 2:
+            saved = self._zero_saving() / GIB
+            words = f"saves {saved:.1f} GiB" if saved > 0 else f"needs {-saved:.1f} GiB more, not less (too few chunks)"
+            notes.append(
+                f"parallel.zero=2 reduces gradients {self.layout.microbatches} times a step where parallel.zero=1 "
+                f"reduces once, and {words}"
+            )
+        return notes
+
+    def _zero_saving(self) -> int:
+        other = self._changed(parallel={"zero": 1})
+        return max(m.total for m in other.memory) - max(m.total for m in self.memory)
+
+    def _changed(self, **sections: dict[str, Any]) -> Plan:
+        config = self.config.model_copy(
+            update={name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
+        )
+        return replace(self, layout=lay_out(config, self.layout.grid.world))
+
+    def remedies(self) -> list[str]:
+        """Overrides, each of which alone makes a plan fit that does not; cheapest first."""
+        parallel, train = self.config.parallel, self.config.train
+        tries: list[tuple[str, dict[str, dict[str, Any]]]] = []
+        if parallel.zero == 0:
+            tries.append(("--parallel.zero=1", {"parallel": {"zero": 1}}))
+        if parallel.recompute == "none":
+            tries.append(("--parallel.recompute=selective", {"parallel": {"recompute": "selective"}}))
+        if train.micro_batch > 1:
+            tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
+        if parallel.zero < 2:
+            tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
+        if parallel.recompute != "full":
+            tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
+        return [text for text, change in tries if self._changed(**change).fits]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data for JSON."""
+        model, grid, train = self.config.model, self.layout.grid, self.config.train
+        count = flops.flops_per_token(model)
+        tokens = train.global_batch * model.sequence_length
+        return {
+            "gpus": grid.world,
+            "hosts": grid.hosts,
+            "layout": {
+                "tensor": grid.tensor,
+                "pipeline": grid.pipeline,
+                "virtual_stages": self.config.parallel.virtual_stages,
+                "data": grid.data,
+                "microbatches": self.layout.microbatches,
+                "layers_by_chunk": [len(chunk) for chunk in self.layout.layers],
+                "zero": self.config.parallel.zero,
+                "recompute": self.config.parallel.recompute,
+            },
+            "parameters": flops.parameters(model),
+            "parameters_by_stage": [stage_parameters(model, self.config.parallel, s) for s in range(grid.pipeline)],
+            "flops": {
+                "convention": flops.CONVENTION,
+                "per_token": count.training,
+                "per_step": count.training * tokens,
+                "per_step_and_gpu": count.training * tokens / grid.world,
+            },
+            "tokens_per_step": tokens,
+            "schedule": {
+                "name": self.schedule.name,
+                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual, self.layout.microbatches),
+                "bubble_replayed": self.bubble,
+                "idle": self.idle,
+                "in_flight_by_stage": [self.schedule.in_flight(s) for s in range(grid.pipeline)],
+            },
+            "memory_by_stage": [{**m.kinds(), "total": m.total} for m in self.memory],
+            "device_gib": self.device_gib,
+            "reserve_gib": RESERVE_GIB,
+            "needed_gib": self.needed_gib,
+            "fits": self.fits,
+            "sent_by_rank_and_step": {str(s): asdict(self.traffic(s)) for s in self.stages},
+            "notes": self.notes(),
+        }
+
+
+def make_plan(config: Config, gpus: int, device_gib: float) -> Plan:
+    """Plan `config` on `gpus` devices of `device_gib` GiB. FitError if the layout does not divide."""
+    return Plan(lay_out(config, gpus), device_gib)
+
+
+def _runs(counts: list[int]) -> str:
+    """3 3 3 2 as "3 x 3, 1 x 2"."""
+    out: list[list[int]] = []
+    for n in counts:
+        if out and out[-1][1] == n:
+            out[-1][0] += 1
+        else:
+            out.append([1, n])
+    return ", ".join(f"{times} x {n}" for times, n in out)

@@ -1,0 +1,170 @@
+"""Which tokens sample number k of a run consists of: a pure function of (seed, k), whatever the layout.
+
+All training files are cut into windows of sequence_length + 1 tokens; neighbours share one token, so that each token
+(but a file's first and its last few) is predicted once an epoch. An epoch is a pseudo-random order of windows that
+needs no table (see permutation.py): of the windows of all files together, or, with data.weights, of each file's by
+itself, while the files take turns by weight (see blend.py). Documents are joined; their end tokens stay. A rank that
+needs samples 100..107 asks for them; nothing is kept between calls, so resuming at any number and any number of ranks
+is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megascale.config import Config
+from megascale.data.blend import SMALLEST, Blend
+from megascale.data.indexed import IndexedDataset
+from megascale.data.permutation import key, permute
+from megascale.errors import ConfigError, DataError
+
+IGNORE = -100
+
+
+class SampleSource:
+    """Training samples by number.
+
+    Attributes:
+        windows: windows of all files; an epoch's samples where there are no weights.
+        tokens: tokens in all files.
+
+    Cheap to make (files are memory-mapped) and picklable: it travels as its configuration.
+    Raises ConfigError without data.train, DataError for files that cannot be used.
+    """
+
+    def __init__(self, config: Config) -> None:
+        if not config.data.train:
+            raise ConfigError(
+                "data.train is empty; set it to a token file without suffix, such as --data.train=datasets/mine/train "
+                "(make one with `megascale data build`)"
+            )
+        self.config = config
+        self.sequence_length = config.model.sequence_length
+        self.files = [IndexedDataset(prefix) for prefix in config.data.train]
+        counts = [max(0, (file.tokens - 1) // self.sequence_length) for file in self.files]
+        for file, count in zip(self.files, counts, strict=True):
+            if not count:
+                raise DataError(
+                    f"data.train: {file.prefix} has {file.tokens} tokens and one sample needs "
+                    f"model.sequence_length + 1 = {self.sequence_length + 1}; use a shorter sequence or more text"
+                )
+        weights = config.data.weights
+        if weights is not None and min(weights) < SMALLEST * sum(weights):
+            raise ConfigError(
+                f"data.weights={weights}: {min(weights)} is less than {SMALLEST:g} of their sum; leave that file out"
+            )
+        self._blend = Blend(weights) if weights is not None else None
+        self._counts = counts
+        self._stops = np.cumsum(counts, dtype=np.int64)
+        self.windows = int(self._stops[-1])
+        self.tokens = sum(file.tokens for file in self.files)
+
+    def __reduce__(self) -> tuple[type[SampleSource], tuple[Config]]:
+        return SampleSource, (self.config,)
+
+    def epochs(self, samples: int) -> float:
+        """How often `samples` samples pass over the data; of a blend, over the file that is read most often."""
+        return max(self.passes(samples))
+
+    def passes(self, samples: int) -> list[float]:
+        """How often `samples` samples pass over each file."""
+        weights = self.config.data.weights
+        if weights is None:
+            return [samples / self.windows] * len(self.files)
+        return [samples * w / sum(weights) / count for w, count in zip(weights, self._counts, strict=True)]
+
+    def ids(self, first_sample: int, count: int) -> NDArray[np.int64]:
+        """int64 [count, 3]: epoch, file and window within the file of samples first_sample and following."""
+        if self._blend is not None:
+            return self._blended(self._blend.places(first_sample, count))
+        numbers = np.arange(first_sample, first_sample + count, dtype=np.int64)
+        epochs, places = np.divmod(numbers, self.windows)
+        if self.config.data.shuffle:
+            for epoch in np.unique(epochs):
+                now = epochs == epoch
+                places[now] = permute(places[now], self.windows, key(self.config.train.seed, int(epoch)))
+        files = np.searchsorted(self._stops, places, side="right")
+        starts = self._stops - np.diff(self._stops, prepend=0)
+        return np.stack([epochs, files, places - starts[files]], axis=1)
+
+    def _blended(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Epoch, file and window of (file, number among the file's samples) rows."""
+        files, numbers = turns.T
+        epochs, places = np.divmod(numbers, np.array(self._counts)[files])
+        if self.config.data.shuffle:
+            for file, epoch in np.unique(np.stack([files, epochs], axis=1), axis=0).tolist():
+                now = (files == file) & (epochs == epoch)
+                # A file's own order depends on its place in data.train and on nothing else of the blend.
+                places[now] = permute(places[now], self._counts[file], key(self.config.train.seed, file, epoch))
+        return np.stack([epochs, files, places], axis=1)
+
+    def batch(self, first_sample: int, count: int) -> NDArray[np.int64]:
+        """int64 [count, sequence_length + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`.
+
+        DataError for a token that the vocabulary does not have.
+        """
+        out = np.empty((count, self.sequence_length + 1), dtype=np.int64)
+        rows = self.ids(first_sample, count)
+        for row, (_, file, window) in zip(out, rows, strict=True):
+            row[:] = self.files[file].read(int(window) * self.sequence_length, self.sequence_length + 1)
+        vocabulary = self.config.model.vocab_size
+        if vocabulary is not None and count and (out.min() < 0 or out.max() >= vocabulary):
+            bad = int(np.flatnonzero(((out < 0) | (out >= vocabulary)).any(axis=1))[0])
+            raise DataError(
+                f"data.train: {self.files[rows[bad, 1]].prefix} holds token id {out[bad].max()} and "
+                f"model.vocab_size={vocabulary}; the file was made with another tokenizer: set model.vocab_size to "
+                "that tokenizer's or build the data again"
+            )
+        return out
+
+
+class HeldOut:
+    """A token file read in order, each token exactly once as a target.
+
+    Window i predicts tokens `[i x sequence_length, (i + 1) x sequence_length)` from those before them in the window.
+    The very first token is predicted from the file's last one, which in files built here is an end of document. The
+    last window is filled up; filled places have target IGNORE.
+
+    Attributes:
+        windows: number of windows.
+        tokens: number of targets, and of tokens.
+    """
+
+    def __init__(self, prefix: str, sequence_length: int, vocab_size: int | None = None) -> None:
+        self.prefix, self.sequence_length, self.vocab_size = prefix, sequence_length, vocab_size
+        self._file = IndexedDataset(prefix)
+        self.tokens = self._file.tokens
+        if not self.tokens:
+            raise DataError(f"held-out file {prefix} has no tokens; build it with more text")
+        self.windows = -(-self.tokens // sequence_length)
+
+    def __reduce__(self) -> tuple[type[HeldOut], tuple[str, int, int | None]]:
+        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size)
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def batch(self, first_window: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs and targets, int64 [windows, sequence_length]; fewer rows than `count` at the end of the file."""
+        return self.rows(range(first_window, min(first_window + count, self.windows)))
+
+    def rows(self, windows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs and targets of chosen windows, int64 [len(windows), sequence_length]."""
+        length, stream = self.sequence_length, self._file.stream
+        inputs = np.zeros((len(windows), length), dtype=np.int64)
+        targets = np.full((len(windows), length), IGNORE, dtype=np.int64)
+        for row, window in enumerate(windows):
+            start = window * length
+            piece = stream[start : start + length]
+            targets[row, : len(piece)] = piece
+            inputs[row, 0] = stream[start - 1]  # -1 at the start of the file: its last token
+            inputs[row, 1 : len(piece)] = piece[:-1]
+        if self.vocab_size is not None and max(inputs.max(initial=0), targets.max(initial=0)) >= self.vocab_size:
+            raise DataError(
+                f"held-out file {self.prefix} holds token id {max(inputs.max(), targets.max())} and "
+                f"model.vocab_size={self.vocab_size}; it was made with another tokenizer"
+            )
+        return inputs, targets

@@ -1,0 +1,102 @@
+"""What a machine offers a training run, and what each lack costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. verdict: good, slow (works, at a cost) or missing (a feature is off)."""
+
+    what: str
+    found: str
+    verdict: Literal["good", "slow", "missing"]
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at Python, PyTorch, devices, memory, disk and optional parts."""
+    import torch
+
+    findings = [_python(), Finding("PyTorch", torch.__version__, "good"), *_devices()]
+    findings += [_cpu(), _shared_memory(), _disk(), *_programs(), *_packages()]
+    return findings
+
+
+def _python() -> Finding:
+    return Finding("Python", f"{platform.python_version()} at {sys.executable}", "good")
+
+
+def _devices() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return [Finding("GPU", "none", "slow", "all features work on CPU with gloo; only small models are practical")]
+    findings = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        findings.append(Finding(f"GPU {i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB", "good"))
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    findings.append(Finding("NCCL", version, "good"))
+    pairs = [(a, b) for a in range(len(findings) - 1) for b in range(len(findings) - 1) if a != b]
+    if pairs and not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
+        findings.append(Finding("GPU peer access", "not among all", "slow", "fused tensor-parallel operators are off"))
+    return findings
+
+
+def _cpu() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flags = ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
+    bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    note = "bfloat16 products in hardware" if bf16 else "no bfloat16 products: train.precision=float32 is faster here"
+    return Finding("CPU", f"{cores} cores usable", "good", note)
+
+
+def _shared_memory() -> Finding:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return Finding("shared memory", "no /dev/shm", "missing", "several processes a host will not share data")
+    size = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+    if usage.free < 1 << 30:
+        return Finding("shared memory", size, "slow", "little room; in a container give --shm-size=8g or more")
+    return Finding("shared memory", size, "good")
+
+
+def _disk() -> Finding:
+    usage = shutil.disk_usage(".")
+    size = f"{usage.free / 2**30:.1f} GiB free here"
+    if usage.free < 5 << 30:
+        return Finding("disk", size, "slow", "checkpoints need 12 bytes a parameter, and one more while saving")
+    return Finding("disk", size, "good")
+
+
+def _programs() -> list[Finding]:
+    wanted = {"redis-server": "start-up through redis:// needs a server somewhere (apt-get install redis-server)"}
+    return [
+        Finding(name, path, "good") if (path := shutil.which(name)) else Finding(name, "not found", "missing", lack)
+        for name, lack in wanted.items()
+    ]
+
+
+def _packages() -> list[Finding]:
+    wanted = {
+        "triton": "fused operators are off on GPUs, PyTorch's own run instead",
+        "tensorboard": "no TensorBoard files are written",
+        "matplotlib": "no plots are drawn",
+    }
+    return [
+        Finding(name, "installed", "good") if importlib.util.find_spec(name) else Finding(name, "none", "missing", lack)
+        for name, lack in wanted.items()
+    ]

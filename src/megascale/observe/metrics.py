@@ -1,0 +1,163 @@
+"""Metrics of a run: one record a step to metrics.jsonl, TensorBoard and Weights & Biases, a line to the
+terminal."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from megascale.errors import ConfigError
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take one record; `record["step"]` orders them."""
+
+    def close(self) -> None:
+        """Flush and let go."""
+
+
+class JsonLines:
+    """Appends records to a file, one JSON object a line, flushed each time."""
+
+    def __init__(self, file: Path) -> None:
+        self._out = open(file, "a")  # noqa: SIM115 - closed by close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append."""
+        self._out.write(json.dumps(record) + "\n")
+        self._out.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._out.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, in `folder`; what a run before wrote of steps after `step` is hidden."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One scalar a number."""
+        for key, value in record.items():
+            if key not in ("step", "time") and isinstance(value, int | float):
+                self._writer.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        """Flush."""
+        self._writer.close()
+
+
+class Wandb:
+    """The same to Weights & Biases; a resumed run goes on under the id kept in its folder.
+
+    Raises ConfigError if the package is missing or the service refuses.
+    """
+
+    def __init__(self, project: str, run: Path, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                f"observe.wandb={project!r} needs the package wandb; install it with pip install 'megascale[wandb]' or "
+                "leave the key out"
+            ) from None
+        kept = run / "wandb-id"
+        identity = kept.read_text().strip() if kept.exists() else secrets.token_hex(4)
+        try:
+            self._run = wandb.init(
+                project=project, name=run.name, id=identity, resume="allow", dir=str(run), config=config
+            )
+        except (wandb.Error, OSError) as error:
+            raise ConfigError(
+                f"observe.wandb={project!r}: Weights & Biases cannot be used ({error}); run `wandb login`, set "
+                "WANDB_MODE=offline to keep the records in the run folder, or leave the key out"
+            ) from None
+        kept.write_text(identity + "\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One value a number. Steps that a resumed run does again are not sent twice: the service drops them."""
+        numbers = {key: v for key, v in record.items() if key not in ("step", "time") and isinstance(v, int | float)}
+        self._run.log(numbers, step=record["step"])
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+class Terminal:
+    """A live bar on a terminal, a plain line every `interval` steps elsewhere."""
+
+    def __init__(self, steps: int, interval: int, live: bool) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._interval, self._steps = interval, steps
+        self._started, self._first = time.monotonic(), None  # type: float, int | None
+        self._bar: Progress | None = None
+        if live and sys.stdout.isatty():
+            self._bar = Progress(BarColumn(20), TextColumn("{task.description}"), console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=steps)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Show a training record; print an evaluation."""
+        step = record["step"]
+        if "valid_loss" in record and "loss" not in record:
+            bits = f"  bits per byte {record['valid_bits_per_byte']:.3f}" if "valid_bits_per_byte" in record else ""
+            self.say(f"step {step}: held-out loss {record['valid_loss']:.4f}{bits}")
+            return
+        if self._first is None:
+            self._first, self._started = step - 1, time.monotonic()
+        line = self._line(record)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=line)
+        elif step % self._interval == 0 or step == self._steps or step == self._first + 1:
+            self._console.print(line)
+
+    def _line(self, record: dict[str, Any]) -> str:
+        step = record["step"]
+        assert self._first is not None
+        done = max(1, step - self._first)
+        left = (time.monotonic() - self._started) / done * (self._steps - step)
+        parts = [
+            f"step {step}/{self._steps}",
+            f"loss {record['loss']:.4f}",
+            f"lr {record['learning_rate']:.2e}",
+            f"grad norm {record['grad_norm']:.3f}",
+            f"{_short(record['tokens_per_second'])} tok/s",
+        ]
+        if "mfu" in record:
+            parts.append(f"MFU {100 * record['mfu']:.1f}%")
+        parts += [f"{record['memory_gib']:.2f} GiB", f"{_duration(left)} left"]
+        return "  ".join(parts)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _short(n: float) -> str:
+    return f"{n / 1e6:.2f}M" if n >= 1e6 else f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"

@@ -1,0 +1,223 @@
+"""GeLU and SwiGLU with the bias of the projection before them, forward and backward.
+
+Only the projection's output is kept; the backward kernel reads it with the gradient, writes the input's gradient
+and sums the bias's on the way, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megascale.ops.dispatch import jit, tl, triton, use_fused
+from megascale.ops.reduce import flat_rows, split_rows, sum_parts
+
+Approximate = Literal["none", "tanh"]
+
+BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
+PROGRAMS = 1056  # about eight a multiprocessor of a large GPU: enough loads in flight, few partial sums
+
+
+def gelu_reference(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
+    """gelu(x + bias), exact (error function) or with the tanh approximation."""
+    return F.gelu(x if bias is None else x + bias, approximate=approximate)
+
+
+def swiglu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of x + bias = [gate | up] along the last dimension."""
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@jit
+def _gelu(x, TANH: tl.constexpr):
+    """gelu(x) and its derivative in float32."""
+    if TANH:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        # tanh(u) = 2 sigmoid(2u) - 1, so (1 + tanh) / 2 is one sigmoid
+        half = tl.sigmoid(2.0 * inner)
+        slope = 2.0 * half * (1.0 - half) * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+    else:
+        half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return x * half, half + x * slope
+
+
+@jit
+def _gelu_kernel(
+    x_ptr,
+    bias_ptr,
+    dy_ptr,
+    out_ptr,
+    part_ptr,
+    rows,
+    width,
+    stride,
+    dy_stride,
+    out_stride,
+    rows_a_part,
+    TANH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.program_id(1) * rows_a_part
+    last = tl.minimum(first + rows_a_part, rows)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+        d_bias = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        inside = (row[:, None] < last) & (column[None, :] < width)
+        row_64 = row[:, None].to(tl.int64)
+        x = tl.load(x_ptr + row_64 * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += bias[None, :]
+        value, slope = _gelu(x, TANH)
+        if BACKWARD:
+            dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            value = dy * slope
+            if HAS_BIAS:
+                d_bias += value
+        tl.store(out_ptr + row_64 * out_stride + column[None, :], value, mask=inside)
+    if BACKWARD and HAS_BIAS:
+        tl.store(part_ptr + tl.program_id(1) * width + column, tl.sum(d_bias, 0), mask=column < width)
+
+
+@jit
+def _swiglu_kernel(
+    x_ptr,
+    bias_ptr,
+    dy_ptr,
+    out_ptr,
+    part_ptr,
+    rows,
+    width,
+    stride,
+    dy_stride,
+    out_stride,
+    rows_a_part,
+    HAS_BIAS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Tiles of the gate with the same tile of the up projection, `width` columns further."""
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.program_id(1) * rows_a_part
+    last = tl.minimum(first + rows_a_part, rows)
+    if HAS_BIAS:
+        bias_g = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+        bias_u = tl.load(bias_ptr + width + column, mask=column < width, other=0.0).to(tl.float32)
+        d_bias_g = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+        d_bias_u = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        inside = (row[:, None] < last) & (column[None, :] < width)
+        row_64 = row[:, None].to(tl.int64)
+        at = x_ptr + row_64 * stride + column[None, :]
+        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            gate += bias_g[None, :]
+            up += bias_u[None, :]
+        half = tl.sigmoid(gate)
+        if BACKWARD:
+            dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            d_gate = dy * up * half * (1.0 + gate * (1.0 - half))
+            d_up = dy * gate * half
+            to = out_ptr + row_64 * out_stride + column[None, :]
+            tl.store(to, d_gate, mask=inside)
+            tl.store(to + width, d_up, mask=inside)
+            if HAS_BIAS:
+                d_bias_g += d_gate
+                d_bias_u += d_up
+        else:
+            tl.store(out_ptr + row_64 * out_stride + column[None, :], gate * half * up, mask=inside)
+    if BACKWARD and HAS_BIAS:
+        to = part_ptr + tl.program_id(1) * 2 * width + column
+        tl.store(to, tl.sum(d_bias_g, 0), mask=column < width)
+        tl.store(to + width, tl.sum(d_bias_u, 0), mask=column < width)
+
+
+def _run(
+    kernel: Any, x_TF: Tensor, bias: Tensor | None, dy_TF: Tensor | None, out_TF: Tensor, width: int, **meta: Any
+) -> Tensor | None:
+    """Launch over [T, width] tiles; returns the bias gradient where there is a bias and a dy."""
+    T = x_TF.shape[0]
+    block = min(BLOCK_COLUMNS, max(16, triton.next_power_of_2(width)))
+    columns = triton.cdiv(width, block)
+    a_part, parts = split_rows(T, BLOCK_ROWS, max(1, PROGRAMS // columns))
+    partial = None
+    if bias is not None and dy_TF is not None:
+        partial = torch.empty((parts, bias.shape[0]), dtype=torch.float32, device=x_TF.device)
+    kernel[(columns, parts)](
+        *(x_TF, bias, dy_TF, out_TF, partial, T, width, x_TF.stride(0)),
+        *(0 if dy_TF is None else dy_TF.stride(0), out_TF.stride(0), a_part),
+        HAS_BIAS=bias is not None,
+        BACKWARD=dy_TF is not None,
+        BLOCK_R=BLOCK_ROWS,
+        BLOCK_C=block,
+        **meta,
+    )
+    return None if partial is None or bias is None else sum_parts(partial, bias.dtype)
+
+
+Kind = Literal["gelu", "gelu_tanh", "swiglu"]
+
+
+def run_activation(
+    kind: Kind, x_TF: Tensor, bias: Tensor | None, dy_TF: Tensor | None, out_TF: Tensor
+) -> Tensor | None:
+    """Fused activation (or, with dy, its gradient) of rows into rows, strided as they come; returns the bias gradient.
+
+    x_TF: [T, F], or [T, 2F] for swiglu; out_TF: the result [T, F], or with dy_TF [T, F] the gradient of x.
+    """
+    if kind == "swiglu":
+        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2)
+    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], TANH=kind == "gelu_tanh")
+
+
+def activation_reference(kind: Kind, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The plain activation called `kind` in model.activation."""
+    if kind == "swiglu":
+        return swiglu_reference(x, bias)
+    return gelu_reference(x, bias, "tanh" if kind == "gelu_tanh" else "none")
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
+        flat = flat_rows(x)
+        ctx.save_for_backward(flat, bias)
+        ctx.kind, ctx.shape = kind, x.shape
+        width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
+        y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
+        run_activation(kind, flat, bias, None, y)
+        return y.view(*x.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat, bias = ctx.saved_tensors
+        dx = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+        d_bias = run_activation(ctx.kind, flat, bias, flat_rows(grads[0]), dx)
+        return dx.view(ctx.shape), d_bias, None
+
+
+def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
+    """gelu(x + bias) of x [..., F] and bias [F]; only x and bias are kept for the backward pass."""
+    if x.numel() and use_fused("gelu", x, bias):
+        return _Activation.apply(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
+    return gelu_reference(x, bias, approximate)
+
+
+def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of x + bias, x [..., 2F] = [gate | up], bias [2F]; returns [..., F]."""
+    if x.numel() and use_fused("swiglu", x, bias):
+        return _Activation.apply(x, bias, "swiglu")
+    return swiglu_reference(x, bias)

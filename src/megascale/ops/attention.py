@@ -1,0 +1,185 @@
+"""Causal attention with an optional sliding window, over views of the fused QKV output, by the fastest kernel.
+
+A window counts the token itself: window=1 sees only itself, window=S is full causal attention. On CUDA the kernel
+is chosen by measuring, forward and backward, those that implement the mask (`AttentionChooser`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megascale.errors import ConfigError
+from megascale.ops import dispatch
+from megascale.ops.attention_backends import BACKENDS, candidates, causal_mask
+from megascale.ops.rope import split_qkv
+
+AGREEMENT = 2e-2  # norm-wise, in bfloat16, between kernels of the same mask
+REPEATS = 5
+
+
+def attention_reference(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None) -> Tensor:
+    """Explicit softmax over an explicit mask, in at least float32: what every backend is compared with."""
+    S, B, N, D = q_SBND.shape
+    G = k_SBGD.shape[2]
+    wide = torch.promote_types(q_SBND.dtype, torch.float32)
+    q = q_SBND.to(wide).unflatten(2, (G, N // G))
+    scores = torch.einsum("sbgnd,tbgd->bgnst", q, k_SBGD.to(wide)) * D**-0.5
+    seen = causal_mask(S, k_SBGD.shape[0], window, q_SBND.device)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("bgnst,tbgd->sbgnd", weights, v_SBGD.to(wide)).reshape(S, B, N * D).to(q_SBND.dtype)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a choice depends on. window is None for full attention."""
+
+    S: int
+    B: int
+    N: int
+    G: int
+    D: int
+    window: int | None
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        mask = "full" if self.window is None else f"window {self.window}"
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.S} x {self.B}, {self.N} heads ({self.G} kv) of {self.D}, {mask}, {kind}"
+
+
+@dataclass
+class AttentionChoice:
+    """The kernel for one shape; milliseconds forward + backward of those that ran, and why others did not."""
+
+    name: str
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"{name} {ms:.3f} ms" for name, ms in sorted(self.milliseconds.items(), key=lambda item: item[1])]
+        parts += [f"{name}: {why}" for name, why in self.refused.items()]
+        return self.name + (f" ({'; '.join(parts)})" if parts else "")
+
+
+class AttentionChooser:
+    """Measures once a shape which kernel is fastest there, and remembers."""
+
+    def __init__(self) -> None:
+        self.choices: dict[AttentionShape, AttentionChoice] = {}
+
+    def choose(
+        self,
+        S: int,
+        B: int,
+        N: int,
+        G: int,
+        D: int,
+        window: int | None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+    ) -> str:
+        """The backend for this shape, measured at the first call. Call it at start-up, before any graph capture.
+
+        S tokens, B samples, N query heads, G key/value heads of width D. On CPU, and in types that no fused
+        attention takes, that is torch's own pick.
+        """
+        if window is not None and window >= S:
+            window = None
+        shape = AttentionShape(S, B, N, G, D, window, dtype)
+        if shape not in self.choices:
+            self.choices[shape] = self._measure(shape, torch.device(device))
+            dispatch.note(f"attention {shape}", str(self.choices[shape]))
+        return self.choices[shape].name
+
+    def adopt(self, shape: AttentionShape, name: str) -> None:
+        """Take another process's choice, so that all ranks run the same kernel."""
+        self.choices[shape] = AttentionChoice(name)
+        dispatch.note(f"attention {shape}", f"{name} (chosen by another rank)")
+
+    def describe(self) -> list[str]:
+        """One printable line a shape: the choice, what was measured, what could not run and why."""
+        return [f"attention {shape}: {choice}" for shape, choice in self.choices.items()]
+
+    def _measure(self, shape: AttentionShape, device: torch.device) -> AttentionChoice:
+        if device.type != "cuda" or shape.dtype not in (torch.bfloat16, torch.float16):
+            return AttentionChoice("sdpa")
+        if torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                f"attention for {shape} would be measured inside a CUDA graph capture; call "
+                "AttentionChooser.choose for every shape before capturing"
+            )
+        choice = AttentionChoice("sdpa")
+        agreed: Tensor | None = None
+        for name in (*candidates(shape.window), "sdpa"):
+            if name == "sdpa" and choice.milliseconds:
+                break  # the last resort: slow, and its explicit mask may not even fit
+            try:
+                milliseconds, out = _time(name, shape, device)
+            except Exception as error:  # a kernel that cannot serve a shape says so in many ways
+                choice.refused[name] = str(error).strip().partition("\n")[0][:160] or type(error).__name__
+                continue
+            agreed = out if agreed is None else agreed
+            apart = ((out.float() - agreed.float()).norm() / agreed.float().norm()).item()
+            if not apart <= AGREEMENT:
+                choice.refused[name] = f"its output is {apart:.1e} away from {next(iter(choice.milliseconds))}'s"
+            else:
+                choice.milliseconds[name] = milliseconds
+        if choice.milliseconds:
+            choice.name = min(choice.milliseconds, key=choice.milliseconds.__getitem__)
+        return choice
+
+
+def _time(name: str, shape: AttentionShape, device: torch.device) -> tuple[float, Tensor]:
+    """Best milliseconds of forward + backward through the QKV split, and the output."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (shape.S, shape.B, (shape.N + 2 * shape.G) * shape.D)
+    qkv = torch.randn(sizes, device=device, generator=generator).to(shape.dtype).requires_grad_()
+    upstream = torch.randn(shape.S, shape.B, shape.N * shape.D, device=device, generator=generator).to(shape.dtype)
+    best, out = float("inf"), upstream
+    with torch.enable_grad():
+        for repeat in range(2 + REPEATS):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            out = BACKENDS[name](*split_qkv(qkv, shape.N, shape.G), shape.window)
+            torch.autograd.grad(out, qkv, upstream)
+            stop.record()
+            stop.synchronize()
+            if repeat >= 2:
+                best = min(best, start.elapsed_time(stop))
+    return best, out.detach()
+
+
+chooser = AttentionChooser()
+
+
+def attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None, backend: str = "auto") -> Tensor:
+    """Causal attention; returns [S, B, N*D].
+
+    q_SBND: [queries, batch, heads, head size]; k_SBGD, v_SBGD: [keys, batch, groups, head size], heads a multiple
+    of groups; views of the fused QKV output are read where they lie. window: tokens a query sees, itself included;
+    None for all before it. With fewer queries than keys (generation) the last query stands at the last key.
+    backend: "auto" is kernels.attention, else a name of `BACKENDS`. Raises ConfigError for an unknown name.
+    """
+    S, B, N, D = q_SBND.shape
+    T, G = k_SBGD.shape[0], k_SBGD.shape[2]
+    if window is not None and window >= T:
+        window = None
+    name = dispatch.attention_backend() if backend == "auto" else backend
+    if S != T:
+        name = "sdpa"  # a cache: the training kernels have no such mask
+    elif name == "auto" and dispatch.mode() == "reference":
+        name = "sdpa"
+    elif name == "auto":
+        known = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype))
+        if known is not None:
+            name = known.name
+        elif torch.is_grad_enabled():
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device)
+        else:
+            name = "sdpa"  # prompts come in every length: not worth a measurement each
+    if name not in BACKENDS:
+        raise ConfigError(f"kernels.attention={name!r} is not a backend; choose among auto, {', '.join(BACKENDS)}")
+    return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)

@@ -1,0 +1,92 @@
+"""x @ weight.T + bias whose weight gradient accumulates in float32 inside the GEMM.
+
+A parameter may carry `main_grad`, a float32 (or float64) view into a gradient buffer. Then the backward pass
+adds the gradient there, hands None to autograd and calls `parameter.grad_ready()` if that attribute is set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megascale.ops import dispatch
+from megascale.ops.reduce import column_sum
+
+_wide_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
+
+
+def accumulate_mm(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """target [M, N] (float32 or wider) += a [M, K] @ b [K, N], products summed in float32 at least.
+
+    On CUDA one GEMM with a float32 output does it (a torch without that forms the product in a's type, and
+    `dispatch.active` says so); elsewhere the product is formed in target's type.
+    """
+    global _wide_output
+    if target.dtype == a.dtype:
+        target.addmm_(a, b)
+    elif not (target.is_cuda and target.dtype == torch.float32):
+        target.addmm_(a.to(target.dtype), b.to(target.dtype))
+    elif _wide_output:
+        torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
+    elif _wide_output is None:
+        try:
+            torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            _wide_output = False
+            dispatch.note("weight gradient", f"product in {a.dtype}, then added ({error})")
+            target.add_(a @ b)
+        else:
+            _wide_output = True
+            dispatch.note("weight gradient", "added in float32 inside the GEMM")
+    else:
+        target.add_(a @ b)
+
+
+def finish(parameter: Tensor) -> None:
+    """Tell whoever waits that `parameter.main_grad` has this backward pass's share."""
+    ready = getattr(parameter, "grad_ready", None)
+    if ready is not None:
+        ready()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.bias = weight, bias  # the parameters themselves carry main_grad
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0]
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dw = db = None
+        if ctx.needs_input_grad[1]:
+            main = getattr(ctx.weight, "main_grad", None)
+            if main is None:
+                dw = dy_TO.t() @ x_TI
+            else:
+                accumulate_mm(main, dy_TO.t(), x_TI)
+                finish(ctx.weight)
+        if ctx.bias is not None and ctx.needs_input_grad[2]:
+            main = getattr(ctx.bias, "main_grad", None)
+            if main is None:
+                db = column_sum(dy_TO)
+            else:
+                column_sum(dy_TO, main)
+                finish(ctx.bias)
+        return dx, dw, db
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., I] @ weight [O, I].T + bias [O] -> [..., O]; gradients go to `main_grad` where a parameter has it."""
+    if hasattr(weight, "main_grad") or (bias is not None and hasattr(bias, "main_grad")):
+        return _Linear.apply(x, weight, bias)
+    return F.linear(x, weight, bias)

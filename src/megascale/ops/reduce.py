@@ -1,0 +1,83 @@
+"""Column sums in float32 and a fixed order: gradients of biases and norm weights, the same bits every run.
+
+Backward kernels write partial sums [parts, C]; `sum_parts` adds them. `column_sum` does both for a plain matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megascale.ops.dispatch import jit, tl, triton, use_fused
+
+PARTS = 264  # most partial sums a backward kernel writes: two a multiprocessor of an H100 or H200
+
+
+@jit
+def _sum_parts_kernel(
+    part_ptr, out_ptr, parts, columns, ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        row = start + tl.arange(0, BLOCK_P)
+        inside = (row[:, None] < parts) & (column[None, :] < columns)
+        total += tl.load(part_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    result = tl.sum(total, 0)
+    if ACCUMULATE:
+        result += tl.load(out_ptr + column, mask=column < columns, other=0.0)
+    tl.store(out_ptr + column, result, mask=column < columns)
+
+
+@jit
+def _column_sum_kernel(
+    x_ptr, part_ptr, rows, columns, stride, rows_a_part, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.program_id(1) * rows_a_part
+    last = tl.minimum(first + rows_a_part, rows)
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(first, last, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        inside = (row[:, None] < last) & (column[None, :] < columns)
+        at = row[:, None].to(tl.int64) * stride + column[None, :]
+        total += tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(part_ptr + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """x as [rows, columns] with adjacent columns; copies only what no strides can express."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def split_rows(rows: int, block: int, parts: int = PARTS) -> tuple[int, int]:
+    """Rows a part (a multiple of `block`) and the number of parts, a function of sizes alone."""
+    a_part = block * triton.cdiv(triton.cdiv(rows, block), parts)
+    return a_part, triton.cdiv(rows, a_part)
+
+
+def sum_parts(parts_PC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of float32 partial sums over the first dimension, as `dtype`."""
+    P, C = parts_PC.shape
+    out = torch.empty(C, dtype=dtype, device=parts_PC.device)
+    block = 64
+    _sum_parts_kernel[(triton.cdiv(C, block),)](parts_PC, out, P, C, ACCUMULATE=False, BLOCK_P=32, BLOCK_C=block)
+    return out
+
+
+def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum of x [T, C] over T in float32 at least; added into `out` [C] if given, else returned in x's type."""
+    T, C = x_TC.shape
+    if not use_fused("column sum", x_TC, out) or T == 0 or x_TC.stride(1) != 1:
+        wide = torch.promote_types(x_TC.dtype, torch.float32)
+        return x_TC.sum(0, dtype=wide).to(x_TC.dtype) if out is None else out.add_(x_TC.sum(0, dtype=out.dtype))
+    block_r, block_c = 16, 128
+    a_part, parts = split_rows(T, block_r, max(1, 4 * PARTS // triton.cdiv(C, block_c)))
+    partial = torch.empty((parts, C), dtype=torch.float32, device=x_TC.device)
+    grid = (triton.cdiv(C, block_c), parts)
+    _column_sum_kernel[grid](x_TC, partial, T, C, x_TC.stride(0), a_part, BLOCK_R=block_r, BLOCK_C=block_c)
+    if out is None:
+        return sum_parts(partial, x_TC.dtype)
+    _sum_parts_kernel[(triton.cdiv(C, 64),)](partial, out, parts, C, ACCUMULATE=True, BLOCK_P=32, BLOCK_C=64)
+    return out

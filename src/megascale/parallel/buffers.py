@@ -1,0 +1,310 @@
+"""Flat buffers of one model chunk: where its parameters and gradients live, and how data parallelism moves them.
+
+Parameters of a chunk lie in one contiguous buffer in their own type, gradients in one of float32 (float64 for
+float64 models), in the order of `layout.py`. Weight gradients accumulate straight into the buffer. Buckets are the
+unit of communication: a bucket is reduced as soon as the last micro-batch's backward has filled it (ZeRO-2: every
+micro-batch's), and gathered before the chunk's next forward (MegaScale section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megascale.core.tensors import Piece, flat_boxes
+from megascale.parallel.collectives import ALONE, Axis, Pending, all_gather_into, all_reduce, reduce_scatter_in_place
+from megascale.parallel.layout import FlatLayout, Member, lay_out
+from megascale.parallel.parameters import Spec, materialise, spec_of
+
+TIED = "embedding.token.weight"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of a shard that belongs to one piece: what decay, norms and checkpoints need to know.
+
+    Attributes:
+        start, stop: elements of the shard.
+        spec: the parameter's spec.
+        piece: the piece of a logical tensor.
+        first: which element of the piece's box the run begins at.
+    """
+
+    start: int
+    stop: int
+    spec: Spec
+    piece: Piece
+    first: int
+
+
+@dataclass
+class Shard:
+    """The part of one bucket whose optimizer state this rank owns, as views of the chunk's buffers."""
+
+    params: torch.Tensor
+    grads: torch.Tensor
+    extents: list[Extent]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes that a chunk's buffers talk over.
+
+    Attributes:
+        data: gathers parameters over the data-parallel ranks; reduce: reduces gradients over the same ranks, on
+            another communicator, so that neither waits behind the other.
+        tensor: the tensor-parallel ranks.
+        tied: first and last stage, which both hold the token embedding; of size 1 where one process holds it once.
+    """
+
+    data: Axis = ALONE
+    reduce: Axis = ALONE
+    tensor: Axis = ALONE
+    tied: Axis = ALONE
+
+
+class GradientPool:
+    """Two whole-chunk gradient buffers that the chunks of a rank use in turn (ZeRO-2).
+
+    One chunk's backward fills a buffer while the other's is on the wire.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._users: list[tuple[FlatChunk, dict[int, Pending]] | None] = [None, None]
+        self._turn = 0
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for a chunk of `size` elements; called for each chunk before the first use."""
+        if not self._buffers or self._buffers[0].numel() < size:
+            self._buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
+
+    def take(self, user: FlatChunk) -> tuple[torch.Tensor, dict[int, Pending]]:
+        """A zeroed buffer and a place for its reductions; what it held before is taken out first."""
+        self._turn = 1 - self._turn
+        self._drain(self._turn)
+        reducing: dict[int, Pending] = {}
+        self._users[self._turn] = (user, reducing)
+        return self._buffers[self._turn][: user.layout.size].zero_(), reducing
+
+    def drain(self) -> None:
+        """Take everything out."""
+        for turn in (0, 1):
+            self._drain(turn)
+
+    def _drain(self, turn: int) -> None:
+        before, self._users[turn] = self._users[turn], None
+        if before is not None:
+            before[0].drain(before[1])
+
+
+class FlatChunk:
+    """The buffers of one chunk.
+
+    Args:
+        module: a chunk on the meta device; it gets storage here.
+        device: where the buffers live.
+        axes: whom to talk to.
+        zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too.
+        bucket_elements: size of a bucket; None for one bucket a chunk.
+        pool: gradient buffers shared with the other chunks of this rank, for zero=2.
+        overlap: reduce buckets as they fill and gather ahead; without it both wait for each other.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        axes: Axes | None = None,
+        zero: int = 1,
+        bucket_elements: int | None = None,
+        pool: GradientPool | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.module, self.overlap = module, overlap
+        self.axes = axes = axes or Axes()
+        self.zero = min(zero, 1) if axes.data.size == 1 else zero
+        meta = list(module.parameters())
+        specs = [spec_of(p) for p in meta]
+        self.names = {piece.name for spec in specs for piece in spec.pieces}
+        members = [self._member(p, spec) for p, spec in zip(meta, specs, strict=True)]
+        self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements)
+        dtype = meta[0].dtype
+        wide = grad_dtype(dtype)
+        self.params = torch.zeros(self.layout.size, dtype=dtype, device=device)
+        starts = self.layout.starts
+        materialise(
+            module,
+            {p: self.params[a : a + p.numel()].view(p.shape) for p, a in zip(meta, starts, strict=True)},
+        )
+        self.parameters = list(module.parameters())
+        self._bucket_of = {i: b for b, span in enumerate(self.layout.buckets) for i in span.members}
+        for i, p in enumerate(self.parameters):
+            p.grad_ready = self._ready_call(i)  # type: ignore[attr-defined]
+            p.register_post_accumulate_grad_hook(self._accumulate)
+        self.pool = pool or GradientPool()
+        if self.zero == 2:
+            self.pool.allocate(self.layout.size, wide, device)
+            self.grads = torch.empty(0, dtype=wide, device=device)
+            self.sums = torch.zeros(self.layout.size // axes.data.size, dtype=wide, device=device)
+        else:
+            self.grads = torch.zeros(self.layout.size, dtype=wide, device=device)
+            self._aim(self.grads)
+        self.shards = [self._shard(b) for b in range(len(self.layout.buckets))]
+        self._calls = [0] * len(self.parameters)  # gradient contributions a micro-batch, learnt in the first one
+        self._seen = [0] * len(self.parameters)
+        self._left: list[int] = []
+        self._reducing: dict[int, Pending] = {}
+        self._gathering: list[Pending] = []
+        self._reduces = False  # whether buckets go on the wire as they fill in this backward
+
+    def _member(self, p: nn.Parameter, spec: Spec) -> Member:
+        alone = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
+        return Member(p.numel(), any(piece.decay for piece in spec.pieces), spec.shared, alone)
+
+    def _aim(self, buffer: torch.Tensor) -> None:
+        """Let gradients accumulate in `buffer`."""
+        for p, start in zip(self.parameters, self.layout.starts, strict=True):
+            p.main_grad = buffer[start : start + p.numel()].view(p.shape)  # type: ignore[attr-defined]
+
+    # gradients -------------------------------------------------------------------------------------------------
+
+    def zero_grads(self) -> None:
+        """Forget the gradients of the step before."""
+        (self.sums if self.zero == 2 else self.grads).zero_()
+
+    def begin_backward(self, last: bool) -> None:
+        """Say that a micro-batch's backward is next; `last` if it is the step's last of this chunk."""
+        self._seen = [0] * len(self.parameters)
+        if self.zero == 2:
+            self.grads, self._reducing = self.pool.take(self)
+            self._aim(self.grads)
+        self._reduces = self.overlap and (last or self.zero == 2) and any(self._calls)
+        # A parameter that gets no gradient (another chunk's copy in use) makes no call.
+        self._left = [sum(1 for i in span.members if self._calls[i]) for span in self.layout.buckets]
+
+    def end_backward(self, last: bool) -> None:
+        """After a micro-batch's backward: learn the calls, and reduce what has not gone on the wire by itself."""
+        if not any(self._calls):
+            self._calls = list(self._seen)
+        self._reduces = False
+        if not last and self.zero < 2:
+            return
+        start, stop = self.layout.shared
+        # Each tensor-parallel rank saw its part of the sequence only.
+        all_reduce(self.grads[start:stop], self.axes.tensor).wait()
+        for bucket in range(len(self.layout.buckets)):
+            if bucket not in self._reducing:
+                self._reduce(bucket)
+                if not self.overlap:
+                    self._reducing[bucket].wait()
+
+    def finish_reduction(self) -> None:
+        """Wait until this rank's shards hold the sum over data-parallel ranks (and over a tied embedding's copies)."""
+        if self.zero == 2:
+            self.pool.drain()
+        else:
+            self.drain(self._reducing)
+        if self.layout.alone is not None:
+            all_reduce(self.shards[self.layout.alone].grads, self.axes.tied).wait()
+
+    def drain(self, reducing: dict[int, Pending]) -> None:
+        """Wait for reductions on the wire; ZeRO-2 adds them to the sums."""
+        for bucket, pending in reducing.items():
+            mine = pending.wait()
+            if self.zero == 2:
+                self.shards[bucket].grads.add_(mine)
+        reducing.clear()
+
+    @staticmethod
+    def _accumulate(p: torch.Tensor) -> None:
+        if p.grad is None:
+            return  # an operator has put it into main_grad and said so
+        p.main_grad.add_(p.grad)  # type: ignore[attr-defined]
+        p.grad = None
+        p.grad_ready()  # type: ignore[attr-defined]
+
+    def _ready_call(self, index: int):
+        def ready() -> None:
+            self._seen[index] += 1
+            if self._reduces and self._seen[index] == self._calls[index]:
+                bucket = self._bucket_of[index]
+                self._left[bucket] -= 1
+                if not self._left[bucket] and not self._waits_for_tensor_axis(bucket):
+                    self._reduce(bucket)
+
+        return ready
+
+    def _waits_for_tensor_axis(self, bucket: int) -> bool:
+        start, stop = self.layout.shared
+        return self.axes.tensor.size > 1 and start <= self.layout.buckets[bucket].start < stop
+
+    def _reduce(self, bucket: int) -> None:
+        span = self.layout.buckets[bucket]
+        whole = self.grads[span.start : span.stop]
+        send = all_reduce if self.zero == 0 else reduce_scatter_in_place
+        self._reducing[bucket] = send(whole, self.axes.reduce)
+
+    # parameters ------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Send for the parts of the parameters that other ranks updated."""
+        data = self.axes.data
+        if self.zero == 0 or data.size == 1:
+            return
+        for bucket, span in enumerate(self.layout.buckets):
+            start, stop = self.layout.shard(bucket, data.rank, data.size)
+            self._gathering.append(all_gather_into(self.params[span.start : span.stop], self.params[start:stop], data))
+        if not self.overlap:
+            self.finish_gather()
+
+    @property
+    def gathering(self) -> bool:
+        """Whether a gather is under way."""
+        return bool(self._gathering)
+
+    def finish_gather(self) -> None:
+        """Wait until the chunk's parameters are whole."""
+        for pending in self._gathering:
+            pending.wait()
+        self._gathering.clear()
+
+    # shards ----------------------------------------------------------------------------------------------------
+
+    def _shard(self, bucket: int) -> Shard:
+        span, data = self.layout.buckets[bucket], self.axes.data
+        start, stop = span.start, span.stop
+        if self.zero > 0:
+            start, stop = self.layout.shard(bucket, data.rank, data.size)
+        extents = sorted(self._extents(span.members, start, stop), key=lambda e: e.start)
+        if self.zero == 2:
+            first = span.start // data.size
+            grads = self.sums[first : first + stop - start]
+        else:
+            grads = self.grads[start:stop]
+        return Shard(self.params[start:stop], grads, extents)
+
+    def _extents(self, members: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
+        for i in members:
+            spec, at = spec_of(self.parameters[i]), self.layout.starts[i]
+            for piece in spec.pieces:
+                a, b = max(at, start), min(at + piece.box.count, stop)
+                if a < b:
+                    yield Extent(a - start, b - start, spec, piece, a - at)
+                at += piece.box.count
+
+
+def grad_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type gradients accumulate in: float32, or float64 for float64 models."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def extent_boxes(extent: Extent, flat: torch.Tensor) -> Iterator[tuple[Piece, tuple[int, ...], torch.Tensor]]:
+    """Cut an extent of a shard-shaped tensor into boxes of its logical tensor: (piece, offsets, view of box shape)."""
+    length = extent.stop - extent.start
+    for box, a, b in flat_boxes(extent.piece.box, extent.first, extent.first + length):
+        view = flat[extent.start + a - extent.first : extent.start + b - extent.first]
+        yield extent.piece, box.offsets, view.view(box.sizes)

@@ -1,0 +1,123 @@
+"""The collectives that the engine uses, on dimension 0, each with an asynchronous form.
+
+Activations are [sequence, batch, hidden], so gathering or scattering the sequence is gathering or scattering
+dimension 0 of a contiguous tensor: no copy before or after. A group of None is a group of one: nothing moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 has new names for these two and warns of the old ones, on every rank.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the grid as this rank sees it.
+
+    Attributes:
+        group: its process group, None for a group of one.
+        size, rank: how many ranks, and which one this is.
+        overlap: how tensor-parallel products hide their collective: "fused" (symmetric memory), "async" (the
+            collective runs beside independent products) or "off".
+    """
+
+    group: Any = None
+    size: int = 1
+    rank: int = 0
+    overlap: str = "async"
+
+
+ALONE = Axis()
+
+
+class Pending:
+    """A result that is on its way: `wait()` returns it."""
+
+    def __init__(self, tensor: torch.Tensor, work: Any = None) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> torch.Tensor:
+        """The finished tensor; on CUDA the current stream waits, on CPU the caller does."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
+    """Concatenate every rank's `x` on dimension 0: [n, ...] -> [size * n, ...]."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    return Pending(out, _all_gather(out, x, group=axis.group, async_op=True))
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
+    """Sum over ranks and keep this rank's slice of dimension 0: [size * n, ...] -> [n, ...]."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True))
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
+    """Sum (or `op`) over ranks, in place."""
+    if axis.size == 1:
+        return Pending(x)
+    return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True))
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return reduce_scatter(grads[0], ctx.axis).wait(), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return all_gather(grads[0], ctx.axis).wait(), None
+
+
+def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Differentiable all-gather on dimension 0; its gradient is the reduce-scatter."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Differentiable reduce-scatter on dimension 0; its gradient is the all-gather."""
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+
+
+def all_gather_into(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Pending:
+    """Gather equal parts into `whole`; `part` may be this rank's slice of it."""
+    if axis.size == 1:
+        return Pending(whole)
+    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True))
+
+
+def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
+    """Sum over ranks into this rank's slice of `whole`; the other slices hold nothing of use afterwards."""
+    if axis.size == 1:
+        return Pending(whole)
+    part = whole.view(axis.size, -1)[axis.rank]
+    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True))

@@ -1,0 +1,90 @@
+"""Parameters that know which parts of which logical tensors they hold, and initial values that no layout changes.
+
+A module is built on the meta device; the buffers of `parallel/` give it storage (`materialise`), `initialise` values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megascale.core.tensors import Box, Piece
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a local parameter is.
+
+    Attributes:
+        pieces: the boxes of logical tensors it holds, stacked along dimension 0; padding rows (if any) come last.
+        init_std: standard deviation of its initial values; None stands for the constant `init_value`.
+        shared: the same values on every tensor-parallel rank: counted and saved once. Such parameters act on a
+            rank's part of the sequence, so their gradients are summed over the tensor axis.
+    """
+
+    pieces: tuple[Piece, ...]
+    init_std: float | None = None
+    init_value: float = 0.0
+    shared: bool = False
+
+
+def parameter(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter without storage (meta device), carrying its spec."""
+    p = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    p.spec = spec  # type: ignore[attr-defined]
+    return p
+
+
+def spec_of(p: torch.Tensor) -> Spec:
+    """The spec of a parameter made by `parameter`."""
+    return p.spec  # type: ignore[attr-defined]
+
+
+def materialise(module: nn.Module, storage: dict[nn.Parameter, torch.Tensor]) -> None:
+    """Replace every meta parameter by one that lives in the given tensor of the same shape."""
+    made = {}
+    for p, tensor in storage.items():
+        made[p] = nn.Parameter(tensor, requires_grad=p.requires_grad)
+        made[p].spec = spec_of(p)  # type: ignore[attr-defined]
+    for part in module.modules():
+        for name, p in part.named_parameters(recurse=False):
+            setattr(part, name, made[p])
+
+
+def piece_views(spec: Spec, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Each piece with the view of `data` (the parameter's elements, any shape) that has the box's shape."""
+    flat = data.view(-1)
+    start = 0
+    for piece in spec.pieces:
+        yield piece, flat[start : start + piece.box.count].view(piece.box.sizes)
+        start += piece.box.count
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, seed: int) -> None:
+    """Fill every parameter from (seed, logical name): the same model on every layout.
+
+    The whole logical tensor is drawn on the parameter's device and this rank's box is kept, so ranks agree
+    without talking; one tensor at a time is held whole. CPU and CUDA draw different values.
+    """
+    for p in module.parameters():
+        spec = spec_of(p)
+        p.zero_()
+        for piece, view in piece_views(spec, p.data):
+            if spec.init_std is None:
+                view.fill_(spec.init_value)
+                continue
+            digest = hashlib.blake2b(f"{seed}/{piece.name}".encode(), digest_size=7).digest()
+            generator = torch.Generator(device=view.device)
+            generator.manual_seed(int.from_bytes(digest, "big"))
+            whole = torch.empty(piece.shape, dtype=torch.float32, device=view.device)
+            whole.normal_(0.0, spec.init_std, generator=generator)
+            view.copy_(_cut(whole, piece.box))
+
+
+def _cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    return whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]

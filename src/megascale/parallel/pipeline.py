@@ -1,0 +1,185 @@
+"""The pipeline executor: runs one stage's list of actions (core/schedule.py), whatever the schedule.
+
+Sends and receives are never fused. Each directed edge has a communicator for each direction of travel (a lane), a
+receive is posted where the schedule says and awaited by the compute that consumes it, a send is awaited only when
+its buffer is needed again. Nothing here knows 1F1B from interleaved, and nothing computes a rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megascale.core.schedule import ActionKind, Schedule
+from megascale.core.spans import NoRecorder, Recorder
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One end of a communicator of two ranks that carries one direction of one edge."""
+
+    group: Any
+    peer: int
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of a stage; None where there is no neighbour."""
+
+    send_forward: Lane | None = None
+    recv_forward: Lane | None = None
+    send_backward: Lane | None = None
+    recv_backward: Lane | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the executor calls.
+
+    Attributes:
+        forward: (chunk, micro-batch, input or None for the model's first chunk) -> output. On the model's last
+            chunk the output is the micro-batch's share of the loss, a scalar.
+        before_backward, after_backward: (chunk, micro-batch), around each backward of a chunk.
+        gather: (chunk) -> start gathering its parameters; `gathered`: (chunk) -> wait for them.
+    """
+
+    forward: Callable[[int, int, torch.Tensor | None], torch.Tensor]
+    before_backward: Callable[[int, int], None]
+    after_backward: Callable[[int, int], None]
+    gather: Callable[[int], None]
+    gathered: Callable[[int], None]
+
+
+class PipelineExecutor:
+    """Runs the actions of `stage`.
+
+    Args:
+        schedule: of the whole pipeline.
+        stage: which one runs here.
+        lanes: its communicators.
+        shape, dtype, device: of an activation between chunks; static, so that nothing about it is ever sent.
+        recorder: times each action.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: int,
+        lanes: Lanes,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.schedule, self.stage, self.lanes = schedule, stage, lanes
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.actions = schedule[stage]
+        self.recorder = recorder or NoRecorder()
+        self.bytes = torch.empty(0, dtype=dtype).element_size() * torch.Size(shape).numel()
+
+    def _is_first(self, chunk: int) -> bool:
+        return self.schedule.global_chunk(self.stage, chunk) == 0
+
+    def _is_last(self, chunk: int) -> bool:
+        return self.schedule.global_chunk(self.stage, chunk) == self.schedule.chunks - 1
+
+    def run(self, work: Work) -> torch.Tensor | None:
+        """One step over all micro-batches; returns the sum of losses (detached) on the last stage, else None."""
+        received: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, Any]] = {}
+        live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        grads: dict[tuple[int, int], torch.Tensor] = {}
+        sending: dict[ActionKind, deque[tuple[torch.Tensor, Any]]] = {
+            ActionKind.SEND_FORWARD: deque(),
+            ActionKind.SEND_BACKWARD: deque(),
+        }
+        loss: torch.Tensor | None = None
+        started: set[int] = set()
+        for kind, chunk, i in self.actions:
+            mark = self.recorder.start(kind.label, chunk, i, "pipeline" if kind.is_send or kind.is_receive else "")
+            if kind == ActionKind.FORWARD:
+                if chunk not in started:
+                    started.add(chunk)
+                    work.gathered(chunk)
+                x = None
+                if not self._is_first(chunk):
+                    x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i).requires_grad_()
+                self._free(sending[ActionKind.SEND_FORWARD])
+                y = work.forward(chunk, i, x)
+                live[chunk, i] = (x, y)
+                if self._is_last(chunk):
+                    loss = y.detach() if loss is None else loss + y.detach()
+            elif kind == ActionKind.BACKWARD:
+                x, y = live.pop((chunk, i))
+                grad = None
+                if not self._is_last(chunk):
+                    grad = self._arrived(received, ActionKind.RECV_BACKWARD, chunk, i)
+                self._free(sending[ActionKind.SEND_BACKWARD])
+                work.before_backward(chunk, i)
+                torch.autograd.backward(y, grad)
+                work.after_backward(chunk, i)
+                if x is not None:
+                    assert x.grad is not None
+                    grads[chunk, i] = x.grad
+            elif kind.is_receive:
+                received[kind, chunk, i] = self._receive(kind)
+            elif kind == ActionKind.SEND_FORWARD:
+                sending[kind].append(self._send(kind, live[chunk, i][1].detach()))
+            elif kind == ActionKind.SEND_BACKWARD:
+                sending[kind].append(self._send(kind, grads.pop((chunk, i))))
+            elif kind == ActionKind.GATHER_PARAMS:
+                work.gather(chunk)
+            self.recorder.stop(mark)
+        for queue in sending.values():
+            for _, pending in queue:
+                pending.wait()
+        return loss
+
+    @torch.no_grad()
+    def run_forward(self, microbatches: int, forward: Callable[[int, int, torch.Tensor | None], torch.Tensor]) -> Any:
+        """Forward passes only, one micro-batch after another through all chunks; the last chunk's outputs, in order."""
+        outputs = []
+        for i in range(microbatches):
+            for chunk in range(self.schedule.virtual):
+                x = None
+                if not self._is_first(chunk):
+                    x, pending = self._receive(ActionKind.RECV_FORWARD)
+                    pending.wait()
+                y = forward(chunk, i, x)
+                if self._is_last(chunk):
+                    outputs.append(y)
+                else:
+                    self._send(ActionKind.SEND_FORWARD, y)[1].wait()
+        return outputs
+
+    def _free(self, queue: deque[tuple[torch.Tensor, Any]]) -> None:
+        """Wait for the send whose buffer the next result may take."""
+        while len(queue) >= self.schedule.send_slots:
+            queue.popleft()[1].wait()
+
+    def _lane(self, kind: ActionKind) -> Lane:
+        lane: Lane | None = getattr(self.lanes, kind.label)
+        assert lane is not None, f"stage {self.stage} has no lane for {kind.label}"
+        return lane
+
+    def _receive(self, kind: ActionKind) -> tuple[torch.Tensor, Any]:
+        lane = self._lane(kind)
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return buffer, dist.irecv(buffer, lane.peer, group=lane.group)
+
+    def _send(self, kind: ActionKind, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        lane = self._lane(kind)
+        tensor = tensor.contiguous()
+        return tensor, dist.isend(tensor, lane.peer, group=lane.group)
+
+    @staticmethod
+    def _arrived(
+        received: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, Any]], kind: ActionKind, chunk: int, i: int
+    ) -> torch.Tensor:
+        buffer, pending = received.pop((kind, chunk, i))
+        pending.wait()
+        return buffer

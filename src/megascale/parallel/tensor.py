@@ -1,0 +1,227 @@
+"""Tensor and sequence parallelism: linear layers whose collectives are folded into them.
+
+Between layers an activation is cut over the tensor-parallel ranks along the sequence; inside, along heads or MLP
+columns (Korthikanti et al. 2022; MegaScale section 3.2, Figure 3). `gather_linear` all-gathers its input and
+multiplies by column shards; `linear_scatter` multiplies by row shards and reduce-scatters the sum. Backward mirrors
+them: the gradient of the input is on the wire while the gradient of the weight is computed. Only the local shard of
+a gathered input is kept for backward and gathered again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megascale.ops.linear import accumulate_mm, finish
+from megascale.ops.reduce import column_sum
+from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
+from megascale.parallel.symmetric import gather_and_consume, produce_and_scatter
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` took it."""
+    dy_TO, x_TI = _flat(dy), _flat(x)
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return dy_TO.t() @ x_TI
+    accumulate_mm(main, dy_TO.t(), x_TI)
+    finish(weight)
+    return None
+
+
+def bias_gradient(bias: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
+    """dy [..., O] -> the gradient of bias [O], or None where there is no bias or `bias.main_grad` took it."""
+    if bias is None:
+        return None
+    main = getattr(bias, "main_grad", None)
+    found = column_sum(_flat(dy), main)
+    if main is None:
+        return found
+    finish(bias)
+    return None
+
+
+def _recomputed(produce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`produce(x)` once more with a graph of its own: (leaf copy of x, result)."""
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return leaf, produce(leaf)
+
+
+def _gathered_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis) -> torch.Tensor:
+    """linear(all-gathered x, weight, bias), the gather hidden as `axis.overlap` says."""
+    if axis.size == 1:
+        return torch.nn.functional.linear(x, weight, bias)
+    if axis.overlap == "off":
+        return torch.nn.functional.linear(all_gather(x, axis).wait(), weight, bias)
+    n = x.shape[0]
+    y = x.new_empty((axis.size * n, *x.shape[1:-1], weight.shape[0]))
+
+    def consume(shard: torch.Tensor, rank: int) -> None:
+        out = _flat(y[rank * n : (rank + 1) * n])
+        if bias is None:
+            torch.mm(_flat(shard), weight.t(), out=out)
+        else:
+            torch.addmm(bias, _flat(shard), weight.t(), out=out)
+
+    if axis.overlap == "fused":
+        gather_and_consume(x, axis, consume, keep=False)
+        return y
+    gathering = all_gather(x, axis)
+    consume(x, axis.rank)  # the own part needs no wire
+    whole = gathering.wait()
+    for start, stop in ((0, axis.rank), (axis.rank + 1, axis.size)):
+        if start < stop:
+            rows = _flat(whole[start * n : stop * n])
+            out = _flat(y[start * n : stop * n])
+            if bias is None:
+                torch.mm(rows, weight.t(), out=out)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=out)
+    return y
+
+
+def _sum_of_products(
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, rows: slice, out: torch.Tensor
+) -> None:
+    """out <- sum of x[rows] @ weight (or its transpose). A second product that accumulates costs no concatenation."""
+    for i, (x, weight) in enumerate(zip(xs, weights, strict=True)):
+        matrix = weight.t() if transposed else weight
+        if i == 0:
+            torch.mm(_flat(x[rows]), matrix, out=_flat(out))
+        else:
+            _flat(out).addmm_(_flat(x[rows]), matrix)
+
+
+def _scattered_products(
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis
+) -> Pending:
+    """Reduce-scatter of the sum of products: on its way, or done where fused."""
+    s = xs[0].shape[0]
+    columns = weights[0].shape[0 if transposed else 1]
+    if axis.size > 1 and axis.overlap == "fused":
+        n = s // axis.size
+        shape = (n, *xs[0].shape[1:-1], columns)
+
+        def produce(rank: int, out: torch.Tensor) -> None:
+            _sum_of_products(xs, weights, transposed, slice(rank * n, (rank + 1) * n), out)
+
+        return Pending(produce_and_scatter(axis, produce, shape, xs[0]))
+    y = xs[0].new_empty((s, *xs[0].shape[1:-1], columns))
+    _sum_of_products(xs, weights, transposed, slice(None), y)
+    pending = reduce_scatter(y, axis)
+    return Pending(pending.wait()) if axis.overlap == "off" else pending
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        axis: Axis,
+        produce: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        # The parameters themselves, not saved copies: they carry main_grad.
+        ctx.weight, ctx.bias, ctx.axis, ctx.produce = weight, bias, axis, produce
+        return _gathered_product(x if produce is None else produce(x), weight, bias, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        dy = grads[0]
+        leaf: torch.Tensor | None = None
+        if ctx.produce is not None:
+            leaf, x = _recomputed(ctx.produce, x)
+        gathering = all_gather(x.detach(), ctx.axis)
+        if ctx.axis.overlap == "off":
+            gathering.wait()
+        # The scatter is on the wire (or already hidden in its own product) while the weight's gradient is computed.
+        scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis)
+        dw = weight_gradient(ctx.weight, dy, gathering.wait())
+        db = bias_gradient(ctx.bias, dy)
+        dx: torch.Tensor | None = scattering.wait()
+        if leaf is not None:
+            torch.autograd.backward(x, dx)
+            dx = leaf.grad
+        return dx, dw, db, None, None
+
+
+class _LinearScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, axis: Axis, produces: Sequence[Callable[[torch.Tensor], torch.Tensor] | None], *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        xs, weights = inputs[0::2], inputs[1::2]
+        ctx.save_for_backward(*xs)
+        ctx.weights, ctx.axis, ctx.produces = weights, axis, produces
+        made = [x if produce is None else produce(x) for x, produce in zip(xs, produces, strict=True)]
+        return _scattered_products(made, weights, True, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        xs, weights, axis = ctx.saved_tensors, ctx.weights, ctx.axis
+        dy, dxs = _gathered_input_gradients(grads[0], xs, weights, axis)
+        out: list[Any] = [None, None]
+        for x, dx, weight, produce in zip(xs, dxs, weights, ctx.produces, strict=True):
+            if produce is None:
+                out += [dx, weight_gradient(weight, dy, x)]
+            else:
+                leaf, x = _recomputed(produce, x)
+                dw = weight_gradient(weight, dy, x.detach())
+                torch.autograd.backward(x, dx)
+                out += [leaf.grad, dw]
+        return tuple(out)
+
+
+def _gathered_input_gradients(
+    dy: torch.Tensor, xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], axis: Axis
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
+    if axis.size == 1 or axis.overlap != "fused":
+        whole = all_gather(dy, axis).wait()
+        return whole, [torch.matmul(whole, weight) for weight in weights]
+    n = dy.shape[0]
+    dxs = [dy.new_empty((axis.size * n, *dy.shape[1:-1], weight.shape[1])) for weight in weights]
+
+    def consume(shard: torch.Tensor, rank: int) -> None:
+        for weight, dx in zip(weights, dxs, strict=True):
+            torch.mm(_flat(shard), weight, out=_flat(dx[rank * n : (rank + 1) * n]))
+
+    return gather_and_consume(dy, axis, consume, keep=True), dxs
+
+
+def gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    axis: Axis,
+    produce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Column-parallel product: [s/t, b, h] -> [s, b, columns/t].
+
+    weight [columns/t, h] and bias [columns/t] are this rank's columns. With `produce` (a norm) the product is of
+    produce(x), which is computed again in backward instead of being kept.
+    """
+    return _GatherLinear.apply(x, weight, bias, axis, produce)
+
+
+def linear_scatter(
+    axis: Axis,
+    *inputs: torch.Tensor,
+    produces: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
+) -> torch.Tensor:
+    """Row-parallel sum of products: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
+
+    xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each product. With `produces[i]` (an activation) the
+    i-th product is of produces[i](xi), which is computed again in backward instead of being kept.
+    """
+    return _LinearScatter.apply(axis, produces or (None,) * (len(inputs) // 2), *inputs)

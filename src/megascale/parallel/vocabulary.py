@@ -1,0 +1,56 @@
+"""Embedding, logits and loss with the vocabulary cut over the tensor axis; logits are never gathered in training."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
+from megascale.parallel.collectives import Axis, all_gather, all_reduce, gather_sequence, scatter_sequence
+
+
+def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Look up tokens [s, b] in own rows [v/t, h] and sum over ranks into sequence shards [s/t, b, h]."""
+    if axis.size == 1:
+        return torch.nn.functional.embedding(tokens_SB, weight)
+    rows = weight.shape[0]
+    local = tokens_SB - axis.rank * rows
+    mine = (local >= 0) & (local < rows)
+    found = torch.nn.functional.embedding(torch.where(mine, local, 0), weight)
+    return scatter_sequence(found * mine[..., None].to(found.dtype), axis)
+
+
+def vocabulary_logits(
+    x_SBH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, vocab: int, axis: Axis
+) -> torch.Tensor:
+    """Whole logits [s, b, vocab] on every rank, without gradients: for generation and evaluation."""
+    x = gather_sequence(x_SBH, axis)
+    own = torch.nn.functional.linear(x, weight, bias)
+    if axis.size == 1:
+        return own[..., :vocab]
+    parts = all_gather(own.movedim(-1, 0).contiguous(), axis).wait()
+    return parts.movedim(0, -1)[..., :vocab]
+
+
+def vocabulary_loss(
+    x_SBH: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets_SB: torch.Tensor,
+    vocab: int,
+    axis: Axis,
+    token_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Cross-entropy of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` do not exist.
+
+    token_grad: what backward will send for each token, if known: gradients are then made in the forward pass.
+    """
+    if axis.size == 1:
+        return linear_cross_entropy(x_SBH, weight, targets_SB, bias=bias, vocab=vocab, token_grad=token_grad)
+    shard = VocabShard(
+        axis.rank * weight.shape[0],
+        lambda x: all_reduce(x, axis, dist.ReduceOp.MAX).wait(),
+        lambda x: all_reduce(x, axis).wait(),
+    )
+    whole = gather_sequence(x_SBH, axis)
+    return linear_cross_entropy(whole, weight, targets_SB, bias=bias, vocab=vocab, token_grad=token_grad, shard=shard)

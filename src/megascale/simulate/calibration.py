@@ -1,0 +1,173 @@
+"""Constants that measurements decide: values, bounds, where they come from, what could not be told apart.
+
+A calibration belongs to one cluster and one family of runs. It is a TOML file; some are shipped in `calibrations/`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megascale.errors import ConfigError
+
+# z of the 10th and 90th percentile of a normal distribution.
+Z90 = 1.2816
+# A calibration of fewer rows than this says nothing about its own spread: this share is assumed instead.
+FEW_ROWS, ASSUMED_SPREAD = 4, 0.08
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What scales the model to a machine. The defaults are the cluster file's own figures.
+
+    Attributes:
+        compute: kernel seconds are multiplied by this (power limits, shapes that kernels do badly).
+        overhead: seconds of attention and element-wise kernels are multiplied by this once more.
+        fixed: seconds a step that do not depend on its size: batch preparation, host work, logging.
+        dp_efficiency: share of the printed NIC bandwidth that data-parallel rings reach; None: the cluster's figure.
+        tp_residual, pp_residual: replace the cluster's overlap residuals; None: the cluster's figures.
+        slow_by: how much longer a slow host computes; None: the cluster's figure.
+        data_share: share of `fixed` that asynchronous data preparation removes.
+    """
+
+    compute: float = 1.0
+    overhead: float = 1.0
+    fixed: float = 0.0
+    dp_efficiency: float | None = None
+    tp_residual: float | None = None
+    pp_residual: float | None = None
+    slow_by: float | None = None
+    data_share: float = 0.5
+
+    def with_values(self, values: dict[str, float]) -> Constants:
+        """A copy with some constants set; ConfigError for a name that is none."""
+        for name in values:
+            if name not in BOUNDS:
+                raise ConfigError(f"constant {name!r} is unknown; known: {', '.join(BOUNDS)}")
+        return replace(self, **values)
+
+
+# Physical limits within which a fit may move a constant, and where it starts.
+BOUNDS: dict[str, tuple[float, float, float]] = {
+    "compute": (0.5, 2.0, 1.0),
+    "overhead": (0.5, 4.0, 1.0),
+    "fixed": (0.0, 5.0, 0.2),
+    "dp_efficiency": (0.05, 1.0, 0.6),
+    "tp_residual": (0.0, 1.0, 0.4),
+    "pp_residual": (0.0, 1.0, 0.1),
+    "slow_by": (0.0, 0.5, 0.1),
+    "data_share": (0.0, 1.0, 0.5),
+}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants with their history.
+
+    Attributes:
+        name, cluster: what it is called, which cluster it belongs to.
+        constants: the values in force; those not in `fitted` are the cluster's or the defaults.
+        fitted: fitted constant -> standard error.
+        rows: what it was fitted on, one text a row.
+        residuals: ln(predicted / measured) of those rows.
+        warnings: what the rows could not decide.
+        made: date and command.
+    """
+
+    name: str
+    cluster: str
+    constants: Constants = Constants()
+    fitted: dict[str, float] | None = None
+    rows: tuple[str, ...] = ()
+    residuals: tuple[float, ...] = ()
+    warnings: tuple[str, ...] = ()
+    made: str = ""
+
+    @property
+    def spread(self) -> float:
+        """Relative standard deviation of a prediction, from the residuals and the constants spent on them."""
+        n, k = len(self.residuals), len(self.fitted or {})
+        if n < max(FEW_ROWS, k + 1):
+            return ASSUMED_SPREAD
+        return float((sum(r * r for r in self.residuals) / (n - k)) ** 0.5)
+
+    def band(self, seconds: float) -> tuple[float, float]:
+        """P10 and P90 of a prediction."""
+        wide = Z90 * self.spread
+        return seconds / (1.0 + wide), seconds * (1.0 + wide)
+
+    def to_toml(self) -> str:
+        """The file that `load_calibration` reads."""
+        lines = [
+            "# Constants of the step simulator. Fitted values carry their standard errors; the rest are assumptions.",
+            f"name = {_text(self.name)}",
+            f"cluster = {_text(self.cluster)}",
+            f"made = {_text(self.made)}",
+            "",
+            "[constants]",
+        ]
+        for f in fields(Constants):
+            value = getattr(self.constants, f.name)
+            if value is not None:
+                lines.append(f"{f.name} = {value:.6g}")
+        lines += ["", "[fitted] # constant = standard error"]
+        lines += [f"{key} = {error:.3g}" for key, error in (self.fitted or {}).items()]
+        lines += ["", "[evidence]", "rows = ["]
+        lines += [f"    {_text(row)}," for row in self.rows]
+        lines += ["]", "# ln(predicted / measured) of the rows", "residuals = ["]
+        lines += [f"    {r:.5f}," for r in self.residuals]
+        lines += ["]", "warnings = ["]
+        lines += [f"    {_text(w)}," for w in self.warnings]
+        lines += ["]", ""]
+        return "\n".join(lines)
+
+
+def _text(value: str) -> str:
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def shipped_calibrations() -> list[str]:
+    """Names of the calibrations that come with the package."""
+    folder = resources.files("megascale.simulate") / "calibrations"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_calibration(name: str | None, cluster: str) -> Calibration:
+    """A shipped calibration or a TOML file. None: the shipped one of the cluster's name, else the cluster's figures.
+
+    ConfigError naming key and value if the file is wrong.
+    """
+    if name is None:
+        name = cluster if cluster in shipped_calibrations() else ""
+        if not name:
+            return Calibration("uncalibrated", cluster)
+    path = Path(name)
+    if name in shipped_calibrations():
+        text = (resources.files("megascale.simulate") / "calibrations" / f"{name}.toml").read_text()
+    elif path.is_file():
+        text = path.read_text()
+    else:
+        raise ConfigError(
+            f"--calibration={name!r} is neither shipped ({', '.join(shipped_calibrations())}) nor a file; "
+            "`megascale simulate calibrate` writes one"
+        )
+    try:
+        tree: dict[str, Any] = tomllib.loads(text)
+        evidence = tree.get("evidence", {})
+        return Calibration(
+            name=str(tree["name"]),
+            cluster=str(tree["cluster"]),
+            constants=Constants().with_values({k: float(v) for k, v in tree["constants"].items()}),
+            fitted={k: float(v) for k, v in tree.get("fitted", {}).items()},
+            rows=tuple(map(str, evidence.get("rows", []))),
+            residuals=tuple(map(float, evidence.get("residuals", []))),
+            warnings=tuple(map(str, evidence.get("warnings", []))),
+            made=str(tree.get("made", "")),
+        )
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"calibration {name!r} is not one: {type(error).__name__}: {error}; it needs name, cluster and [constants]"
+        ) from None

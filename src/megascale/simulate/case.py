@@ -1,0 +1,166 @@
+"""A case: model shape, layout and software as numbers that broadcast, so that one formula prices one layout or 10^6."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from megascale.config import ModelConfig
+from megascale.core.flops import window_share
+from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be priced. Each field is a number, a bool or an array of them; all broadcast together.
+
+    Attributes:
+        layers, hidden, heads, query, kv, ffn, gated, vocab, sequence: the model. `query` and `kv` are the widths of
+            the query and of the key/value projections, `vocab` is padded.
+        share: part of the causal triangle that attention windows keep, mean over layers.
+        tensor, pipeline, virtual, data, micro, batch: the layout; `batch` is sequences a step.
+        middle, last: layers of the fullest stage but the last, and of the last.
+        parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS, `recompute`
+            one into RECOMPUTE.
+        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
+    """
+
+    layers: Any
+    hidden: Any
+    heads: Any
+    query: Any
+    kv: Any
+    ffn: Any
+    gated: Any
+    vocab: Any
+    sequence: Any
+    share: Any
+    tensor: Any
+    pipeline: Any
+    virtual: Any
+    data: Any
+    micro: Any
+    batch: Any
+    middle: Any
+    last: Any
+    parallel_block: Any
+    tp_overlap: Any
+    pp_overlap: Any
+    dp_overlap: Any
+    fused_operators: Any
+    async_data: Any
+    attention: Any
+    sequence_parallel: Any
+    distributed_optimizer: Any
+    recompute: Any
+    gradient_bytes: Any
+    reduce_each: Any = False
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        software: Software,
+        *,
+        tensor: Any,
+        pipeline: Any,
+        virtual: Any,
+        data: Any,
+        micro: Any,
+        batch: Any,
+        middle: Any = None,
+        last: Any = None,
+    ) -> Case:
+        """One model under one software in one layout or, with arrays, in many.
+
+        The software decides block and window: set them from the model's own where a run is to be priced as it is.
+        `middle` and `last` default to layers / pipeline.
+        """
+        if software.window is None:
+            share = 1.0
+        else:
+            own = model.model_copy(update={"window": software.window})
+            share = float(np.mean([window_share(own.sequence_length, own.layer_window(i)) for i in range(own.layers)]))
+        return cls(
+            layers=model.layers,
+            hidden=model.hidden,
+            heads=model.heads,
+            query=model.heads * model.head_size,
+            kv=model.kv * model.head_size,
+            ffn=model.ffn,
+            gated=model.gated,
+            vocab=model.padded_vocab,
+            sequence=model.sequence_length,
+            share=share,
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual=virtual,
+            data=data,
+            micro=micro,
+            batch=batch,
+            middle=model.layers / pipeline if middle is None else middle,
+            last=model.layers / pipeline if last is None else last,
+            parallel_block=software.parallel_block,
+            tp_overlap=software.tp_overlap,
+            pp_overlap=software.pp_overlap,
+            dp_overlap=software.dp_overlap,
+            fused_operators=software.fused_operators,
+            async_data=software.async_data,
+            attention=ATTENTION_KERNELS.index(software.attention),
+            sequence_parallel=software.sequence_parallel,
+            distributed_optimizer=software.distributed_optimizer,
+            recompute=RECOMPUTE.index(software.recompute),
+            gradient_bytes=software.gradient_bytes,
+            reduce_each=software.reduce_each,
+        )
+
+    @classmethod
+    def stack(cls, cases: Sequence[Case]) -> Case:
+        """Many scalar cases as one case of arrays."""
+        return cls(**{f.name: np.array([getattr(c, f.name) for c in cases]) for f in fields(cls)})
+
+    @property
+    def gpus(self) -> Any:
+        """Ranks of the layout."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def microbatches(self) -> Any:
+        """Micro-batches a replica runs in a step."""
+        return self.batch // (self.data * self.micro)
+
+    @property
+    def flops(self) -> Any:
+        """Model FLOPs of a step, forward and backward (megascale.core.flops conventions)."""
+        token = self.layers * self.layer_flops + 2.0 * self.hidden * self.vocab
+        return 3.0 * token * self.batch * self.sequence
+
+    @property
+    def layer_flops(self) -> Any:
+        """Forward FLOPs of one token in one layer."""
+        h, q, f = self.hidden, self.query, self.ffn
+        projections = 2.0 * h * (2 * q + 2 * self.kv) + 2.0 * h * f * np.where(self.gated, 3, 2)
+        return projections + 4.0 * self.sequence * q * self.share
+
+    @property
+    def layer_parameters(self) -> Any:
+        """Weights of one layer; biases and norms are left out."""
+        return self.hidden * (2 * self.query + 2 * self.kv + self.ffn * np.where(self.gated, 3, 2))
+
+    def fits(self) -> Any:
+        """Whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas."""
+        t, chunks = self.tensor, self.pipeline * self.virtual
+        return (
+            (self.layers % chunks == 0)
+            & (self.heads % t == 0)
+            & (self.ffn % t == 0)
+            & (self.kv % t == 0)
+            & (self.vocab % t == 0)
+            & (self.sequence % t == 0)
+            & (self.batch % (self.data * self.micro) == 0)
+            & (self.batch >= self.data * self.micro)
+            & ((self.virtual == 1) | (self.pipeline > 1))
+        )

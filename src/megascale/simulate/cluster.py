@@ -1,0 +1,143 @@
+"""Clusters: what the hardware gives, each figure with its source. TOML files, some shipped in `clusters/`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megascale.errors import ConfigError
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Gpu(_Part):
+    """One accelerator."""
+
+    name: str
+    peak_tflops: float = Field(gt=0, description="dense bf16")
+    processors: int = Field(ge=1, description="streaming multiprocessors: GEMM tiles run in waves of this many")
+    memory_gbs: float = Field(gt=0, description="HBM bandwidth as printed")
+    memory_gib: float = Field(gt=0, description="HBM size")
+
+
+class Kernels(_Part):
+    """How much of the hardware kernels reach."""
+
+    gemm: float = Field(gt=0, le=1, description="share of peak of a GEMM with whole waves and a long inner dimension")
+    gemm_sustained: float = Field(
+        gt=0,
+        le=1,
+        description="share of peak that products hold for seconds, whatever their shape: the power limit",
+    )
+    gemm_half_depth: float = Field(gt=0, description="inner dimension at which a GEMM reaches half of that")
+    memory: float = Field(gt=0, le=1, description="share of the printed HBM bandwidth that streaming kernels reach")
+    accumulate_exposed: float = Field(
+        ge=0, le=1, description="share of the fp32 gradient accumulation's memory traffic not hidden under its GEMM"
+    )
+    launch_us: float = Field(ge=0, description="gap between dependent kernels")
+    host_us: float = Field(ge=0, description="host time to launch one kernel; compute is at least this x kernels")
+    region_us: float = Field(ge=0, description="host time to enter or leave a tensor-parallel region, beside kernels")
+    attention: dict[str, list[list[float]]] = Field(
+        description="kernel -> [[sequence, TFLOP/s forward+backward of the causal half], ...], interpolated in log"
+    )
+
+
+class Link(_Part):
+    """One kind of network link, per GPU and direction."""
+
+    gbs: float = Field(gt=0, description="GB/s a GPU and direction, as printed")
+    bus: list[list[float]] = Field(
+        min_length=1,
+        description="[[ranks, GB/s], ...]: bus bandwidth of large collectives by group size, interpolated in log",
+    )
+    p2p_gbs: float = Field(gt=0, description="GB/s of one large send beside one receive")
+    latency_us: float = Field(ge=0, description="fixed time of a collective or transfer")
+    hop_us: float = Field(ge=0, description="added for each rank of a ring")
+
+
+class Overlap(_Part):
+    """What remains of communication that runs beside compute."""
+
+    tp_residual: float = Field(ge=0, le=1, description="share of tensor-parallel communication still exposed")
+    pp_residual: float = Field(ge=0, le=1, description="share of pipeline transfers still exposed")
+    slowdown: float = Field(ge=0, le=1, description="compute slows by this while a collective runs beside it")
+    blocking_us: float = Field(ge=0, description="idle time of a blocking exchange beyond the transfer (host sync)")
+
+
+class Stragglers(_Part):
+    """Slow hosts and noise."""
+
+    slow_hosts: float = Field(ge=0, lt=1, description="share of hosts that are persistently slow")
+    slow_by: float = Field(ge=0, description="how much longer such a host computes")
+    jitter: float = Field(ge=0, description="relative standard deviation of one chunk's time, independent noise")
+
+
+class Cluster(_Part):
+    """A machine to plan for."""
+
+    name: str
+    about: str
+    gpus_per_host: int = Field(ge=1)
+    gpu: Gpu
+    kernels: Kernels
+    inside: Link = Field(description="within a host")
+    between: Link = Field(description="between hosts")
+    overlap: Overlap
+    stragglers: Stragglers
+    sources: dict[str, str] = Field(description="key -> where its value comes from; every figure has one")
+
+
+def shipped() -> list[str]:
+    """Names of the clusters that come with the package."""
+    folder = resources.files("megascale.simulate") / "clusters"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """A shipped cluster by name, or a TOML file by path; ConfigError naming key and value if it is wrong."""
+    path = Path(name)
+    if name in shipped():
+        text = (resources.files("megascale.simulate") / "clusters" / f"{name}.toml").read_text()
+    elif path.suffix == ".toml" and path.is_file():
+        text = path.read_text()
+    else:
+        raise ConfigError(
+            f"--cluster={name!r} is neither a shipped cluster ({', '.join(shipped())}) nor a TOML file; copy a "
+            "shipped file from megascale/simulate/clusters and edit it"
+        )
+    try:
+        return cluster_of(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cluster file {name!r} is not valid TOML: {error}") from None
+
+
+def cluster_of(tree: Mapping[str, Any]) -> Cluster:
+    """Validate nested dictionaries; every section of figures must name its source."""
+    try:
+        cluster = Cluster.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(p) for p in first["loc"])
+        raise ConfigError(f"cluster key {key}={first['input']!r} is wrong: {first['msg']}") from None
+    figures = {
+        f"{part}.{key}"
+        for part in ("gpu", "kernels", "inside", "between", "overlap", "stragglers")
+        for key in type(getattr(cluster, part)).model_fields
+        if key != "name"
+    }
+    missing = sorted(figures - set(cluster.sources))
+    if missing:
+        raise ConfigError(
+            f"cluster {cluster.name!r} gives no source for {', '.join(missing[:4])}; add each under [sources]"
+        )
+    unknown = sorted(set(cluster.sources) - figures)
+    if unknown:
+        raise ConfigError(f"cluster {cluster.name!r} names a source for {unknown[0]!r}, which is no figure of it")
+    return cluster

@@ -1,0 +1,218 @@
+"""Level 2: the step event by event, on the schedule's own actions.
+
+The schedule that training runs (core/schedule.py) is replayed (core/replay.py) with the durations of `stage_times`.
+Each stage has a compute stream, its transfer lanes and the data-parallel lanes; work that runs beside other work on
+the same NIC or the same multiprocessors is stretched by the time they share, and the step replayed. Replicas have
+durations of their own where hosts are slow or times jitter; gradient reductions wait for the last replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megascale.core.replay import Graph, Timeline, replay
+from megascale.core.schedule import ActionKind, pipeline_schedule
+from megascale.simulate.calibration import Constants
+from megascale.simulate.case import Case
+from megascale.simulate.closed import BUCKETS, StageTimes, stage_times
+from megascale.simulate.cluster import Cluster
+from megascale.simulate.network import Network
+
+# Passes of stretching: durations, what they overlap, longer durations; the second changes them by little.
+PASSES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """A simulated step.
+
+    Attributes:
+        seconds: the step, from the first action to the last update.
+        timeline: the replayed pipeline of the replica that ended last.
+        replicas: seconds of each replica's pipeline alone.
+        reduced: [stages] when each stage's gradients were reduced.
+        times: the durations that went in.
+        slow: slowness factor of each (replica, stage).
+    """
+
+    seconds: float
+    timeline: Timeline
+    replicas: np.ndarray
+    reduced: np.ndarray
+    times: StageTimes
+    slow: np.ndarray
+
+
+def simulate(
+    cluster: Cluster,
+    case: Case,
+    constants: Constants = Constants(),
+    network: Network | None = None,
+    *,
+    slow_hosts: Mapping[int, float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 0,
+    layers: np.ndarray | None = None,
+) -> Event:
+    """One step of a scalar case.
+
+    Args:
+        layers: [stages, chunks] layers of each chunk; default: the same in all.
+        slow_hosts: host -> factor on its compute time; see `draw_hosts` for a random fleet.
+        jitter: relative standard deviation of each action's compute time, drawn anew for each.
+        seed: of the jitter.
+    """
+    p, v, m = int(case.pipeline), int(case.virtual), int(case.microbatches)
+    times = stage_times(cluster, case, constants, network)
+    graph = Graph.of(pipeline_schedule(p, v, m, bool(case.reduce_each)))
+    blocking = float(times.exchanges) > 0
+    if blocking:
+        graph = graph.awaiting(blocking_waits(graph))
+    durations = _durations(cluster, case, times, graph, blocking, layers)
+    if case.dp_overlap:
+        durations = _stretched(cluster, graph, durations, times)
+
+    slow = _slowness(cluster, case, slow_hosts or {})
+    compute = graph.kind <= ActionKind.BACKWARD
+    # Replicas whose hosts are alike run alike: replay one of each kind.
+    kinds, which = np.unique(slow, axis=0, return_inverse=True)
+    which = np.asarray(which).reshape(-1)
+    if jitter > 0:
+        kinds, which = slow, np.arange(len(slow))
+    each = np.repeat(durations[:, None], len(kinds), axis=1)
+    each[compute] *= kinds.T[graph.stage[compute]]
+    if jitter > 0:
+        noise = np.random.default_rng(seed).normal(0.0, jitter, size=(int(compute.sum()), len(kinds)))
+        each[compute] *= np.maximum(0.5, 1.0 + noise)
+    timeline = replay(graph, each)
+    reduced = _reduced(graph, timeline, case, times)
+    makespan = timeline.makespan
+    last = int(makespan.argmax())
+    one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.moving[:, last])
+    tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
+    fixed = constants.fixed * (1.0 - constants.data_share * bool(case.async_data))
+    seconds = float(reduced.max()) + tail + fixed
+    return Event(seconds, one, makespan[which], reduced, times, slow)
+
+
+def _durations(
+    cluster: Cluster, case: Case, times: StageTimes, graph: Graph, blocking: bool, layers: np.ndarray | None
+) -> np.ndarray:
+    """Seconds of each action of a replica of healthy hosts."""
+    p, v = graph.schedule.stages, graph.schedule.virtual
+    if layers is None:
+        layers = np.full((p, v), float(case.middle) / v)
+        layers[-1] = float(case.last) / v
+    fewer = float(case.last) - float(case.middle)
+    forward, backward = layers * float(times.layer_forward), layers * float(times.layer_backward)
+    forward[-1, -1] += float(times.last_forward) - fewer * float(times.layer_forward)
+    backward[-1, -1] += float(times.last_backward) - fewer * float(times.layer_backward)
+    transfer = float(times.transfer)
+    if blocking:
+        # Chunks interleaved: one exchange for a forward and a backward; both sends share the NIC.
+        stall = cluster.overlap.blocking_us * 1e-6
+        transfer = float(times.exchange) - stall
+        share = stall / 2 if v > 1 else stall
+    else:
+        share = float(times.residual) / (2 * v)
+    gather = float(times.gather) / v if case.dp_overlap else 0.0
+    reduce = float(times.scatter) / v if case.dp_overlap else 0.0
+    if case.reduce_each:
+        reduce /= int(case.microbatches)
+    durations = graph.durations(forward + share, backward + share, transfer, transfer, gather, reduce)
+    if case.dp_overlap:
+        # The first chunk's parameters come behind the preparation of the batch; a single chunk's come in buckets,
+        # all but the first behind the first forward.
+        first = (graph.kind == ActionKind.GATHER_PARAMS) & (graph.chunk == 0)
+        durations[first] = 0.0 if v > 1 else max(0.0, _rest(case) * (gather - float(times.forward)))
+    return durations
+
+
+def _rest(case: Case) -> float:
+    """Share of a single chunk's gradients that are not in its last bucket."""
+    buckets = min(BUCKETS, max(1, int(case.layers) // int(case.pipeline)))
+    return (buckets - 1) / buckets
+
+
+def blocking_waits(graph: Graph) -> np.ndarray:
+    """What compute waits for where exchanges block, [actions, 2]: Megatron-LM's way of January 2023.
+
+    Warm-up and cool-down: the transfer of the compute before. Steady state with interleaved chunks: one exchange
+    after each forward and backward, in which both results leave and both next inputs arrive. With one chunk: an
+    exchange after each.
+    """
+    extra = np.full((graph.actions, 2), -1)
+    sends = np.full(graph.actions, -1)
+    m, v = graph.schedule.microbatches, graph.schedule.virtual
+    key = (graph.stage * v + graph.chunk) * m + graph.microbatch
+    for kind, send in ((ActionKind.FORWARD, ActionKind.SEND_FORWARD), (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD)):
+        sent = np.flatnonzero(graph.kind == send)
+        by_key = np.full(graph.schedule.stages * v * m, -1)
+        by_key[key[sent]] = sent
+        done = np.flatnonzero(graph.kind == kind)
+        sends[done] = by_key[key[done]]
+    # The compute actions of a stage one after another, with the one before and the one before that.
+    compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+    now, last, before = compute[1:], compute[:-1], np.concatenate([compute[:1], compute[:-2]])
+    same = graph.stage[now] == graph.stage[last]
+    alike = graph.kind[now] == graph.kind[last]
+    after_both = ~alike & (graph.kind[now] == ActionKind.FORWARD)
+    extra[now, 0] = np.where(same & ((v == 1) | alike | after_both), sends[last], -1)
+    pair = same & (v > 1) & after_both & (graph.stage[before] == graph.stage[now])
+    extra[now, 1] = np.where(pair, sends[before], -1)
+    return extra
+
+
+def _stretched(cluster: Cluster, graph: Graph, durations: np.ndarray, times: StageTimes) -> np.ndarray:
+    """Durations with what runs beside them: collectives slow compute, transfers share the NIC with collectives."""
+    compute = graph.kind <= ActionKind.BACKWARD
+    longer = durations
+    for _ in range(PASSES):
+        timeline = replay(graph, longer)
+        beside = sum(timeline.overlap("compute", lane) for lane in ("gather", "reduce"))
+        moving = sum(timeline.overlap("send", lane) for lane in ("gather", "reduce"))
+        longer = durations + np.where(compute, cluster.overlap.slowdown * beside, moving)
+    return longer
+
+
+def _slowness(cluster: Cluster, case: Case, slow_hosts: Mapping[int, float]) -> np.ndarray:
+    """Factor on compute of each (replica, stage): that of the slowest host that its tensor group touches."""
+    p, d, t = int(case.pipeline), int(case.data), int(case.tensor)
+    slow = np.ones((d, p))
+    for host, factor in slow_hosts.items():
+        first, last = host * cluster.gpus_per_host, (host + 1) * cluster.gpus_per_host - 1
+        for group in range(first // t, min(last // t, p * d - 1) + 1):
+            stage, replica = divmod(group, d)
+            slow[replica, stage] = max(slow[replica, stage], factor)
+    return slow
+
+
+def draw_hosts(cluster: Cluster, case: Case, seed: int, slow_by: float | None = None) -> dict[int, float]:
+    """A random fleet: each host is slow with the cluster's probability."""
+    hosts = max(1, -(-int(case.gpus) // cluster.gpus_per_host))
+    by = cluster.stragglers.slow_by if slow_by is None else slow_by
+    chosen = np.flatnonzero(np.random.default_rng(seed).random(hosts) < cluster.stragglers.slow_hosts)
+    return {int(h): 1.0 + by for h in chosen}
+
+
+def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes) -> np.ndarray:
+    """When each stage's gradients are reduced: a reduction starts when the last replica has launched it."""
+    stages = graph.schedule.stages
+    done = np.zeros(stages)
+    if not case.dp_overlap:
+        compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+        np.maximum.at(done, graph.stage[compute], timeline.end[compute].max(axis=1))
+        return done + float(times.scatter)
+    reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
+    launched = timeline.end[graph.before[reduces, 0]].max(axis=1)
+    lengths = (timeline.end - timeline.moving)[reduces].max(axis=1)
+    early = 0.0 if case.virtual > 1 else _rest(case)
+    for n, ready, length in zip(reduces.tolist(), launched, lengths, strict=True):
+        stage = graph.stage[n]
+        # Buckets of a single chunk leave as soon as its last backward has filled them.
+        first = ready - early * float(times.backward)
+        done[stage] = max(max(done[stage], first) + length, ready + (1.0 - early) * length)
+    return done

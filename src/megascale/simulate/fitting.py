@@ -1,0 +1,143 @@
+"""Least squares for a few bounded constants, and whether the data could tell them apart. Plain numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megascale.simulate.calibration import BOUNDS, Constants
+
+# A direction in constant space is called unidentified when moving along it by a tenth of the constants' ranges
+# changes predictions by less than this.
+INVISIBLE = 0.002
+ROUNDS = 60
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit found.
+
+    Attributes:
+        names: constants that were fitted.
+        constants: the result.
+        residuals: ln(predicted / measured) of the fit rows.
+        errors: standard error of each constant, from the residuals; inf where the data do not decide.
+        warnings: one sentence for each constant at a bound and each direction that the rows cannot see.
+    """
+
+    names: tuple[str, ...]
+    constants: Constants
+    residuals: np.ndarray
+    errors: dict[str, float]
+    warnings: tuple[str, ...]
+
+
+def fit(
+    names: Sequence[str],
+    predict: Callable[[Constants], np.ndarray],
+    measured: np.ndarray,
+    start: Constants = Constants(),
+) -> Fit:
+    """Constants that minimise the squared relative error of `predict` on `measured` seconds, within BOUNDS.
+
+    Levenberg-Marquardt on ln(predicted / measured) with steps clipped to the bounds, a few starting points; a row
+    counts by its relative error, so that a 6-second step weighs as much as a 40-second one.
+    """
+    names = tuple(names)
+    low, high, guess = (np.array([BOUNDS[n][i] for n in names]) for i in range(3))
+    logs = np.log(np.asarray(measured, dtype=float))
+
+    def residual(x: np.ndarray) -> np.ndarray:
+        constants = start.with_values(dict(zip(names, x.tolist(), strict=True)))
+        return np.log(np.asarray(predict(constants), dtype=float)) - logs
+
+    best: tuple[float, np.ndarray] | None = None
+    for share in (None, 0.25, 0.75):
+        x = guess if share is None else low + share * (high - low)
+        x, cost = _descend(residual, x, low, high)
+        if best is None or cost < best[0] - 1e-15:
+            best = (cost, x)
+    assert best is not None
+    x = best[1]
+    constants = start.with_values(dict(zip(names, x.tolist(), strict=True)))
+    errors, warnings = _identify(names, residual, x, low, high)
+    return Fit(names, constants, residual(x), errors, warnings)
+
+
+def _jacobian(residual: Callable[[np.ndarray], np.ndarray], x: np.ndarray, low: np.ndarray, high: np.ndarray):
+    columns = []
+    for i in range(len(x)):
+        step = 1e-4 * (high[i] - low[i])
+        up, down = x.copy(), x.copy()
+        up[i], down[i] = min(high[i], x[i] + step), max(low[i], x[i] - step)
+        columns.append((residual(up) - residual(down)) / (up[i] - down[i]))
+    return np.stack(columns, axis=1)
+
+
+def _descend(
+    residual: Callable[[np.ndarray], np.ndarray], x: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> tuple[np.ndarray, float]:
+    r = residual(x)
+    cost, damping = float(r @ r), 1e-3
+    for _ in range(ROUNDS):
+        jac = _jacobian(residual, x, low, high) * (high - low)  # in units of each constant's range
+        gradient = jac.T @ r
+        # A constant that presses against its bound is left there.
+        free = ~(((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0)))
+        if not free.any():
+            break
+        improved = False
+        for _ in range(12):
+            normal = jac[:, free].T @ jac[:, free]
+            normal += damping * (np.diag(np.diag(normal)) + 1e-12 * np.eye(len(normal)))
+            step = np.zeros_like(x)
+            step[free] = -np.linalg.lstsq(normal, gradient[free], rcond=None)[0]
+            trial = np.clip(x + step * (high - low), low, high)
+            r_trial = residual(trial)
+            cost_trial = float(r_trial @ r_trial)
+            if cost_trial < cost:
+                improved = cost - cost_trial > 1e-14 + 1e-9 * cost
+                x, r, cost, damping = trial, r_trial, cost_trial, damping / 5
+                break
+            damping *= 4
+        if not improved:
+            break
+    return x, cost
+
+
+def _identify(
+    names: tuple[str, ...],
+    residual: Callable[[np.ndarray], np.ndarray],
+    x: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Standard errors and warnings from the singular values of the Jacobian, constants in units of their ranges."""
+    span = high - low
+    jac = _jacobian(residual, x, low, high) * span
+    r = residual(x)
+    freedom = max(1, len(r) - len(x))
+    noise = max(float(r @ r) / freedom, 1e-8)
+    _, singular, directions = np.linalg.svd(jac, full_matrices=len(r) < len(x))
+    singular = np.concatenate([singular, np.zeros(len(x) - len(singular))])
+    warnings = []
+    variance = np.zeros(len(x))
+    for value, direction in zip(singular, directions, strict=False):
+        # Moving a tenth of the ranges along this direction changes the rows by this much (root mean square).
+        seen = 0.1 * value / np.sqrt(len(r))
+        if seen < INVISIBLE:
+            mix = [(abs(w), f"{w:+.2f} {n}") for w, n in zip(direction, names, strict=True) if abs(w) > 0.2]
+            warnings.append(
+                f"these rows cannot tell apart: {', '.join(text for _, text in sorted(mix, reverse=True))} "
+                f"(a tenth of their ranges in this direction changes predictions by {seen:.2%})"
+            )
+        variance += np.square(direction) * (noise / value**2 if value > 0 else np.inf)
+    errors = {n: float(np.sqrt(v) * s) for n, v, s in zip(names, variance, span, strict=True)}
+    for n, value, a, b in zip(names, x, low, high, strict=True):
+        if value <= a or value >= b:
+            warnings.append(f"{n}={value:g} stands at its bound [{a:g}, {b:g}]: the rows ask for more than is physical")
+        elif errors[n] > 0.5 * (b - a):
+            warnings.append(f"{n}={value:.3g} has a standard error of {errors[n]:.2g}: hardly decided by these rows")
+    return errors, tuple(warnings)

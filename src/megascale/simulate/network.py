@@ -1,0 +1,69 @@
+"""Seconds of transfers. `Network` is the hook for finer models; `RingNetwork` is latency + bytes / bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megascale.simulate.cluster import Cluster, Link
+
+
+class Network(Protocol):
+    """What the step model asks of a network. Numbers or arrays; a flow- or packet-level model answers the same."""
+
+    def collective(self, bytes: Any, ranks: Any, ranks_per_host: Any) -> Any:
+        """Seconds of an all-gather or reduce-scatter whose whole tensor has `bytes`, by a group of `ranks` of which
+        `ranks_per_host` share a host (an all-reduce is two of them)."""
+
+    def p2p(self, bytes: Any, inside: Any) -> Any:
+        """Seconds to send `bytes` to a neighbour stage while receiving as much; `inside`: on the same host."""
+
+
+@dataclass(frozen=True)
+class RingNetwork:
+    """Ring collectives at measured bus bandwidth, no contention between groups.
+
+    Attributes:
+        cluster: gives both kinds of links.
+        between_efficiency: replaces the bus bandwidth between hosts by this share of the printed one (calibrated).
+    """
+
+    cluster: Cluster
+    between_efficiency: float | None = None
+
+    def collective(self, bytes: Any, ranks: Any, ranks_per_host: Any) -> Any:
+        """See Network.collective."""
+        inside, between = self.cluster.inside, self.cluster.between
+        local = np.minimum(ranks, ranks_per_host)
+        spans = ranks > local
+        # The ring enters and leaves a host through the NICs of the group's members there.
+        nics = np.where(spans, local, 1) * self._between(ranks)
+        bus = np.where(spans, np.minimum(nics, _bus(inside, np.maximum(local, 2))), _bus(inside, ranks))
+        bus = np.where(spans & (local == 1), nics, bus)
+        hops = np.maximum(ranks - 1, 0)
+        latency = np.where(spans, between.latency_us + hops * between.hop_us, inside.latency_us + hops * inside.hop_us)
+        seconds = bytes * hops / np.maximum(ranks, 1) / (bus * 1e9) + latency * 1e-6
+        return np.where(ranks > 1, seconds, 0.0)
+
+    def _between(self, ranks: Any) -> Any:
+        link = self.cluster.between
+        if self.between_efficiency is not None:
+            return self.between_efficiency * link.gbs
+        return _bus(link, ranks)
+
+    def p2p(self, bytes: Any, inside: Any) -> Any:
+        """See Network.p2p."""
+        here, there = self.cluster.inside, self.cluster.between
+        return np.where(
+            inside,
+            bytes / (here.p2p_gbs * 1e9) + here.latency_us * 1e-6,
+            bytes / (there.p2p_gbs * 1e9) + there.latency_us * 1e-6,
+        )
+
+
+def _bus(link: Link, ranks: Any) -> Any:
+    """GB/s of bus bandwidth for a group of this size."""
+    table = np.array(link.bus)
+    return np.interp(np.log(ranks), np.log(table[:, 0]), table[:, 1])

@@ -1,0 +1,149 @@
+"""Runs of this project as measurements: step times out of a run folder, and predictions written before measuring."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from megascale import config as configuration
+from megascale.config import Config
+from megascale.errors import ConfigError, DataError
+
+# Steps at the start of a run that compile, allocate and measure kernels.
+WARM_UP = 5
+# Fewer steps than this after the warm-up are no measurement.
+LEAST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run folder's steps.
+
+    Attributes:
+        folder: the run.
+        config: what it ran.
+        gpus: ranks.
+        seconds: median step after the warm-up.
+        spread: half the distance from the 10th to the 90th percentile, relative.
+        steps: how many steps that is.
+    """
+
+    folder: Path
+    config: Config
+    gpus: int
+    seconds: float
+    spread: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One line of a predictions file: what was said before it was measured.
+
+    Attributes:
+        name: the run's train.name.
+        gpus, settings: how to start it: `megascale train` with these overrides on so many GPUs.
+        software: the stack assumed.
+        seconds, low, high: the step, P10 and P90.
+    """
+
+    name: str
+    gpus: int
+    settings: tuple[str, ...]
+    software: str
+    seconds: float
+    low: float
+    high: float
+
+    def config(self) -> Config:
+        """The configuration that the settings describe."""
+        return configuration.load(None, self.settings)
+
+
+def measure(folder: Path) -> Measured:
+    """Median step of a run folder. DataError if it is none or too short."""
+    try:
+        config = configuration.load(folder / "config.toml")
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except (OSError, ConfigError) as error:
+        raise DataError(f"{folder} is no run folder: {error}; name one such as runs/NAME") from None
+    records: dict[int, float] = {}
+    gpus = None
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that died
+        if isinstance(record, dict) and "seconds" in record and "step" in record:
+            records[int(record["step"])] = float(record["seconds"])
+            gpus = record.get("world", gpus)
+    steps = [seconds for step, seconds in sorted(records.items())][WARM_UP:]
+    if len(steps) < LEAST_STEPS:
+        raise DataError(
+            f"{folder}/metrics.jsonl has {len(steps)} steps after {WARM_UP} of warm-up; a measurement needs at least "
+            f"{LEAST_STEPS}: run more steps"
+        )
+    parallel = config.parallel
+    world = int(gpus or parallel.tensor * parallel.pipeline * (parallel.data or 1))
+    ordered = sorted(steps)
+    low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+    middle = statistics.median(steps)
+    return Measured(folder, config, world, middle, (high - low) / (2 * middle), len(steps))
+
+
+def shipped_predictions() -> list[str]:
+    """Names of the predictions that come with the package."""
+    folder = resources.files("megascale.simulate") / "predictions"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_predictions(name: str) -> tuple[str, list[Prediction]]:
+    """(what the file says of itself, predictions) of a shipped file or a path; ConfigError if it is wrong."""
+    path = Path(name)
+    if name in shipped_predictions():
+        text = (resources.files("megascale.simulate") / "predictions" / f"{name}.toml").read_text()
+    elif path.is_file():
+        text = path.read_text()
+    else:
+        raise ConfigError(f"predictions {name!r} are neither shipped ({', '.join(shipped_predictions())}) nor a file")
+    try:
+        tree = tomllib.loads(text)
+        rows = [
+            Prediction(
+                str(r["name"]),
+                int(r["gpus"]),
+                tuple(map(str, r["settings"])),
+                str(r["software"]),
+                float(r["seconds"]),
+                float(r["p10"]),
+                float(r["p90"]),
+            )
+            for r in tree["run"]
+        ]
+        return str(tree["made"]), rows
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"predictions {name!r} are damaged: {type(error).__name__}: {error}") from None
+
+
+def matching(predictions: list[Prediction], runs: Path) -> list[tuple[Prediction, Measured]]:
+    """Predictions whose run folder `runs`/NAME exists, with what it measured. DataError if one is of another layout."""
+    found = []
+    for prediction in predictions:
+        folder = runs / prediction.name
+        if not (folder / "metrics.jsonl").is_file():
+            continue
+        measured = measure(folder)
+        for section in ("model", "parallel"):
+            asked, ran = getattr(prediction.config(), section), getattr(measured.config, section)
+            asked, ran = (x.model_copy(update={"preset": None} if section == "model" else {}) for x in (asked, ran))
+            if asked != ran:
+                raise DataError(
+                    f"{folder} ran another {section} section than {prediction.name} was predicted for; "
+                    f"start it with {' '.join('--' + s for s in prediction.settings)}"
+                )
+        found.append((prediction, measured))
+    return found

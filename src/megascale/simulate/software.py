@@ -1,0 +1,123 @@
+"""What a training stack does: one switch for each technique of MegaScale, and the stacks people compare.
+
+The simulator prices a layout under a `Software`. `MEGATRON_2023` is the paper's baseline (commit 285068c8, January
+2023: sequence parallelism, distributed optimizer, interleaved 1F1B, FlashAttention-1, no overlap of communication);
+`MEGASCALE` switches everything on. `LADDER` is the order in which the paper's ablation (its Table 3) does it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megascale.errors import ConfigError
+
+# Kernels for attention that a cluster file must give rates for.
+ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
+# Activations done again in backward: norms and the activation alone, or whole layers.
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a training step is carried out.
+
+    Attributes:
+        parallel_block: x + Attn(LN x) + MLP(LN x) instead of the serial block (paper section 3.1).
+        window: sliding-window attention of this many tokens, None for full attention.
+        tp_overlap: tensor-parallel all-gather and reduce-scatter run under the GEMMs they feed (section 3.2).
+        pp_overlap: sends and receives run beside compute; False is one blocking exchange after which the host
+            synchronises the device, as Megatron-LM did in January 2023.
+        dp_overlap: gradients scattered and parameters gathered chunk by chunk under compute, first gather prefetched.
+        fused_operators: one kernel each for bias + GeLU, norm + residual, attention on strided inputs.
+        async_data: batches prepared under the previous step, one reader a host, no stray garbage collection.
+        attention: kernel, one of ATTENTION_KERNELS.
+        sequence_parallel: norm and residual regions sharded over the tensor axis.
+        distributed_optimizer: gradients reduce-scattered and parameters gathered; False is an all-reduce.
+        recompute: one of RECOMPUTE.
+        gradient_bytes: bytes of a gradient on the wire and in the accumulator.
+        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
+    """
+
+    parallel_block: bool = False
+    window: int | None = None
+    tp_overlap: bool = False
+    pp_overlap: bool = False
+    dp_overlap: bool = False
+    fused_operators: bool = False
+    async_data: bool = False
+    attention: str = "flash1"
+    sequence_parallel: bool = True
+    distributed_optimizer: bool = True
+    recompute: str = "none"
+    gradient_bytes: int = 4
+    reduce_each: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attention not in ATTENTION_KERNELS:
+            raise ConfigError(f"attention kernel {self.attention!r} is unknown; one of {', '.join(ATTENTION_KERNELS)}")
+        if self.recompute not in RECOMPUTE:
+            raise ConfigError(f"recompute={self.recompute!r} is unknown; one of {', '.join(RECOMPUTE)}")
+
+
+# The paper does not print its window. 768 of 2,048 tokens keep 0.61 of the causal triangle, which is what the MFU
+# column of the paper's Table 2 credits (0.60 with its vocabulary of 64,000).
+PAPER_WINDOW = 768
+
+MEGATRON_2023 = Software()
+MEGASCALE = Software(
+    parallel_block=True,
+    window=PAPER_WINDOW,
+    tp_overlap=True,
+    pp_overlap=True,
+    dp_overlap=True,
+    fused_operators=True,
+    async_data=True,
+    attention="flash2",
+)
+# Megatron-core of today: overlaps and fused operators on, serial block, full attention.
+MEGATRON_CORE = replace(MEGASCALE, parallel_block=False, window=None, tp_overlap=False)
+MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
+# This project's engine: every overlap, cuDNN attention where the GPU has it.
+MEGASCALE_H200 = replace(MEGASCALE, attention="cudnn")
+# vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels.
+MEGATRON_DEEPSPEED = Software(
+    attention="unfused", sequence_parallel=False, distributed_optimizer=False, recompute="full", gradient_bytes=2
+)
+
+STACKS = {
+    "megatron-2023": MEGATRON_2023,
+    "megatron-core": MEGATRON_CORE,
+    "megascale": MEGASCALE,
+    "megatron-core-h200": MEGATRON_CORE_H200,
+    "megascale-h200": MEGASCALE_H200,
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
+}
+
+# Technique -> the fields it switches on, in the order of the paper's ablation.
+LADDER: dict[str, dict[str, Any]] = {
+    "parallel-block": {"parallel_block": True},
+    "window": {"window": PAPER_WINDOW},
+    "tp-overlap": {"tp_overlap": True},
+    "pp-overlap": {"pp_overlap": True},
+    "dp-overlap": {"dp_overlap": True},
+    "operators": {"fused_operators": True, "attention": "flash2"},
+    "data": {"async_data": True},
+}
+
+
+def stack(name: str) -> Software:
+    """A named stack; ConfigError naming the known ones."""
+    if name not in STACKS:
+        raise ConfigError(f"software {name!r} is unknown; known: {', '.join(STACKS)}")
+    return STACKS[name]
+
+
+def switch(software: Software, names: list[str], on: bool) -> Software:
+    """`software` with techniques of LADDER switched on, or off (back to the 2023 baseline's way)."""
+    for name in names:
+        if name not in LADDER:
+            raise ConfigError(f"technique {name!r} is unknown; known: {', '.join(LADDER)}")
+        fields = LADDER[name] if on else {key: getattr(MEGATRON_2023, key) for key in LADDER[name]}
+        software = replace(software, **fields)
+    return software

@@ -1,0 +1,231 @@
+"""One interface to both levels: a configuration on N GPUs under a software stack, priced with its parts and a band."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from megascale.config import Config
+from megascale.core import flops
+from megascale.core.layout import Layout, lay_out
+from megascale.core.memory import stage_memory
+from megascale.core.plan import GIB, RESERVE_GIB
+from megascale.errors import ConfigError, FitError
+from megascale.simulate.calibration import Calibration
+from megascale.simulate.case import Case
+from megascale.simulate.closed import step_parts
+from megascale.simulate.cluster import Cluster
+from megascale.simulate.event import Event, draw_hosts, simulate
+from megascale.simulate.network import Network
+from megascale.simulate.software import MEGATRON_2023, Software
+
+Level = Literal["closed", "event"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is asked: this configuration on so many GPUs of that cluster, under this software."""
+
+    config: Config
+    gpus: int
+    cluster: Cluster
+    calibration: Calibration
+    software: Software
+    label: str = "as configured"
+
+    @property
+    def layout(self) -> Layout:
+        """The layout; FitError if sizes do not divide."""
+        return lay_out(self.config, self.gpus)
+
+    def case(self) -> Case:
+        """Numbers for the levels; FitError if sizes do not divide."""
+        layout, parallel = self.layout, self.config.parallel
+        p, v = parallel.pipeline, parallel.virtual_stages
+        counts = np.array([len(chunk) for chunk in layout.layers]).reshape(v, p).sum(axis=0)
+        return Case.of(
+            self.config.model,
+            self.software,
+            tensor=parallel.tensor,
+            pipeline=p,
+            virtual=v,
+            data=layout.grid.data,
+            micro=self.config.train.micro_batch,
+            batch=self.config.train.global_batch,
+            middle=float(counts[:-1].max()) if p > 1 else float(counts[0]),
+            last=float(counts[-1]),
+        )
+
+    def chunk_layers(self) -> np.ndarray:
+        """Layers of each chunk, [stages, chunks]."""
+        parallel = self.config.parallel
+        counts = np.array([len(chunk) for chunk in self.layout.layers], dtype=float)
+        return counts.reshape(parallel.virtual_stages, parallel.pipeline).T
+
+    def memory_gib(self) -> float:
+        """Memory of the fullest rank with the reserve, by core/memory.py."""
+        config, layout = self.config, self.layout
+        schedule = layout.schedule()
+        stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1})
+        model = config.model.model_copy(update={"block": "parallel" if self.software.parallel_block else "serial"})
+        most = max(
+            stage_memory(
+                model, config.parallel, layout.grid, schedule, s, config.train.micro_batch, config.train.precision
+            ).total
+            for s in stages
+        )
+        return most / GIB + RESERVE_GIB
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a level answers.
+
+    Attributes:
+        scenario, level: what was priced, and how.
+        seconds: the step.
+        low, high: P10 and P90 from the calibration's residuals.
+        parts: where the seconds go, adding up to `seconds` (on the event level the closed form's parts, with what
+            the events add or save under `interplay`).
+        memory_gib: of the fullest rank.
+        event: the event level's record, None on the closed level.
+    """
+
+    scenario: Scenario
+    level: Level
+    seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+    memory_gib: float
+    event: Event | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all GPUs."""
+        config = self.scenario.config
+        return config.train.global_batch * config.model.sequence_length / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, 0 to 1, under megascale.core.flops.CONVENTION."""
+        model = self.scenario.config.model.model_copy(update={"window": self.scenario.software.window})
+        peak = self.scenario.cluster.gpu.peak_tflops
+        return flops.mfu(model, self.tokens_per_second, self.scenario.gpus, peak)
+
+    def days(self, tokens: float) -> float:
+        """Days of stepping, without failures, for so many tokens."""
+        return tokens / self.tokens_per_second / 86400.0
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json and CSV."""
+        scenario = self.scenario
+        parallel, train = scenario.config.parallel, scenario.config.train
+        return {
+            "label": scenario.label,
+            "level": self.level,
+            "cluster": scenario.cluster.name,
+            "calibration": scenario.calibration.name,
+            "gpus": scenario.gpus,
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "virtual": parallel.virtual_stages,
+            "data": scenario.layout.grid.data,
+            "micro_batch": train.micro_batch,
+            "global_batch": train.global_batch,
+            "seconds": self.seconds,
+            "p10": self.low,
+            "p90": self.high,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "mfu_convention": flops.CONVENTION,
+            "memory_gib": self.memory_gib,
+            "parts": self.parts,
+        }
+
+
+def own_software(config: Config, base: Software) -> Software:
+    """`base` with what the configuration itself decides: block, window, ZeRO, recomputation."""
+    model, parallel = config.model, config.parallel
+    return replace(
+        base,
+        parallel_block=model.block == "parallel",
+        window=model.window,
+        distributed_optimizer=parallel.zero > 0,
+        reduce_each=parallel.zero == 2,
+        recompute=parallel.recompute,
+    )
+
+
+def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:
+    """A stack without MegaScale's algorithmic changes, with the configuration's sharding and recomputation."""
+    parallel = config.parallel
+    return replace(
+        base,
+        distributed_optimizer=parallel.zero > 0,
+        reduce_each=parallel.zero == 2,
+        recompute=parallel.recompute,
+    )
+
+
+def run(
+    scenario: Scenario,
+    level: Level = "closed",
+    *,
+    network: Network | None = None,
+    fleet: int | None = None,
+    slow_hosts: dict[int, float] | None = None,
+    jitter: bool = True,
+    seed: int = 0,
+    check_memory: bool = True,
+) -> Result:
+    """Price a scenario.
+
+    Args:
+        level: "closed" (micro-seconds to milliseconds) or "event" (tens of milliseconds and more).
+        network: replaces the ring network (the hook for flow and packet models).
+        fleet: event level: seed of a random fleet with slow hosts; None: the hosts in `slow_hosts`, else none.
+        jitter: event level: compute times vary by the cluster's figure.
+
+    Raises FitError where sizes do not divide or memory does not suffice.
+    """
+    case, constants = scenario.case(), scenario.calibration.constants
+    memory = scenario.memory_gib()
+    if check_memory and memory > scenario.cluster.gpu.memory_gib:
+        raise FitError(
+            f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
+            f"{scenario.cluster.gpu.memory_gib:g}; raise parallel.tensor, parallel.pipeline or the number of GPUs, "
+            "lower train.micro_batch, or set parallel.recompute=full"
+        )
+    if scenario.software.attention not in ("unfused", *scenario.cluster.kernels.attention):
+        raise ConfigError(
+            f"cluster {scenario.cluster.name} gives no rate for attention kernel {scenario.software.attention!r}; "
+            f"add kernels.attention.{scenario.software.attention} to its file"
+        )
+    parts = step_parts(scenario.cluster, case, constants, network)
+    shares = {name: float(value) for name, value in parts.as_dict().items()}
+    seconds, event = float(parts.total), None
+    if level == "event":
+        hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by) if fleet is not None else slow_hosts
+
+        def events(slow: dict[int, float] | None) -> Event:
+            return simulate(
+                scenario.cluster,
+                case,
+                constants,
+                network,
+                slow_hosts=slow,
+                jitter=scenario.cluster.stragglers.jitter if jitter else 0.0,
+                seed=seed,
+                layers=scenario.chunk_layers(),
+            )
+
+        event = events(hosts)
+        healthy = events(None).seconds if hosts else event.seconds
+        shares["stragglers"] = event.seconds - healthy
+        shares["interplay"] = healthy - sum(v for k, v in shares.items() if k != "stragglers")
+        seconds = event.seconds
+    low, high = scenario.calibration.band(seconds)
+    return Result(scenario, level, seconds, low, high, shares, memory, event)

@@ -1,0 +1,185 @@
+"""Anchors as cases and seconds: the paper's tables, the peers measured on the H200 host, vTrain's rows."""
+
+from __future__ import annotations
+
+import csv
+import os
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascale.config import ModelConfig
+from megascale.errors import DataError
+from megascale.simulate.case import Case
+from megascale.simulate.software import MEGATRON_DEEPSPEED, Software, stack, switch
+
+# vTrain does not print its vocabulary; Megatron-DeepSpeed pads GPT-2's to this.
+VTRAIN_VOCABULARY = 51200
+# FLOP/s that the paper's MFU is a share of.
+PAPER_PEAK = 312e12
+VTRAIN_FILE = "steps/vtrain_multi_node_sample.csv"
+TRACE_FILE = "stragglers/trace-ST.parquet"
+TRACE_RESULT = "stragglers/result-ST.json"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Measured steps of one kind.
+
+    Attributes:
+        names: what each row is.
+        cases: all rows as one case of arrays.
+        seconds: measured.
+        gpus: of each row.
+        first: whether a row is of the table's first system (Megatron-LM), where there are two.
+        source: who measured.
+    """
+
+    names: tuple[str, ...]
+    cases: Case
+    seconds: np.ndarray
+    gpus: np.ndarray
+    first: np.ndarray
+    source: str
+
+    def subset(self, chosen: np.ndarray) -> Rows:
+        """The rows where `chosen` holds."""
+        picked = Case(**{k: v[chosen] for k, v in vars(self.cases).items()})
+        names = tuple(n for n, c in zip(self.names, chosen, strict=True) if c)
+        return Rows(names, picked, self.seconds[chosen], self.gpus[chosen], self.first[chosen], self.source)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def anchor_file(name: str) -> dict[str, Any]:
+    """A shipped anchor file as nested dictionaries."""
+    return tomllib.loads((resources.files("megascale.simulate") / "anchors" / f"{name}.toml").read_text())
+
+
+def data_folder(given: Path | None = None) -> Path | None:
+    """Where data of others lies: the option, else MEGASCALE_ANCHORS, else ../shared/data; None if there is none."""
+    if given is not None:
+        if not given.is_dir():
+            raise DataError(f"--data={given} is no folder; name the one that holds {VTRAIN_FILE} and {TRACE_FILE}")
+        return given
+    named = os.environ.get("MEGASCALE_ANCHORS")
+    repository = Path(__file__).resolve().parents[4]
+    for folder in (Path(named) if named else None, Path("../shared/data"), repository.parent / "shared" / "data"):
+        if folder is not None and folder.is_dir():
+            return folder
+    return None
+
+
+def _rows(names: list[str], cases: list[Case], seconds: list[float], first: list[bool], source: str) -> Rows:
+    stacked = Case.stack(cases)
+    return Rows(tuple(names), stacked, np.array(seconds), np.asarray(stacked.gpus), np.array(first), source)
+
+
+def strong_scaling() -> Rows:
+    """The paper's 16 rows: Megatron-LM (first) and MegaScale, 175B on 256 to 12,288 GPUs."""
+    tree = anchor_file("megascale")
+    model, layout = ModelConfig(**tree["model_175b"]), tree["layout_175b"]
+    names, cases, seconds, first = [], [], [], []
+    for software, batch, gpus, step, _ in tree["strong_scaling"]["rows"]:
+        replica = layout["tensor"] * layout["pipeline"]
+        cases.append(Case.of(model, stack(software), data=gpus // replica, batch=batch, **layout))
+        names.append(f"{software} {gpus:,} GPUs, batch {batch:,}")
+        seconds.append(step)
+        first.append(software == "megatron-2023")
+    return _rows(names, cases, seconds, first, tree["strong_scaling"]["source"])
+
+
+def ablation() -> tuple[Rows, np.ndarray]:
+    """The paper's ladder: cases (seconds derived from MFU are in `seconds`) and MFU in percent."""
+    tree = anchor_file("megascale")
+    model, layout, table = ModelConfig(**tree["model_175b"]), tree["layout_175b"], tree["ablation"]
+    software: Software = stack("megatron-2023")
+    names, cases = [], []
+    for technique, _ in table["rows"]:
+        if technique != "baseline":
+            software = switch(software, [technique], True)
+        replica = layout["tensor"] * layout["pipeline"]
+        cases.append(Case.of(model, software, data=table["gpus"] // replica, batch=table["batch"], **layout))
+        names.append(technique if technique == "baseline" else f"+ {technique}")
+    printed = np.array([mfu for _, mfu in table["rows"]])
+    return _with_mfu(names, cases, printed, table["source"]), printed
+
+
+def weak_scaling() -> tuple[Rows, np.ndarray]:
+    """The paper's 530B bars: cases and MFU in percent."""
+    tree = anchor_file("megascale")
+    model, layout, table = ModelConfig(**tree["model_530b"]), tree["layout_530b"], tree["weak_scaling"]
+    names, cases = [], []
+    for software, gpus, _ in table["rows"]:
+        replica = layout["tensor"] * layout["pipeline"]
+        cases.append(Case.of(model, stack(software), data=gpus // replica, batch=gpus, **layout))
+        names.append(f"{software} {gpus:,} GPUs")
+    printed = np.array([mfu for _, _, mfu in table["rows"]])
+    return _with_mfu(names, cases, printed, table["source"]), printed
+
+
+def _with_mfu(names: list[str], cases: list[Case], printed: np.ndarray, source: str) -> Rows:
+    seconds = [
+        float(case.flops) / (case.gpus * PAPER_PEAK * mfu / 100.0) for case, mfu in zip(cases, printed, strict=True)
+    ]
+    return _rows(names, cases, seconds, ["megatron" in n for n in names], source)
+
+
+def h200_peers(host_bound: bool = False) -> Rows:
+    """megatron-core's steps measured on the H200 host."""
+    tree = anchor_file("h200-peers")
+    model, batch = ModelConfig(**tree["model"]), tree["runs"]["batch"]
+    software = stack("megatron-core-h200")
+    names, cases, seconds = [], [], []
+    for tensor, pipeline, virtual, data, micro, step in tree["runs"]["host_bound" if host_bound else "rows"]:
+        cases.append(
+            Case.of(
+                model,
+                software,
+                tensor=tensor,
+                pipeline=pipeline,
+                virtual=virtual,
+                data=data,
+                micro=micro,
+                batch=batch,
+            )
+        )
+        names.append(f"GPT 13B TP{tensor} PP{pipeline}(x{virtual}) DP{data}, micro-batch {micro}")
+        seconds.append(step)
+    return _rows(names, cases, seconds, [True] * len(names), tree["runs"]["source"])
+
+
+def vtrain(folder: Path) -> Rows:
+    """vTrain's measured rows, in the file's order. DataError if the file is damaged."""
+    path = folder / VTRAIN_FILE
+    names, cases, seconds = [], [], []
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            table = list(csv.reader(file))[1:]
+        for row in table:
+            batch, micro, hidden, heads, layers, sequence, tensor, data, pipeline = (int(float(x)) for x in row[2:11])
+            model = ModelConfig(
+                layers=layers, hidden=hidden, heads=heads, vocab_size=VTRAIN_VOCABULARY, sequence_length=sequence
+            )
+            cases.append(
+                Case.of(
+                    model,
+                    MEGATRON_DEEPSPEED,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    virtual=1,
+                    data=data,
+                    micro=micro,
+                    batch=batch,
+                )
+            )
+            names.append(f"{row[0]}B TP{tensor} DP{data} PP{pipeline}, micro-batch {micro}")
+            seconds.append(float(row[11]) / 1e3)
+    except (OSError, ValueError, IndexError) as error:
+        raise DataError(f"{path} cannot be read as vTrain's table: {error}; take a fresh copy") from None
+    return _rows(names, cases, seconds, [True] * len(names), "vTrain (KAIST, MICRO 2024), multi-node sample")

@@ -1,0 +1,237 @@
+"""One rank's share of the model: chunks in flat buffers, the pipeline, the optimizer, and a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megascale.core.layout import Layout
+from megascale.core.spans import Recorder
+from megascale.errors import ConfigError
+from megascale.model.transformer import EVALUATION, Chunk, Step
+from megascale.ops import dispatch
+from megascale.optim.optimizer import ShardedOptimizer
+from megascale.parallel import symmetric
+from megascale.parallel.buffers import TIED, Axes, FlatChunk, GradientPool
+from megascale.parallel.collectives import ALONE, Axis, all_reduce
+from megascale.parallel.parameters import initialise
+from megascale.parallel.pipeline import Lane, Lanes, PipelineExecutor, Work
+from megascale.rendezvous.groups import Groups
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+# Given the micro-batch number, tokens and targets, each int64 [sequence, micro_batch] on the device.
+Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class StepResult:
+    """What a step gives, still on the device: reading it makes the host wait.
+
+    Attributes:
+        loss: mean over the global batch's tokens, the same on every rank.
+        grad_norm: of the whole model, before clipping.
+        stop: above 0 if any rank wants to stop after this step; the same on every rank.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    stop: torch.Tensor
+
+
+class Engine:
+    """Model, buffers, pipeline and optimizer of this rank.
+
+    Args:
+        layout: the configuration laid over the world.
+        groups: this rank's communicators; None for a world of one.
+        device: where it computes.
+        recorder: times the actions of a step.
+    """
+
+    def __init__(
+        self, layout: Layout, groups: Groups | None, device: torch.device, recorder: Recorder | None = None
+    ) -> None:
+        self.config, self.layout, self.device = layout.config, layout, device
+        config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
+        dispatch.configure(config.kernels.mode, config.kernels.attention)
+        at = grid.coordinate(rank)
+        self.data_rank = at.data
+        self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
+        self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
+        self.world = _axis(groups, "world", grid.world, rank)
+        stage, stages = at.pipeline, grid.pipeline
+        self.first, self.last = stage == 0, stage == stages - 1
+        tied = config.model.tied_embeddings and stages > 1 and (self.first or self.last)
+        axes = Axes(
+            data=_axis(groups, "data_gather", grid.data, at.data),
+            reduce=_axis(groups, "data_reduce", grid.data, at.data),
+            tensor=self.tensor,
+            tied=_axis(groups, "embedding", 2, int(self.last)) if tied else ALONE,
+        )
+        dtype, pool = DTYPES[config.train.precision], GradientPool()
+        schedule = layout.schedule()
+        self.chunks: list[Chunk] = []
+        self.flats: list[FlatChunk] = []
+        for number, layers in enumerate(layout.chunks_of(stage)):
+            place = schedule.global_chunk(stage, number)
+            chunk = Chunk(
+                config.model,
+                layers,
+                first=place == 0,
+                last=place == schedule.chunks - 1,
+                axis=self.tensor,
+                dtype=dtype,
+                recompute=config.parallel.recompute,
+            )
+            bucket = config.parallel.bucket_elements if grid.data > 1 else None
+            self.chunks.append(chunk)
+            self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket, pool, config.overlap.data))
+            initialise(chunk, config.train.seed)
+        self.optimizer = ShardedOptimizer(
+            config.optimizer,
+            self.flats,
+            tensor=self.tensor,
+            # Without ZeRO the data-parallel ranks hold the same gradients, which count once.
+            norm=self.world,
+            norm_weight=1.0 / grid.data if config.parallel.zero == 0 else 1.0,
+            stage=_axis(groups, "stage", grid.tensor * grid.data, 0) if config.parallel.zero else self.tensor,
+            duplicates=frozenset({TIED} if stages > 1 and self.last else ()),
+        )
+        train = config.train
+        shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
+        self.pipeline = PipelineExecutor(schedule, stage, _lanes(groups), shape, dtype, device, recorder)
+
+    def _tensor_axis(self, axis: Axis) -> Axis:
+        """The tensor axis with the overlap that works here; ConfigError if the one asked for does not."""
+        if axis.size == 1:
+            return axis
+        wanted, config = self.config.overlap.tensor, self.config
+        if wanted in ("async", "off"):
+            self.active["tensor overlap"] = wanted
+            return replace(axis, overlap=wanted)
+        model, train = config.model, config.train
+        element = torch.empty(0, dtype=DTYPES[train.precision]).element_size()
+        message = 2 * model.sequence_length // axis.size * train.micro_batch * model.hidden * element
+        reason = symmetric.prepare(axis, message, self.device)
+        if reason is not None and wanted == "fused":
+            raise ConfigError(
+                f"overlap.tensor=fused cannot be had: {reason}; set --overlap.tensor=auto or async, "
+                "or keep a tensor-parallel group on one host whose GPUs reach each other"
+            )
+        self.active["tensor overlap"] = "fused" if reason is None else f"async (not fused: {reason})"
+        return replace(axis, overlap="fused" if reason is None else "async")
+
+    # training ---------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Send for the first chunk's parameters: called before the batch is read, so that both go on together."""
+        self.flats[0].start_gather()
+
+    def step(self, batches: Batches, step: int, learning_rate: float, stop: bool = False) -> StepResult:
+        """Forward and backward over all micro-batches, then the update.
+
+        Args:
+            batches: gives this rank's micro-batches; asked for only where tokens or targets are needed.
+            step: number of this optimizer step, from 1; dropout masks depend on it.
+            learning_rate: of this step.
+            stop: whether this rank wants to stop; told to all.
+        """
+        train, model = self.config.train, self.config.model
+        tokens = train.global_batch * model.sequence_length
+        first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
+        # Every token counts the same, so the loss can make its gradients while its logits are there; under ZeRO-2
+        # gradients have no place before backward.
+        token_grad = None
+        if self.flats[-1].zero < 2:
+            wide = torch.float64 if train.precision == "float64" else torch.float32
+            token_grad = torch.full((), 1 / tokens, dtype=wide, device=self.device)
+        read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if i not in read:
+                read.clear() if len(self.chunks) == 1 else None
+                read[i] = batches(i)
+            return read[i]
+
+        def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
+            module = self.chunks[chunk]
+            where = Step(train.seed + step, first_sample + i * train.micro_batch, token_grad)
+            inputs = batch(i)[0] if x is None else x
+            if not module.last:
+                return module(inputs, None, where)
+            return (module(inputs, batch(i)[1], where) * (1 / tokens)).sum()
+
+        last = self.layout.microbatches - 1
+        for flat in self.flats:
+            flat.zero_grads()
+        loss = self.pipeline.run(
+            Work(
+                forward=forward,
+                before_backward=lambda chunk, i: self.flats[chunk].begin_backward(i == last),
+                after_backward=lambda chunk, i: self.flats[chunk].end_backward(i == last),
+                gather=self._gather,
+                gathered=lambda chunk: self.flats[chunk].finish_gather(),
+            )
+        )
+        for flat in self.flats:
+            flat.finish_reduction()
+        # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
+        riders = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=self.device)
+        if loss is not None and self.tensor.rank == 0:
+            riders[0] += loss
+        norm, summed = self.optimizer.step(learning_rate, step, riders)
+        assert summed is not None
+        return StepResult(summed[0], norm, summed[1])
+
+    def _gather(self, chunk: int) -> None:
+        if not self.flats[chunk].gathering:  # the first one is under way since the batch was asked for
+            self.flats[chunk].start_gather()
+
+    # everything else --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """After a checkpoint has filled the master weights: make the weights in use from them."""
+        self.optimizer.copy_to_params()
+
+    def whole(self) -> None:
+        """Make all parameters whole on this rank, before anything but a training step uses them."""
+        for flat in self.flats:
+            if not flat.gathering:
+                flat.start_gather()
+            flat.finish_gather()
+
+    @torch.no_grad()
+    def losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
+        """Sum of the losses of all tokens, a float64 scalar on every rank of this pipeline's world.
+
+        inputs_SB, targets_SB: this data-parallel rank's [s, b]; targets of -100 count nothing. Collective: every
+        rank must call it as often, with the same shapes.
+        """
+
+        def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
+            module = self.chunks[chunk]
+            return module(inputs_SB if x is None else x, targets_SB if module.last else None, EVALUATION)
+
+        outputs = self.pipeline.run_forward(1, forward)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if outputs and self.tensor.rank == 0:
+            total += outputs[0].sum(dtype=torch.float64)
+        return all_reduce(total, self.world).wait()
+
+
+def _axis(groups: Groups | None, name: str, size: int, rank: int) -> Axis:
+    """One axis of `groups`; ALONE where there is nobody else."""
+    group = getattr(groups, name) if groups is not None else None
+    return ALONE if size == 1 or group is None else Axis(group, size, rank)
+
+
+def _lanes(groups: Groups | None) -> Lanes:
+    if groups is None:
+        return Lanes()
+    names = ("send_forward", "recv_forward", "send_backward", "recv_backward")
+    ends = {name: getattr(groups, name) for name in names}
+    return Lanes(**{name: None if end is None else Lane(end.group, end.peer) for name, end in ends.items()})

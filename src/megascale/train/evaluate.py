@@ -1,0 +1,55 @@
+"""Held-out loss, and bits per byte where the data set says how many bytes its tokens stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megascale.config import Config
+from megascale.data.baselines import Compressed, bits_per_byte
+from megascale.data.manifest import part_of
+from megascale.data.samples import IGNORE, HeldOut
+from megascale.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of one token file.
+
+    Attributes:
+        loss: mean over targets, nats a token.
+        tokens: targets that were read.
+        bits_per_byte: of the whole file's text; None for a part of it or an unknown size.
+        compressed: what zlib and xz make of the same text, if known.
+    """
+
+    loss: float
+    tokens: int
+    bits_per_byte: float | None
+    compressed: Compressed | None
+
+
+def evaluate_file(engine: Engine, config: Config, prefix: str, samples: int | None = None) -> Evaluation:
+    """Run the model over a token file, every token a target once; `samples` bounds the windows read (evenly spread).
+
+    Collective: every rank of the engine's world calls it; data-parallel ranks share the windows.
+    """
+    length, size = config.model.sequence_length, config.train.micro_batch
+    held_out = HeldOut(prefix, length, config.model.vocab_size)
+    count = held_out.windows if samples is None else min(samples, held_out.windows)
+    chosen = [i * held_out.windows // count for i in range(count)]
+    engine.whole()
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for start in range(engine.data_rank * size, count + engine.data_rank * size, size * engine.layout.grid.data):
+        mine = chosen[start : start + size]
+        inputs, targets = held_out.rows(mine + [0] * (size - len(mine)))
+        targets[len(mine) :] = IGNORE  # shapes never change, so a last batch is filled up with what counts nothing
+        columns = [torch.from_numpy(x).t().contiguous().to(engine.device) for x in (inputs, targets)]
+        total += engine.losses(columns[0], columns[1])
+    tokens = sum(min(length, held_out.tokens - window * length) for window in chosen)
+    loss = float(total) / tokens
+    part = part_of(prefix) if count == held_out.windows else None
+    if part is None:
+        return Evaluation(loss, tokens, None, None)
+    return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes), part.compressed)

@@ -1,0 +1,149 @@
+"""Starts the processes of a run on this host, one a rank, and ends them together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from megascale.config import Config
+from megascale.errors import EXIT_INTERRUPTED, FitError
+
+# After one process has failed the others get this long to say what they saw before they are ended.
+GRACE_SECONDS = 10.0
+
+
+def processes_wanted(config: Config, gpus: int) -> int:
+    """Processes that `megascale train` starts here.
+
+    On GPUs one a device unless parallel.data says fewer; on CPU tensor x pipeline x data (data: 1 by default).
+    Raises FitError for more ranks than GPUs.
+    """
+    parallel = config.parallel
+    model = parallel.tensor * parallel.pipeline
+    use_gpus = gpus > 0 and config.train.device != "cpu"
+    if parallel.data is None:
+        return max(1, gpus // model) * model if use_gpus else model
+    wanted = model * parallel.data
+    if use_gpus and wanted > gpus:
+        raise FitError(
+            f"parallel.tensor x pipeline x data = {parallel.tensor} x {parallel.pipeline} x {parallel.data} = {wanted} "
+            f"ranks but this host has {gpus} GPUs; lower one of them or start on more hosts with torchrun"
+        )
+    return wanted
+
+
+def started_by_launcher() -> bool:
+    """Whether somebody (torchrun, an agent, this module) has already made this process one of several ranks."""
+    return "RANK" in os.environ
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan trains on
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch(words: list[str], world: int, logs: Path) -> int:
+    """Run `megascale WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
+
+    SIGINT and SIGTERM are passed on once. When a rank fails the others are ended too. Returns the exit code of the
+    first failure, 130 after an interruption, else 0.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "megascale.cli.main", *words]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
+    common["LOCAL_WORLD_SIZE"] = str(world)
+    ranks: list[subprocess.Popen[bytes]] = []
+    interrupted = False
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(world):
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            out = None
+            if rank > 0:
+                out = open(logs / f"rank-{rank}.log", "ab")  # noqa: SIM115 - inherited by the child
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=out,
+                    stderr=subprocess.STDOUT if out else None,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,
+                )
+            )
+            if out is not None:
+                out.close()
+        return _watch(ranks, logs, lambda: interrupted)
+    finally:
+        _end(ranks)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interrupted) -> int:
+    first: tuple[int, int] | None = None
+    deadline = float("inf")
+    while any([p.poll() is None for p in ranks]) and time.monotonic() < deadline:  # a list: every one is asked
+        if first is None:
+            first = _first_failed(ranks)
+            if first is not None:
+                deadline = time.monotonic() + GRACE_SECONDS
+        time.sleep(0.05)
+    first = first or _first_failed(ranks)
+    if first is None:
+        return 0
+    rank, code = first
+    if interrupted() and all(p.returncode in (0, EXIT_INTERRUPTED) for p in ranks):
+        return EXIT_INTERRUPTED
+    # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
+    if code < 0 or (rank > 0 and ranks[0].returncode != code):
+        tail = (logs / f"rank-{rank}.log").read_text(errors="replace").splitlines()[-15:] if rank > 0 else []
+        said = [f"; the end of {logs / f'rank-{rank}.log'}:", *(f"\n  {line}" for line in tail)] if tail else []
+        print(f"rank {rank} was the first to end, with {_named(code)}", *said, sep="", file=sys.stderr)
+    return code if code > 0 else 1
+
+
+def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+    """(rank, code) of one that failed; one that a signal ended goes first, as the others fail for want of it."""
+    failed = [(r, p.returncode) for r, p in enumerate(ranks) if p.returncode]
+    return min(failed, key=lambda item: (item[1] > 0, item[0]), default=None)
+
+
+def _named(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"signal {signal.Signals(-code).name}{hint}"
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + 3.0
+    for process in ranks:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,320 @@
+"""The training loop of one rank: resume, steps, metrics, evaluation, checkpoints, and a clean end whatever happens."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from megascale import checkpoint
+from megascale.config import Config
+from megascale.core.events import Event
+from megascale.core.flops import CONVENTION, device_peak, mfu
+from megascale.core.layout import lay_out
+from megascale.core.status import StatusFile
+from megascale.data.samples import SampleSource
+from megascale.errors import MegascaleError, TrainingError
+from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
+from megascale.optim.schedule import learning_rate
+from megascale.rendezvous.groups import lost_peer, shutdown
+from megascale.rendezvous.start import initialise
+from megascale.train.engine import Engine, StepResult
+from megascale.train.evaluate import Evaluation, evaluate_file
+from megascale.train.processes import Place, memory_gib
+from megascale.train.run_folder import RunFolder, append
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a start of a run ended.
+
+    Attributes:
+        step: optimizer steps done in all.
+        finished: whether train.steps is reached.
+        loss: of the last step, None if this start did none.
+        evaluation: of the held-out file at the end, None without one.
+    """
+
+    step: int
+    finished: bool
+    loss: float | None
+    evaluation: Evaluation | None
+
+
+class Interrupts:
+    """Turns the first SIGINT or SIGTERM into a wish to stop after the step; the second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._old[number] = signal.signal(number, self._ask)
+            except ValueError:  # not the main thread: the caller handles signals
+                return self
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+
+class Trainer:
+    """A run on this rank. `config` must be resolved (see train/api.py)."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.config, self.place = config, place
+        self.folder = RunFolder(config.run_folder)
+        self.leader = place.rank == 0
+        self.layout = lay_out(config, place.world)
+        self.grid = self.layout.grid
+        self.source = SampleSource(config)
+        self.groups = None
+        if place.world > 1:
+            self.groups = initialise(
+                config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device
+            )
+        self.engine = Engine(self.layout, self.groups, place.device)
+        self.step = 0
+        self.consumed = 0
+        self.tokens_per_sample = config.model.sequence_length
+        name = torch.cuda.get_device_name() if place.device.type == "cuda" else ""
+        self.peak = config.observe.peak_tflops or device_peak(name)
+        self.sinks: list[Sink] = []
+        self._unread: tuple[dict[str, Any], StepResult] | None = None
+        self._stopping = False  # agreed by all ranks
+        self._started = self._read_at = 0.0
+        self._loss: float | None = None
+
+    # the run ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Train to train.steps (or an interruption); always leaves a checkpoint of the last whole step."""
+        train = self.config.train
+        self.folder.create()
+        self.status = StatusFile(self.folder.status, self.place.rank)
+        if self.leader:
+            self.folder.config.write_text(self.config.to_toml())
+        self._resume()
+        self._open_sinks()
+        try:
+            with Interrupts() as interrupts:
+                last_saved = self.step
+                stop = min(train.steps, self.step + (train.stop_after or train.steps))
+                while self.step < stop and not self._stopping:
+                    self._train_step(interrupts.wanted)
+                    if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
+                        self._evaluate(train.eval_samples)
+                    every = self.config.checkpoint.interval
+                    if every and self.step % every == 0 and self.step < stop:
+                        self._save()
+                        last_saved = self.step
+                self._flush()
+                if self.step > last_saved:
+                    self._save()
+                if self._stopping:
+                    self._event(Event.INTERRUPTED, step=self.step)
+                    self._say(f"interrupted; step {self.step} is saved, the same command goes on from there")
+                    raise KeyboardInterrupt
+            finished = self.step >= train.steps
+            evaluation = self._evaluate(None) if finished else None
+            self._event(Event.RUN_FINISHED, step=self.step, finished=finished)
+            self.status.update("done", self.step)
+            return Result(self.step, finished, self._loss, evaluation)
+        except MegascaleError as error:
+            self._failed(error)
+            raise
+        except RuntimeError as error:
+            why = lost_peer(error)
+            if why is None:
+                raise
+            lost = TrainingError(
+                f"rank {self.place.rank} lost contact with another rank in step {self.step + 1} ({why}): a rank ended, "
+                f"hung for rendezvous.group_timeout={self.config.rendezvous.group_timeout:g} seconds, or its network "
+                f"broke. The log of the rank that stopped first tells why ({self.folder.logs}); {self._kept()}. "
+                "Start the same command again to go on"
+            )
+            self._failed(lost)
+            raise lost from error
+        finally:
+            for sink in self.sinks:
+                sink.close()
+            self.status.close()
+            if self.groups is not None:
+                failure = sys.exc_info()[0]
+                shutdown(self.groups, failed=failure is not None and failure is not KeyboardInterrupt)
+
+    def _failed(self, error: MegascaleError) -> None:
+        self.status.update("failed", self.step, message=str(error))
+        self._event(Event.RUN_FAILED, step=self.step, message=str(error))
+
+    def _kept(self) -> str:
+        last = checkpoint.latest(self.folder.checkpoints)
+        return f"the checkpoint of step {last} is kept" if last is not None else "no checkpoint had been saved yet"
+
+    # one step ---------------------------------------------------------------------------------------------------
+
+    def _train_step(self, wants_stop: bool) -> None:
+        train = self.config.train
+        step, first, started = self.step + 1, self.consumed, time.perf_counter()
+        self.status.update("train", step)
+        rate = learning_rate(self.config.lr, step, train.steps)
+        self.engine.start_gather()
+        result = self.engine.step(self._batches(first), step, rate, wants_stop)
+        # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
+        self._flush()
+        self.step, self.consumed = step, first + train.global_batch
+        record = {
+            "step": step,
+            "time": time.time(),
+            "learning_rate": rate,
+            "tokens": self.consumed * self.tokens_per_sample,
+            "epoch": round(self.source.epochs(self.consumed), 4),
+        }
+        self._unread = (record, result)
+        if self.leader:
+            ids = self.source.ids(first, train.global_batch)
+            digest = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
+            append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": digest})
+        self._started = started
+        if self.place.device.type == "cpu":
+            self._flush()  # nothing runs ahead on a CPU
+
+    def _batches(self, first: int) -> Any:
+        """Micro-batch i of this rank's data-parallel share of the samples from `first` on."""
+        train = self.config.train
+        share = train.global_batch // self.grid.data
+        start = first + self.grid.coordinate(self.place.rank).data * share
+
+        def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = torch.from_numpy(self.source.batch(start + i * train.micro_batch, train.micro_batch))
+            columns = rows.t().contiguous().to(self.place.device, non_blocking=True)
+            return columns[:-1], columns[1:]
+
+        return batch
+
+    def _flush(self) -> None:
+        """Read the last step's numbers, record them, and stop the run if they are no numbers."""
+        if self._unread is None:
+            return
+        (record, result), self._unread = self._unread, None
+        loss, norm = float(result.loss), float(result.grad_norm)
+        self._stopping = self._stopping or bool(result.stop > 0)
+        now = time.perf_counter()
+        seconds = now - max(self._started, self._read_at)
+        self._read_at = now
+        rate = self.config.train.global_batch * self.tokens_per_sample / seconds
+        record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
+        record["memory_gib"] = memory_gib(self.place.device)
+        if self.peak:
+            record["mfu"] = mfu(self.config.model, rate, self.place.world, self.peak)
+        for sink in self.sinks:
+            sink.write(record)
+        if loss != loss or loss in (float("inf"), float("-inf")):
+            self._event(Event.NONFINITE_LOSS, step=record["step"], loss=str(loss))
+            raise TrainingError(
+                f"the loss of step {record['step']} is {loss} and training stopped; {self._kept()}. "
+                f"Lower --lr.peak (now {self.config.lr.peak:g}), lengthen --lr.warmup_steps (now "
+                f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
+            )
+        self._loss = loss
+
+    # checkpoints and evaluation ---------------------------------------------------------------------------------
+
+    def _shards(self) -> list[checkpoint.Shard]:
+        return [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
+
+    def _save(self) -> None:
+        self._flush()
+        self.status.update("save", self.step)
+        started = time.perf_counter()
+        state = {"step": self.step, "samples": self.consumed, "config": self.config.model_dump(exclude_none=True)}
+        try:
+            path = checkpoint.save(
+                self.folder.checkpoints, self.step, self._shards(), state, keep=self.config.checkpoint.keep
+            )
+        except TrainingError as error:
+            self._event(Event.CHECKPOINT_FAILED, step=self.step, message=str(error))
+            raise
+        self._event(Event.CHECKPOINT_SAVED, step=self.step, path=path.name, seconds=time.perf_counter() - started)
+        self._read_at = time.perf_counter()
+
+    def _resume(self) -> None:
+        attempt = 0
+        done = checkpoint.latest(self.folder.checkpoints) if self.config.checkpoint.resume else None
+        if done is not None:
+            self.status.update("load", 0)
+            # Before the first step the optimizer's moments are zero: an imported model comes without them.
+            shards = self._shards() if done else [s for s in self._shards() if s.name.startswith("model.")]
+            state = checkpoint.load(self.folder.checkpoints, shards)
+            self.engine.loaded()
+            self.step, self.consumed = state["step"], state["samples"]
+            attempt = 1
+        if not self.leader:
+            return
+        if attempt:
+            self._event(Event.RESUMED, step=self.step, samples=self.consumed)
+        elif self.config.checkpoint.resume is False and self.folder.metrics.exists():
+            self.folder.event(Event.RUN_STARTED, note="checkpoint.resume=false: starting over")
+        else:
+            self._event(Event.RUN_STARTED, flops_convention=CONVENTION)
+        self.folder.rewind(self.step)
+
+    def _evaluate(self, samples: int | None) -> Evaluation | None:
+        if self.config.data.valid is None:
+            return None
+        self._flush()
+        self.status.update("evaluate", self.step)
+        found = evaluate_file(self.engine, self.config, self.config.data.valid, samples)
+        record = {
+            "step": self.step,
+            "time": time.time(),
+            "tokens": self.consumed * self.tokens_per_sample,
+            "valid_loss": found.loss,
+            "valid_tokens": found.tokens,
+        }
+        if found.bits_per_byte is not None:
+            record["valid_bits_per_byte"] = found.bits_per_byte
+        for sink in self.sinks:
+            sink.write(record)
+        self._event(Event.EVALUATED, step=self.step, loss=found.loss, bits_per_byte=found.bits_per_byte)
+        self._read_at = time.perf_counter()
+        return found
+
+    # telling ----------------------------------------------------------------------------------------------------
+
+    def _open_sinks(self) -> None:
+        if not self.leader:
+            return
+        train, observe = self.config.train, self.config.observe
+        self.terminal = Terminal(train.steps, train.log_interval, observe.progress)
+        self.sinks = [JsonLines(self.folder.metrics), self.terminal]
+        if observe.tensorboard:
+            self.sinks.append(TensorBoard(self.folder.path / "tensorboard", self.step))
+        if observe.wandb is not None:
+            self.sinks.append(Wandb(observe.wandb, self.folder.path, self.config.model_dump(exclude_none=True)))
+        if self.step:
+            self._say(f"resuming {self.folder.path} after step {self.step}")
+
+    def _say(self, text: str) -> None:
+        if self.leader:
+            self.terminal.say(text)
+
+    def _event(self, event: Event, **details: Any) -> None:
+        if self.leader:
+            self.folder.event(event, **details)

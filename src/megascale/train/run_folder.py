@@ -1,0 +1,81 @@
+"""The run folder: one place that tells the whole story of a run, dead or alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from megascale.config import Config, load
+from megascale.core.events import Event
+from megascale.errors import DataError
+
+
+class RunFolder:
+    """Paths of `runs/NAME/` and the files that grow line by line. Only rank 0 writes lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.samples = path / "samples" / "ledger.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.status = path / "status"
+        self.logs = path / "logs"
+        self.plots = path / "plots"
+
+    def create(self) -> None:
+        """Make the folder and its rooms."""
+        for folder in (self.path, self.samples.parent, self.checkpoints, self.status, self.logs, self.plots):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def event(self, name: Event, **details: Any) -> None:
+        """Append a line to events.jsonl, on disk before returning."""
+        append(self.events, {"time": time.time(), "event": name.value, **details}, sync=True)
+
+    def rewind(self, step: int) -> None:
+        """Drop metric and ledger lines of steps after `step`: a resumed run writes them again."""
+        for file in (self.metrics, self.samples):
+            if not file.exists():
+                continue
+            kept = [line for line in read_lines(file) if line.get("step", 0) <= step]
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(temporary, file)
+
+
+def run_config(run: Path) -> Config:
+    """The resolved configuration that a run folder keeps; DataError if it is no run folder."""
+    file = run / "config.toml"
+    if not file.exists():
+        raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
+    return load(file)
+
+
+def append(file: Path, record: dict[str, Any], sync: bool = False) -> None:
+    """Append one JSON line."""
+    with open(file, "a") as out:
+        out.write(json.dumps(record) + "\n")
+        if sync:
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file; a last line cut by a crash is dropped, any other damage is a DataError."""
+    lines = file.read_text().splitlines()
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number == len(lines):
+                break
+            raise DataError(
+                f"{file} line {number} is not JSON; the file was edited or the disk is damaged. "
+                f"Move it away to go on without its history"
+            ) from None
+    return records

@@ -1,0 +1,212 @@
+"""Commits: damage is found, half-written saves never count, old ones go, the disk may be full."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from megascale.checkpoint import Shard, inspect, latest, load, save, steps
+from megascale.checkpoint.folder import COMMIT
+from megascale.errors import DataError, TrainingError
+
+from .conftest import assert_same, blank, cut, logical_state, run_group, whole
+
+
+def _load(folder: Path, **kwargs: object) -> tuple[dict[str, torch.Tensor], dict]:
+    got = blank(logical_state())
+    return got, load(folder, whole(got), **kwargs)
+
+
+def test_keeps_newest_and_goes_by_commit_order(folder: Path) -> None:
+    assert latest(folder) is None
+    for step in (10, 20, 30):
+        save(folder, step, whole(logical_state(step)), {"step": step}, keep=2)
+    assert steps(folder) == [20, 30]
+    # A run that went back to 20 and saves 25 goes on from 25, whatever lies at 30.
+    save(folder, 25, whole(logical_state(25)), {"step": 25}, keep=2)
+    assert latest(folder) == 25
+    assert _load(folder)[1] == {"step": 25}
+    got, _ = _load(folder, step=30)
+    assert_same(got, logical_state(30))
+    assert {p.name for p in folder.iterdir()} == {"step-25", "step-30"}
+
+
+def test_saved_again_replaces(folder: Path) -> None:
+    save(folder, 5, whole(logical_state(1)), {}, keep=1)
+    files = {p.name for p in (folder / "step-5").iterdir()}
+    save(folder, 5, whole(logical_state(2)), {}, keep=1)
+    got, _ = _load(folder)
+    assert_same(got, logical_state(2))
+    assert len(files) == len(list((folder / "step-5").iterdir()))
+
+
+def test_plain_torch_reads_it(folder: Path, tmp_path: Path) -> None:
+    tensors = logical_state()
+    shards = [s for rank in range(3) for s in cut(tensors, "flat", rank, 3) if s.shape or rank == 0]
+    place = save(folder, 1, shards, {}, keep=1)
+    got = blank(tensors)
+    dcp.load(got, checkpoint_id=str(place), no_dist=True)
+    assert_same(got, tensors)
+    dcp_to_torch_save(place, tmp_path / "whole.pt")
+    assert_same(torch.load(tmp_path / "whole.pt"), tensors)
+
+
+def _damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "gone":
+        path.unlink()
+    else:
+        # Flip a bit inside the first chunk's elements: beyond the archive's headers, at an aligned offset.
+        data[data.index(b"FB") + 64] ^= 4
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["cut", "gone", "flip"])
+def test_damaged_shard_falls_back(folder: Path, how: str) -> None:
+    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
+    place = save(folder, 2, whole(logical_state(2)), {"step": 2}, keep=2)
+    _damage(next(place.glob("*.distcp")), how)
+    with pytest.warns(UserWarning, match=r"step-2.*damaged.*Went back to the checkpoint of step 1"):
+        got, state = _load(folder)
+    assert state == {"step": 1}
+    assert_same(got, logical_state(1))
+    with pytest.raises(DataError, match=r"step-2.*damaged.*No other"):
+        _load(folder, step=2)
+
+
+@pytest.mark.parametrize("name", ["index", COMMIT])
+def test_damaged_index_or_commit_falls_back(folder: Path, name: str) -> None:
+    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
+    place = save(folder, 2, whole(logical_state(2)), {"step": 2}, keep=2)
+    path = next(place.glob(f"*{name}*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match=r"step-2.*(Went back|passed over: COMMIT)"):
+        got, state = _load(folder)
+    assert state == {"step": 1}
+    assert_same(got, logical_state(1))
+
+
+def _damaged_group(rank: int, size: int, folder: Path) -> dict:
+    import warnings
+
+    got = blank(logical_state())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = load(folder, cut(got, "rows", rank, size))
+    for a, b in zip(cut(got, "rows", rank, size), cut(logical_state(1), "rows", rank, size), strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+    return state
+
+
+def test_damage_seen_by_one_process_turns_all_back(folder: Path) -> None:
+    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
+    tensors = logical_state(2)
+    place = save(folder, 2, [s for r in range(2) for s in cut(tensors, "rows", r, 2) if s.shape or r], {}, keep=2)
+    _damage(next(place.glob("*.distcp")), "flip")
+    assert run_group(2, _damaged_group, folder) == [{"step": 1}] * 2
+
+
+def test_nothing_and_half_written_are_named(folder: Path) -> None:
+    with pytest.raises(DataError, match="there is no checkpoint"):
+        _load(folder)
+    place = save(folder, 4, whole(logical_state()), {}, keep=1)
+    (place / COMMIT).unlink()
+    assert steps(folder) == []
+    assert not inspect(folder).committed
+    with pytest.raises(DataError, match=r"step-4.*half-written"):
+        _load(folder)
+    with pytest.raises(DataError, match=r"step-4.*half-written"):
+        _load(folder, step=4)
+    with pytest.raises(DataError, match=r"no checkpoint .*step-9.*committed steps: none"):
+        _load(folder, step=9)
+    save(folder, 5, whole(logical_state()), {}, keep=3)
+    assert [p.name for p in folder.iterdir()] == ["step-5"], "the dead attempt is swept once a good one stands"
+
+
+def test_other_model_is_refused(folder: Path) -> None:
+    saved = {"config": {"model": {"hidden": 12, "layers": 1, "vocab_size": 37, "ffn_hidden": None}}}
+    save(folder, 1, whole(logical_state()), saved, keep=1)
+    other = Shard("model.embedding.weight", (40, 12), (0, 0), torch.zeros(40, 12))
+    with pytest.raises(DataError, match=r"embedding.weight is \[37, 12\] there and \[40, 12\].*model.vocab_size"):
+        load(folder, [other])
+    deeper = [Shard(f"model.layers.{i}.attention.query.bias", (12,), (0,), torch.zeros(12)) for i in range(2)]
+    with pytest.raises(DataError, match=r"no model.layers.1.*model.layers is likely 1 there and 2 here"):
+        load(folder, deeper)
+    with pytest.raises(DataError, match=r"optimizer.name likely differs"):
+        load(
+            folder,
+            whole(
+                {k: t for k, t in logical_state().items() if "cube" not in k}
+                | {"optimizer.m": torch.ones(1), "model.layers.0.cube": torch.zeros(5, 4, 6)}
+            ),
+        )
+
+
+def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = small_disk / "checkpoints"
+    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
+    big = whole({"w": torch.zeros(1 << 20)})
+    with pytest.raises(TrainingError, match=r"checkpoints' is full: .* needs 4,198,400 bytes and [\d,]+ are free"):
+        save(folder, 2, big, {}, keep=2)
+    assert [p.name for p in folder.iterdir()] == ["step-1"]
+    # The disk may also fill while writing, when the look beforehand was too hopeful.
+    monkeypatch.setattr("megascale.checkpoint.local.LocalStorage.free", lambda _: 1 << 40)
+    with pytest.raises(TrainingError, match="is full"):
+        save(folder, 2, big, {}, keep=2)
+    assert [p.name for p in folder.iterdir()] == ["step-1"]
+    got, state = _load(folder)
+    assert state == {"step": 1}
+    assert_same(got, logical_state(1))
+
+
+SAVER = """
+import sys, torch
+from pathlib import Path
+from megascale.checkpoint import Shard, load, latest, save
+folder = Path(sys.argv[1])
+torch.set_num_threads(1)
+step = latest(folder) or 0
+while True:
+    step += 1
+    w = torch.full((64, 4096), float(step))
+    b = torch.arange(1000) + step
+    save(folder, step, [Shard("w", (64, 4096), (0, 0), w), Shard("b", (1000,), (0,), b)], {"step": step}, keep=2)
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_random_points_of_saving(folder: Path) -> None:
+    """SIGKILL five times: what was reported as saved is there, whole, and nothing else is in the way."""
+    random.seed(11)
+    reported = 0
+    for _ in range(5):
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        child = subprocess.Popen([sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
+        reported = int(child.stdout.readline())
+        time.sleep(random.uniform(0, 0.06))  # not a wait for something: the random point of death
+        child.send_signal(signal.SIGKILL)
+        rest = child.communicate()[0].split()
+        reported = int(rest[-1]) if rest else reported
+        newest = latest(folder)
+        assert newest is not None
+        assert newest >= reported
+        w, b = torch.zeros(64, 4096), torch.zeros(1000, dtype=torch.int64)
+        state = load(folder, [Shard("w", (64, 4096), (0, 0), w), Shard("b", (1000,), (0,), b)])
+        assert state == {"step": newest}
+        assert (w == newest).all()
+        assert torch.equal(b, torch.arange(1000) + newest)
+    assert len(list(folder.iterdir())) <= 4

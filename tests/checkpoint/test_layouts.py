@@ -1,0 +1,159 @@
+"""Any cut of the tensors loads any other, in one process and over several."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.checkpoint import LoadReport, Shard, load, save
+from megascale.checkpoint.layout import slices, split
+from megascale.checkpoint.plan import make_offer, make_plan
+from megascale.core.tensors import Box
+from megascale.errors import TrainingError
+
+from .conftest import assert_same, blank, cut, logical_state, run_group, whole
+
+CUTS = ["rows", "columns", "flat", "replicas"]
+
+
+def _save_group(rank: int, size: int, folder: Path, how: str) -> str:
+    return str(save(folder, 3, cut(logical_state(), how, rank, size), {"consumed": 12}, keep=2))
+
+
+def _load_group(rank: int, size: int, folder: Path, how: str) -> dict:
+    expected, got = logical_state(), blank(logical_state())
+    state = load(folder, cut(got, how, rank, size))
+    mine, theirs = cut(got, how, rank, size), cut(expected, how, rank, size)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a.tensor, b.tensor), a
+    return state
+
+
+@pytest.mark.parametrize(("save_as", "load_as"), [("rows", "columns"), ("flat", "rows"), ("replicas", "flat")])
+def test_saved_by_four_loads_on_three(folder: Path, save_as: str, load_as: str) -> None:
+    assert len(set(run_group(4, _save_group, folder, save_as))) == 1
+    assert run_group(3, _load_group, folder, load_as) == [{"consumed": 12}] * 3
+    got = blank(logical_state())
+    load(folder, whole(got))
+    assert_same(got, logical_state())
+
+
+def test_one_process_every_pair_of_cuts(tmp_path: Path) -> None:
+    tensors = logical_state()
+    for i, (save_as, load_as) in enumerate(itertools.product(CUTS[:3], CUTS)):
+        shards = [s for rank in range(5) for s in cut(tensors, save_as, rank, 5) if s.shape or rank == 0]
+        save(tmp_path / str(i), 1, shards, {}, keep=1)
+        got = blank(tensors)
+        load(tmp_path / str(i), [s for rank in range(3) for s in cut(got, load_as, rank, 3)])
+        assert_same(got, tensors)
+
+
+def test_replicas_are_written_once_and_evenly(folder: Path) -> None:
+    run_group(4, _save_group, folder, "replicas")
+    total = sum(t.numel() * t.element_size() for t in logical_state().values())
+    files = [p.stat().st_size for p in (folder / "step-3").glob("*.distcp")]
+    # Archive headers are some 700 bytes a chunk; were replicas written four times over, this would not hold.
+    assert sum(files) < total + 6 * 800 + 4 * 4096
+    assert len(files) >= 3
+
+
+def _count_reads(rank: int, size: int, folder: Path, how: str) -> int:
+    report = LoadReport()
+    load(folder, cut(blank(_large()), how, rank, size), report=report)
+    return report.read
+
+
+def _large() -> dict[str, torch.Tensor]:
+    return {f"layers.{i}.weight": torch.arange(250_000, dtype=torch.float32).reshape(500, 500) + i for i in range(8)}
+
+
+@pytest.mark.parametrize("how", ["replicas", "columns"])
+def test_storage_is_read_once_and_evenly(folder: Path, how: str) -> None:
+    shards = [s for rank in range(5) for s in cut(_large(), "flat", rank, 5)]
+    save(folder, 1, shards, {}, keep=1)
+    for size in (1, 4):
+        reads = run_group(size, _count_reads, folder, how)
+        total = sum(t.numel() * t.element_size() for t in _large().values())
+        assert total <= sum(reads) < 1.02 * total
+        assert max(reads) < 1.3 * total / size
+
+
+def test_subset_and_other_dtype(folder: Path) -> None:
+    tensors = logical_state()
+    save(folder, 1, whole(tensors), {}, keep=1)
+    name = "model.embedding.weight"
+    got = torch.zeros(37, 12, dtype=torch.float64)
+    load(folder, [Shard(name, (37, 12), (0, 0), got)])
+    assert torch.equal(got, tensors[name].double())
+
+
+def test_hole_is_refused(folder: Path) -> None:
+    t = torch.zeros(4, 4)
+    with pytest.raises(TrainingError, match=r"w: the boxes handed in hold 8 of 16"):
+        save(folder, 1, [Shard("w", (4, 4), (0, 0), t[:2])], {}, keep=1)
+    with pytest.raises(TrainingError, match="overlap"):
+        save(folder, 1, [Shard("w", (4, 4), (0, 0), t[:2]), Shard("w", (4, 4), (1, 0), t[:2])], {}, keep=1)
+    with pytest.raises(TrainingError, match="complex64"):
+        save(folder, 1, whole({"w": torch.zeros(2, dtype=torch.complex64)}), {}, keep=1)
+
+
+boxes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=4).map(
+    lambda dims: Box(tuple(d[0] for d in dims), tuple(d[1] for d in dims))
+)
+
+
+@settings(deadline=None)
+@given(boxes, st.sampled_from([1, 2, 4, 8]), st.integers(8, 400))
+def test_split_covers_the_box_once(box: Box, item: int, limit: int) -> None:
+    painted = np.zeros([o + n for o, n in zip(box.offsets, box.sizes, strict=True)], int)
+    for part in split(box, item, limit):
+        assert part.count * item <= limit
+        painted[slices(Box((0,) * painted.ndim, painted.shape), part)] += 1
+    assert painted.sum() == box.count
+    assert (painted[slices(Box((0,) * painted.ndim, painted.shape), box)] == 1).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 6), st.lists(st.integers(1, 100), min_size=1, max_size=20))
+def test_replicas_are_shared_out_evenly(ranks: int, rows: list[int]) -> None:
+    offer = make_offer((f"t{i:02}", (n,), "float32", Box((0,), (n,))) for i, n in enumerate(rows))
+    plan = make_plan([offer] * ranks)
+    assert sorted(i for part in plan.parts for i in part.chunks.tolist()) == list(range(len(rows)))
+    loads = [sum(rows[i] for i in part.chunks) for part in plan.parts]
+    assert max(loads) - min(loads) <= max(rows)
+
+
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+
+
+@settings(deadline=None, max_examples=200)
+@given(shapes, st.data())
+def test_cover_check_is_exact(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Random boxes are accepted exactly when painting them fills the tensor once."""
+    painted = np.zeros(shape, int)
+    parts = set()
+    for _ in range(data.draw(st.integers(0, 4))):
+        low = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+        size = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, low, strict=True))
+        parts.add(Box(low, size))
+    # Fill the holes with single elements most of the time, so that exact covers are met.
+    for box in parts:
+        painted[slices(Box((0,) * len(shape), shape), box)] += 1
+    if data.draw(st.booleans()):
+        for where in np.argwhere(painted == 0).tolist():
+            parts.add(Box(tuple(where), (1,) * len(shape)))
+            painted[tuple(where)] += 1
+    offer = make_offer([("t", shape, "float32", box) for box in parts])
+    if not parts:
+        return
+    if (painted == 1).all():
+        make_plan([offer])
+    else:
+        with pytest.raises(ValueError, match="t: "):
+            make_plan([offer])

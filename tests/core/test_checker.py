@@ -1,0 +1,170 @@
+"""The checker: proves what runs, finds what hangs, and its one-run argument holds against all interleavings."""
+
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megascale.core import schedule as schedules
+from megascale.core.checker import (
+    Machine,
+    ScheduleError,
+    check,
+    check_order,
+    explore,
+    own_channel,
+    rank_pair,
+)
+from megascale.core.schedule import (
+    ActionKind,
+    Schedule,
+    in_flight_bound,
+    interleaved_1f1b,
+    one_f_one_b,
+    pipeline_schedule,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 40), st.booleans(), st.integers(0, 2**32))
+def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, seed):
+    schedule = pipeline_schedule(p, v, m, reduce_each)
+    report = check(schedule, seed=seed)
+    assert report.messages == (2 * (p * v - 1) * m if p > 1 else 0)
+    assert report.in_flight == tuple(in_flight_bound(p, v, m, s) for s in range(p))
+    assert report == check(schedule)
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "m"),
+    [(2, 1, 1), (2, 1, 4), (2, 2, 1), (2, 2, 2), (2, 2, 3), (2, 3, 3), (3, 1, 4), (3, 2, 1), (3, 2, 2), (4, 1, 2)],
+)
+def test_no_interleaving_of_a_small_schedule_hangs(p, v, m):
+    states, outcomes = explore(pipeline_schedule(p, v, m))
+    assert outcomes == {True}
+    assert states > m * p * v
+
+
+def verdict(run) -> str:
+    try:
+        return "finishes" if run() else "hangs"
+    except ScheduleError:
+        return "mismatch"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([(2, 1, 2), (2, 1, 3), (2, 2, 2), (2, 2, 3), (3, 1, 2), (3, 2, 1)]),
+    st.integers(1, 3),
+    st.sampled_from([own_channel, rank_pair]),
+    st.integers(0, 6),
+    st.randoms(use_true_random=False),
+)
+def test_one_run_decides_as_all_interleavings_do(sizes, slots, communicator, swaps, rng):
+    """Schedules damaged at random: the verdict of a single run is the verdict of every run."""
+    lists = [list(actions) for actions in pipeline_schedule(*sizes)]
+    for _ in range(swaps):
+        actions = rng.choice(lists)
+        i = rng.randrange(len(actions) - 1)
+        actions[i], actions[i + 1] = actions[i + 1], actions[i]
+    damaged = Schedule.of(pipeline_schedule(*sizes), lists)
+
+    def one_run(seed: int | None) -> bool:
+        machine = Machine(damaged, slots, communicator)
+        state = machine.start()
+        machine.run(*state, random.Random(seed) if seed is not None else None)
+        return machine.finished(*state)
+
+    def all_runs() -> bool:
+        _, outcomes = explore(damaged, slots, communicator)
+        assert len(outcomes) == 1
+        return outcomes.pop()
+
+    everywhere = verdict(all_runs)
+    assert verdict(lambda: one_run(None)) == everywhere
+    assert verdict(lambda: one_run(swaps)) == everywhere
+
+
+def test_damage_makes_all_three_verdicts():
+    """The test above is worth something only if its samples hang and mismatch at times."""
+    schedule = one_f_one_b(2, 1)
+    lists = [list(actions) for actions in schedule]
+    i = next(n for n, a in enumerate(lists[1]) if a.kind == ActionKind.RECV_FORWARD)
+    lists[1].append(lists[1].pop(i))
+    assert explore(Schedule.of(schedule, lists))[1] == {False}
+    swapped = [list(actions) for actions in one_f_one_b(2, 2)]
+    sends = [n for n, a in enumerate(swapped[0]) if a.kind == ActionKind.SEND_FORWARD]
+    swapped[0][sends[0]], swapped[0][sends[1]] = swapped[0][sends[1]], swapped[0][sends[0]]
+    with pytest.raises(ScheduleError, match="meets"):
+        explore(Schedule.of(one_f_one_b(2, 2), swapped))
+
+
+def test_one_communicator_for_both_ways_deadlocks():
+    """Why each direction has a communicator: opposite sends at the heads of one FIFO never pass each other."""
+    with pytest.raises(ScheduleError, match="deadlocks: stage 0 at backward"):
+        check(one_f_one_b(2, 4), communicator=rank_pair)
+    assert explore(one_f_one_b(2, 3), communicator=rank_pair)[1] == {False}
+
+
+def test_a_short_last_round_deadlocks(monkeypatch):
+    """Why a remainder is spread over the rounds."""
+    monkeypatch.setattr(schedules, "round_sizes", lambda p, m: [p] * (m // p) + [m % p] * (m % p > 0))
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check(interleaved_1f1b(4, 3, 5))
+
+
+def test_larger_rounds_need_the_send_buffers_they_state():
+    schedule = interleaved_1f1b(8, 2, 23)
+    assert schedule.send_slots == 5
+    check(schedule)
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check(schedule, send_slots=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([(1, 2, 3), (2, 1, 3), (2, 2, 3), (3, 1, 4), (3, 2, 5)]), st.data())
+def test_a_missing_or_doubled_action_is_found(sizes, data):
+    schedule = pipeline_schedule(*sizes)
+    lists = [list(actions) for actions in schedule]
+    stage = data.draw(st.integers(0, sizes[0] - 1))
+    n = data.draw(st.integers(0, len(lists[stage]) - 1))
+    action = lists[stage][n]
+    if data.draw(st.booleans()):
+        del lists[stage][n]
+    else:
+        lists[stage].insert(n, action)
+    with pytest.raises(ScheduleError, match=f"stage {stage} "):
+        check_order(Schedule.of(schedule, lists))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from([(1, 2, 3), (2, 1, 3), (2, 2, 3), (3, 2, 4)]), st.data())
+def test_an_action_before_what_it_needs_is_found(sizes, data):
+    schedule = pipeline_schedule(*sizes)
+    lists = [list(actions) for actions in schedule]
+    stage = data.draw(st.integers(0, sizes[0] - 1))
+    actions = lists[stage]
+    n = data.draw(st.integers(0, len(actions) - 1))
+    kind = actions[n].kind
+    # Anything but a first receive or gather needs something that stood before it.
+    assume(not kind.is_receive and kind != ActionKind.GATHER_PARAMS)
+    actions.insert(0, actions.pop(n))
+    unchanged = all(tuple(a) == b for a, b in zip(lists, schedule, strict=True))
+    assume(not unchanged)
+    with pytest.raises(ScheduleError, match=f"stage {stage} "):
+        check_order(Schedule.of(schedule, lists))
+
+
+def test_an_action_outside_the_sizes_is_found():
+    schedule = one_f_one_b(2, 2)
+    lists = [list(actions) for actions in schedule]
+    lists[1][0] = lists[1][0]._replace(microbatch=2)
+    with pytest.raises(ScheduleError, match="outside"):
+        check_order(Schedule.of(schedule, lists))
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(64, 1, 512), (64, 2, 512), (8, 6, 32), (35, 3, 280), (64, 2, 500)])
+def test_large_schedules(p, v, m):
+    report = check(pipeline_schedule(p, v, m), seed=7)
+    assert report.messages == 2 * (p * v - 1) * m

@@ -1,0 +1,79 @@
+"""FLOPs and parameters against closed formulas and published counts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.config import from_tree
+from megascale.core import flops
+
+
+def model(**keys):
+    return from_tree({"model": keys}).model
+
+
+@given(st.integers(1, 20), st.integers(1, 32), st.integers(1, 8), st.integers(2, 4096), st.integers(1, 600))
+def test_megatron_s_formula(layers, heads, head_eighths, sequence, vocab_units):
+    """Narayanan et al. 2021, without recompute: 72 B s L h^2 (1 + s/6h + V/12Lh)."""
+    h, vocab = heads * head_eighths * 8, 128 * vocab_units
+    m = model(layers=layers, hidden=h, heads=heads, sequence_length=sequence, vocab_size=vocab)
+    formula = 72 * layers * h**2 * (1 + sequence / (6 * h) + vocab / (12 * layers * h))
+    assert flops.flops_per_token(m).training == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "places"),
+    [
+        ("gpt2-124m", 0.124439808, 9),  # OpenAI's release
+        ("gpt-1.3b", 1.316, 3),
+        ("gpt-13b", 12.9, 1),
+        ("gpt-175b", 174.7, 0),  # 12 L h^2 + V h; the MegaScale paper's table 1
+        ("gpt-530b", 529.8, 0),
+        ("llama-8b", 8.030261248, 9),  # Meta's release
+    ],
+)
+def test_parameters_of_known_models(name, billions, places):
+    assert round(flops.parameters(model(preset=name)) / 1e9, places) == round(billions, places)
+
+
+def test_flops_of_the_paper_s_rows():
+    """Back-solved from the paper's throughput and MFU: 1.076e12 a token for full attention at 175B."""
+    assert flops.flops_per_token(model(preset="gpt-175b")).training == pytest.approx(1.076e12, rel=0.002)
+
+
+@given(st.integers(2, 512), st.data())
+def test_window_share_is_the_area_kept(sequence, data):
+    window = data.draw(st.integers(1, sequence))
+    kept = sum(min(window, query + 1) for query in range(sequence))
+    whole = sequence * (sequence + 1) / 2
+    assert flops.window_share(sequence, window) == pytest.approx(kept / whole)
+    assert flops.window_share(sequence, sequence) == flops.window_share(sequence, None) == 1.0
+
+
+def test_window_pattern_counts_layer_by_layer():
+    shape = {"layers": 4, "hidden": 64, "heads": 4, "sequence_length": 256, "vocab_size": 128}
+    full, windowed = model(**shape), model(**shape, window=32, window_pattern="SSL")
+    part = flops.window_share(256, 32)
+    assert part < 0.25
+    one = flops.flops_per_token(full).attention / 4
+    assert flops.flops_per_token(windowed).attention == pytest.approx(one * (3 * part + 1))
+    assert flops.flops_per_token(windowed).mlp == flops.flops_per_token(full).mlp
+
+
+def test_gated_and_grouped_models():
+    m = model(preset="llama-8b")
+    layer = flops.layer_flops(m, 0)
+    assert layer.projections == 2 * 4096 * (4096 + 2 * 1024) + 2 * 4096 * 4096
+    assert layer.mlp == 2 * 3 * 4096 * 14336
+    # 6 N per token without embeddings' look-up, plus attention.
+    n = flops.parameters(m, embeddings=False) + m.vocab * m.hidden
+    assert flops.flops_per_token(m).training == pytest.approx(6 * n + 12 * 32 * 4096 * 8192, rel=1e-3)
+
+
+def test_mfu_and_peaks():
+    assert flops.device_peak("NVIDIA H200") == 989.4
+    assert flops.device_peak("NVIDIA A100-SXM4-80GB") == 312.0
+    assert flops.device_peak("abacus") is None
+    # The paper's row: 12,288 A100s, 6.34 s a step of 6,144 x 2,048 tokens; Megatron's credit gives 55.7%.
+    rate = 6144 * 2048 / 6.34
+    assert flops.mfu(model(preset="gpt-175b"), rate, 12288, 312.0) == pytest.approx(0.557, abs=0.002)

@@ -1,0 +1,82 @@
+"""The grid: rank and coordinate are each other's inverse, groups partition the world, neighbours share a host."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.core.grid import AXES, Coordinate, Grid
+from megascale.errors import FitError
+
+GRIDS = st.builds(Grid, st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))
+SOME_AXES = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
+
+
+@settings(deadline=None)
+@given(GRIDS)
+def test_rank_and_coordinate_are_inverse(grid):
+    seen = {grid.coordinate(rank) for rank in range(grid.world)}
+    assert len(seen) == grid.world
+    assert [grid.rank(grid.coordinate(rank)) for rank in range(grid.world)] == list(range(grid.world))
+
+
+@settings(deadline=None)
+@given(GRIDS, SOME_AXES)
+def test_groups_partition_the_world(grid, axes):
+    groups = grid.groups(axes)
+    size = 1
+    for axis in axes:
+        size *= grid.size(axis)
+    assert all(len(group) == size and group == sorted(group) for group in groups)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world))
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    for group in groups:
+        for rank in group:
+            assert grid.group(axes, rank) == group
+            at, first = grid.coordinate(rank), grid.coordinate(group[0])
+            assert all(getattr(at, axis) == getattr(first, axis) for axis in AXES if axis not in axes)
+
+
+@settings(deadline=None)
+@given(GRIDS)
+def test_axes_from_fastest_to_slowest(grid):
+    ranks = range(grid.world)
+    assert [grid.coordinate(r).tensor for r in ranks] == [r % grid.tensor for r in ranks]
+    assert [grid.coordinate(r).pipeline for r in ranks] == [r // (grid.tensor * grid.data) for r in ranks]
+    for group in grid.groups("tensor"):
+        assert group == list(range(group[0], group[0] + grid.tensor))
+
+
+@settings(deadline=None)
+@given(GRIDS)
+def test_tensor_groups_stay_on_one_host_when_they_divide_it(grid):
+    assert grid.hosts == grid.host(grid.world - 1) + 1
+    if grid.ranks_per_host % grid.tensor == 0:
+        assert all(len({grid.host(rank) for rank in group}) == 1 for group in grid.groups("tensor"))
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_data_is_what_is_left(tensor, pipeline, data):
+    assert Grid.of_world(tensor * pipeline * data, tensor, pipeline) == Grid(tensor, data, pipeline)
+    assert Grid.of_world(tensor * pipeline * data, tensor, pipeline, data).data == data
+
+
+def test_errors_name_what_would_fit():
+    with pytest.raises(FitError, match="such as 12288 ranks"):
+        Grid.of_world(12290, 8, 8)
+    with pytest.raises(FitError, match="use 24 ranks"):
+        Grid.of_world(16, 2, 4, data=3)
+    with pytest.raises(FitError, match="tensor=0"):
+        Grid(tensor=0)
+    with pytest.raises(IndexError, match="rank 8"):
+        Grid(2, 2, 2).coordinate(8)
+    with pytest.raises(IndexError, match="data=2"):
+        Grid(2, 2, 2).rank(Coordinate(0, 2, 0))
+    with pytest.raises(KeyError, match="no axis"):
+        Grid().size("expert")
+
+
+def test_the_paper_s_layout():
+    grid = Grid.of_world(12288, 8, 8)
+    assert (grid.data, grid.hosts) == (192, 1536)
+    assert grid.group("pipeline", 0) == [1536 * s for s in range(8)]
+    assert len(grid.groups(("tensor", "data"))) == 8

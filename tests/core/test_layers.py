@@ -1,0 +1,79 @@
+"""Layer splits: balanced, complete, every chunk with a layer; the user's own split obeyed or refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.config import from_tree
+from megascale.core.layers import chunk_layers, split_layers
+from megascale.errors import FitError
+
+
+@st.composite
+def splits(draw):
+    stages, virtual = draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    layers = draw(st.integers(stages * virtual, 5 * stages * virtual))
+    costs = draw(st.tuples(st.floats(0, 4), st.floats(0, 4)))
+    return layers, stages, virtual, *costs
+
+
+@given(splits())
+def test_split_is_complete_and_best(case):
+    layers, stages, virtual, embedding, logits = case
+    split = split_layers(layers, stages * virtual, embedding, logits, stages)
+    assert sum(split) == layers
+    assert min(split) >= 1
+    load = [sum(split[s::stages]) + embedding * (s == 0) + logits * (s == stages - 1) for s in range(stages)]
+    # No single layer can move from the heaviest stage to another and lower the largest load.
+    heaviest = max(range(stages), key=load.__getitem__)
+    if sum(split[heaviest::stages]) > virtual:
+        assert min(load) + 1 >= load[heaviest] - 1e-9
+    for s in range(stages):
+        own = [
+            n + embedding * (g == 0) + logits * (g == stages * virtual - 1)
+            for g, n in enumerate(split)
+            if g % stages == s
+        ]
+        spread = [n for n, count in zip(own, split[s::stages], strict=True) if count > 1]
+        assert not spread or max(spread) <= min(own) + 1 + 1e-9
+
+
+def test_logits_take_layers_off_the_last_stage():
+    assert split_layers(32, 4, 0.0, 2.1, 4) == [8, 9, 9, 6] or split_layers(32, 4, 0.0, 2.1, 4)[-1] in (6, 7)
+    assert split_layers(8, 4, 1.5, 0.0, 4)[0] < 2 + 1e-9
+    assert split_layers(8, 4) == [2, 2, 2, 2]
+    assert split_layers(9, 4) == [2, 2, 2, 3]
+
+
+def test_explicit_split():
+    assert split_layers(6, 4, explicit=[0, 3, 3, 0]) == [0, 3, 3, 0]
+    with pytest.raises(FitError, match="3 entries for 4"):
+        split_layers(6, 4, explicit=[2, 2, 2])
+    with pytest.raises(FitError, match="adds up to 7"):
+        split_layers(6, 4, explicit=[2, 2, 2, 1])
+    with pytest.raises(FitError, match="at least 0"):
+        split_layers(6, 4, explicit=[7, -1, 0, 0])
+    with pytest.raises(FitError, match="chunk 2 with nothing to compute"):
+        split_layers(6, 4, explicit=[0, 3, 0, 3])
+
+
+def test_too_few_layers():
+    with pytest.raises(FitError, match="at most 6 chunks"):
+        split_layers(6, 8, stages=4)
+
+
+def test_chunk_layers_follow_the_configuration():
+    config = from_tree(
+        {
+            "model": {"preset": "gpt-13b"},
+            "parallel": {"pipeline": 4, "virtual_stages": 2, "layer_split": [5, 5, 5, 5, 5, 5, 6, 4]},
+        }
+    )
+    chunks = chunk_layers(config.model, config.parallel)
+    assert [i for chunk in chunks for i in chunk] == list(range(40))
+    assert [len(chunk) for chunk in chunks] == [5, 5, 5, 5, 5, 5, 6, 4]
+
+
+def test_one_layer_a_chunk():
+    config = from_tree({"model": {"preset": "gpt-530b"}, "parallel": {"pipeline": 35, "virtual_stages": 3}})
+    assert [len(c) for c in chunk_layers(config.model, config.parallel)] == [1] * 105

@@ -1,0 +1,263 @@
+"""Memory and traffic against closed forms, and the list of saved tensors against what the model really keeps."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.config import Config, from_tree
+from megascale.core import flops, memory
+from megascale.core.layers import chunk_layers
+from megascale.core.layout import lay_out
+from megascale.core.memory import chunk_parameters, layer_parameters, saved_by_layer, stage_memory, stage_parameters
+from megascale.core.traffic import stage_traffic
+
+
+def configure(model: dict, parallel: dict | None = None, train: dict | None = None) -> Config:
+    return from_tree({"model": model, "parallel": parallel or {}, "train": train or {}})
+
+
+def memory_of(config: Config, world: int, stage: int) -> memory.Memory:
+    layout, train = lay_out(config, world), config.train
+    return stage_memory(
+        config.model, config.parallel, layout.grid, layout.schedule(), stage, train.micro_batch, train.precision
+    )
+
+
+@st.composite
+def models(draw):
+    heads = 4 * draw(st.integers(1, 3))
+    return {
+        "layers": draw(st.integers(4, 9)),
+        "hidden": heads * 8,
+        "heads": heads,
+        "kv_heads": draw(st.sampled_from([4, heads])),
+        "ffn_hidden": 4 * draw(st.integers(1, 40)),
+        "vocab_size": 128 * draw(st.integers(1, 5)),
+        "sequence_length": 4 * draw(st.integers(1, 20)),
+        "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        "activation": draw(st.sampled_from(["gelu", "swiglu"])),
+        "block": draw(st.sampled_from(["serial", "parallel"])),
+        "parallel_norms": draw(st.sampled_from([1, 2])),
+        "positions": draw(st.sampled_from(["learned", "rotary", "none"])),
+        "attention_bias": draw(st.booleans()),
+        "mlp_bias": draw(st.booleans()),
+        "head_bias": draw(st.booleans()),
+        "tied_embeddings": draw(st.booleans()),
+    }
+
+
+@settings(deadline=None)
+@given(models(), st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_parameters_over_stages_and_ranks_add_up(model, pipeline, tensor):
+    config = configure(model, {"pipeline": pipeline, "tensor": tensor})
+    whole = flops.parameters(config.model)
+    alone = sum(
+        stage_parameters(config.model, config.parallel.model_copy(update={"tensor": 1}), s) for s in range(pipeline)
+    )
+    copies = config.model.padded_vocab * config.model.hidden if model["tied_embeddings"] and pipeline > 1 else 0
+    assert alone == whole + copies
+    # Norms, row-parallel biases and positions are whole on every tensor-parallel rank; all else is cut.
+    m = config.model
+    replicated = m.layers * (layer_parameters(m, tensor) * tensor - layer_parameters(m)) // max(tensor - 1, 1)
+    replicated += m.hidden * (2 if m.norm == "layernorm" else 1)
+    replicated += m.sequence_length * m.hidden if m.positions == "learned" else 0
+    ranks = sum(stage_parameters(m, config.parallel, s) for s in range(pipeline))
+    assert ranks * tensor == alone + (tensor - 1) * replicated
+
+
+def test_parameters_match_the_model():
+    torch = pytest.importorskip("torch")
+    from megascale.model.transformer import Chunk
+
+    for options in ({}, {"block": "parallel"}, {"kv_heads": 2, "activation": "swiglu", "tied_embeddings": False}):
+        config = configure({"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 128, **options}, {"pipeline": 3})
+        layers = chunk_layers(config.model, config.parallel)
+        for g, own in enumerate(layers):
+            chunk = Chunk(config.model, own, first=g == 0, last=g == 2, dtype=torch.float32)
+            assert sum(p.numel() for p in chunk.parameters()) == chunk_parameters(config.model, own, g, 3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block": "parallel"},
+        {"block": "parallel", "parallel_norms": 2},
+        {"kv_heads": 2},
+        {"ffn_hidden": 192, "attention_bias": False, "mlp_bias": False},
+        {"block": "parallel", "dropout": 0.1},
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
+    """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
+    torch = pytest.importorskip("torch")
+    from megascale.model.transformer import Block, Step
+    from megascale.parallel.collectives import ALONE
+
+    if "dropout" in options:
+        pytest.importorskip("megascale.ops.dropout")
+    model = configure(
+        {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128, **options}
+    ).model
+    block = Block(model, 0, ALONE, torch.float32, recompute == "selective").to_empty(device="cpu")
+    for p in block.parameters():
+        torch.nn.init.normal_(p)
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    held: dict[int, tuple[int, object]] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        x = torch.randn(128, 1, 64, requires_grad=True)
+        block(x, None, Step(dropout_key=1 if "dropout" in options else None))
+    kept = sum(size for size, _ in held.values())
+    counted = sum(t.bytes for t in saved_by_layer(model, 1, 1, "float32", recompute))
+    # Scalars and shape bookkeeping may come on top.
+    assert counted == pytest.approx(kept, rel=0.002)
+
+
+def test_closed_forms_of_activations():
+    """In 16 bit with f = 4h and full heads: 32 s b h / t serial, 28 parallel, 20 and 18 selective, 2 full."""
+    for block, recompute, units in (
+        ("serial", "none", 32),
+        ("parallel", "none", 28),
+        ("serial", "selective", 20),
+        ("parallel", "selective", 18),
+        ("serial", "full", 2),
+        ("parallel", "full", 2),
+    ):
+        model = configure({"preset": "gpt-175b", "block": block}).model
+        saved = saved_by_layer(model, 8, 1, "bfloat16", recompute)
+        size = sum(t.bytes for t in saved if "statistics" not in t.name and "logsumexp" not in t.name)
+        assert size == units * 2048 * 12288 / 8
+        statistics = sum(t.bytes for t in saved) - size
+        assert statistics < 0.01 * max(size, 32 * 2048 * 12288 / 8)
+
+
+def test_activations_in_flight_of_interleaving():
+    """Korthikanti et al. 2022: p (1 + (p-1)/(p v)) micro-batches of L/p layers on the first stage."""
+    config = configure(
+        {"preset": "gpt-175b"},
+        {"tensor": 8, "pipeline": 8, "virtual_stages": 6},
+        {"micro_batch": 1, "global_batch": 6144, "precision": "bfloat16"},
+    )
+    layer = sum(t.bytes for t in saved_by_layer(config.model, 8, 1, "bfloat16"))
+    held = memory_of(config, 12288, 0).activations
+    # And the output of each chunk in flight.
+    outputs = 55 * 2048 * 12288 * 2 / 8
+    assert held == pytest.approx(8 * (1 + 7 / (8 * 6)) * 12 * layer + outputs, rel=1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
+def test_bytes_a_parameter(zero, precision):
+    model = {"preset": "gpt-1.3b"}
+    config = configure(model, {"zero": zero}, {"micro_batch": 1, "global_batch": 8, "precision": precision})
+    count = stage_parameters(config.model, config.parallel, 0)
+    m = memory_of(config, 8, 0)
+    weight, state = {"bfloat16": (2, 12), "float32": (4, 8), "float64": (8, 16)}[precision]
+    master = max(4, weight)
+    assert m.weights == weight * count
+    assert m.optimizer == pytest.approx(state * count / (8 if zero else 1), rel=1e-6)
+    # One chunk a stage: ZeRO-2's two buffers are each as large as all.
+    assert m.gradients == (master * count if zero < 2 else pytest.approx((2 + 1 / 8) * master * count, rel=1e-6))
+
+
+@settings(deadline=None, max_examples=50)
+@given(models(), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(1, 2))
+def test_kinds_move_the_right_way(model, pipeline, tensor, virtual):
+    virtual = virtual if pipeline > 1 and model["layers"] >= pipeline * virtual else 1
+    parallel = {"pipeline": pipeline, "tensor": tensor, "virtual_stages": virtual}
+    train = {"micro_batch": 1, "global_batch": 8, "precision": "bfloat16"}
+    world = 4 * pipeline * tensor
+
+    def of(**changes) -> memory.Memory:
+        return memory_of(configure(model, {**parallel, **changes}, train), world, 0)
+
+    base = of()
+    assert base.total == sum(base.kinds().values())
+    assert of(recompute="selective").activations <= base.activations
+    assert of(recompute="full").activations < of(recompute="selective").activations
+    assert of(zero=0).optimizer > base.optimizer
+    assert (base.pipeline_buffers > 0) == (pipeline > 1)
+    assert (base.tensor_buffers > 0) == (tensor > 1)
+    assert (base.logits > 0) == (pipeline == 1)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision):
+    """The engine's own buffers for a stage of three chunks on four data-parallel ranks; no communication is needed."""
+    torch = pytest.importorskip("torch")
+    from megascale.config import OptimizerConfig
+    from megascale.model.transformer import Chunk
+    from megascale.optim.optimizer import ShardedOptimizer
+    from megascale.parallel.buffers import Axes, FlatChunk, GradientPool
+    from megascale.parallel.collectives import Axis
+
+    config = configure(
+        {"layers": 12, "hidden": 256, "heads": 4, "vocab_size": 1024},
+        {"pipeline": 2, "virtual_stages": 3, "zero": zero},
+        {"micro_batch": 1, "global_batch": 8, "precision": precision},
+    )
+    layout, pool, dtype = lay_out(config, 8), GradientPool(), getattr(torch, precision)
+    axes = Axes(data=Axis(None, 4, 1), reduce=Axis(None, 4, 1))
+    flats = [
+        FlatChunk(Chunk(config.model, layers, first=c == 0, last=False, dtype=dtype), torch.device("cpu"), axes, zero,
+                  pool=pool)
+        for c, layers in enumerate(layout.chunks_of(0))
+    ]  # fmt: skip
+    optimizer = ShardedOptimizer(OptimizerConfig(), flats)
+    counted = memory_of(config, 8, 0)
+
+    def size(tensors) -> int:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    weights = [f.params for f in flats]
+    gradients = [f.sums for f in flats] + pool._buffers if zero == 2 else [f.grads for f in flats]
+    states = [t for s in optimizer.states for t in (s.exp_avg, s.exp_avg_sq)]
+    states += [s.master for s in optimizer.states] if precision == "bfloat16" else []
+    # Buckets are padded to whole units of every rank.
+    assert size(weights) == pytest.approx(counted.weights, rel=0.01)
+    assert size(gradients) == pytest.approx(counted.gradients, rel=0.01)
+    assert size(states) == pytest.approx(counted.optimizer, rel=0.01)
+
+
+def test_logits_chunk_is_the_one_the_loss_uses():
+    pytest.importorskip("torch")
+    from megascale.ops import cross_entropy
+
+    assert memory.LOGITS_BYTES == cross_entropy.LOGITS_BYTES
+
+
+@pytest.mark.parametrize(("block", "norms", "a_layer"), [("serial", 1, 10), ("parallel", 1, 5), ("parallel", 2, 8)])
+def test_tensor_traffic_counts_collectives(block, norms, a_layer):
+    """Serial: 2 + 2 forward, the same backward, 2 gathers again. Parallel with one norm: half of all."""
+    model = {"preset": "gpt-175b", "block": block, "parallel_norms": norms}
+    parallel = {"tensor": 8, "pipeline": 8, "virtual_stages": 6}
+    config = configure(model, parallel, {"micro_batch": 1, "global_batch": 6144, "precision": "bfloat16"})
+    layout = lay_out(config, 12288)
+
+    def of(stage: int, **changes):
+        changed = config.parallel.model_copy(update=changes)
+        return stage_traffic(config.model, changed, layout.grid, layout.schedule(), stage, 1, "bfloat16")
+
+    wire = 2048 * 12288 * 2 * 7 / 8
+    assert of(3).tensor == pytest.approx(32 * 12 * a_layer * wire)
+    # 6.3 MB a message, all parameters and fp32 gradients once a step.
+    assert of(3).pipeline == pytest.approx(32 * 2 * 6 * 2048 * 12288 * 2 / 8)
+    assert of(0).pipeline == pytest.approx(32 * 11 * 2048 * 12288 * 2 / 8)
+    count = stage_parameters(config.model, config.parallel, 3)
+    assert of(3).data_gather == pytest.approx(191 / 192 * 2 * count)
+    assert of(3).data_reduce == pytest.approx(191 / 192 * 4 * count)
+    assert of(3, zero=0).data_reduce == pytest.approx(2 * 191 / 192 * 4 * count)
+    assert of(3, zero=0).data_gather == 0
+    assert of(3, zero=2).data_reduce == pytest.approx(32 * 191 / 192 * 4 * count)
+    assert of(3).embedding == 0
+    assert of(7).embedding == of(0).embedding == pytest.approx(4 * 64000 / 8 * 12288)

@@ -1,0 +1,196 @@
+"""`megascale plan`: what it says, what it refuses and how, its time and memory, no torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megascale.config import from_tree, load
+from megascale.core.layout import lay_out, near_divisors
+from megascale.core.plan import GIB, Plan, make_plan
+from megascale.errors import FitError
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "gpt-175b.toml")
+
+# Runs the command line in a process of its own and reports what the process cost. (getrusage's peak would count the
+# parent's memory from before exec.)
+MEASURE = r"""
+import contextlib, io, json, re, sys, time
+begin = time.perf_counter()
+from megascale.cli.main import main
+sys.argv = ["megascale", *sys.argv[1:]]
+out = io.StringIO()
+code = 0
+try:
+    with contextlib.redirect_stdout(out):
+        main()
+except SystemExit as stop:
+    code = stop.code
+print(json.dumps({
+    "code": code, "seconds": time.perf_counter() - begin, "out": out.getvalue(),
+    "mib": int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1]) / 1024,
+    "torch": any(m == "torch" or m.startswith("torch.") for m in sys.modules),
+}))
+"""
+
+
+def measured(*words: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, timeout=120, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def example(*overrides: str) -> Plan:
+    config = load(EXAMPLE, overrides)
+    return make_plan(config, 12288, 80.0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize(
+    ("gpus", "overrides"),
+    [
+        ("12288", []),
+        ("100000", ["--parallel.pipeline=4", "--parallel.virtual_stages=24", "--train.global_batch=100000"]),
+    ],
+)
+def test_plan_at_scale_in_seconds_without_torch(gpus, overrides):
+    """Targets: 3 s and 500 MiB on a quiet core; the limit on time here allows a busy one."""
+    result = measured("plan", EXAMPLE, "--gpus", gpus, *overrides)
+    assert result["code"] in (0, None)
+    assert not result["torch"]
+    assert result["seconds"] < 10
+    assert result["mib"] < 500
+    assert "fits" in result["out"]
+
+
+def test_plan_as_json():
+    result = measured("plan", EXAMPLE, "--gpus", "12288", "--json")
+    plan = json.loads(result["out"])
+    assert plan["layout"] == {
+        "tensor": 8,
+        "pipeline": 8,
+        "virtual_stages": 6,
+        "data": 192,
+        "microbatches": 32,
+        "layers_by_chunk": [2] * 48,
+        "zero": 1,
+        "recompute": "none",
+    }
+    assert plan["schedule"]["bubble_ideal"] == pytest.approx(7 / (6 * 32))
+    assert plan["schedule"]["in_flight_by_stage"] == [55 - 2 * s for s in range(8)]
+    assert [m["total"] for m in plan["memory_by_stage"]] == [
+        sum(v for k, v in m.items() if k != "total") for m in plan["memory_by_stage"]
+    ]
+    assert plan["needed_gib"] == pytest.approx(max(m["total"] for m in plan["memory_by_stage"]) / GIB + 4)
+    assert plan["fits"] is True
+    assert plan["tokens_per_step"] == 6144 * 2048
+
+
+def test_tables_and_picture(megascale):
+    done = megascale(
+        "plan", "--gpus", 8, "--model.preset=gpt-13b", "--parallel.tensor=2", "--parallel.pipeline=2",
+        "--train.precision=bfloat16", "--train.micro_batch=1", "--train.global_batch", 8, "--plot", "plan.png",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in ("first stage", "last stage", "total", "fits", "ZeRO-1", "data: reduce", "GFLOP a token"):
+        assert words in done.stdout
+    # 1F1B of 2 stages and 4 micro-batches at 2 columns a forward.
+    rows = [line for line in done.stdout.splitlines() if line.startswith("stage ")]
+    assert rows[0].rstrip() == "stage 0  0 1    0<<< 21<<< 32<<<  3<<<"
+    assert rows[1].rstrip() == "stage 1    00<<< 11<<< 22<<< 33<<<"
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf"])
+def test_plot_is_drawn(tmp_path, suffix):
+    from megascale.core.picture import save_png
+
+    file = tmp_path / f"plan.{suffix}"
+    save_png(example(), file)
+    head = file.read_bytes()[:8]
+    assert head.startswith(b"\x89PNG" if suffix == "png" else b"%PDF")
+    assert file.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "needles"),
+    [
+        (["--parallel.tensor=7"], 3, ["model.heads=128", "--parallel.tensor=4 or 8", "model.sequence_length=2048"]),
+        (["--parallel.pipeline=9"], 3, ["12288 ranks", "tensor=8 x parallel.pipeline=9"]),
+        (["--parallel.virtual_stages=13"], 3, ["model.layers=96", "104 model chunks", "at most 96"]),
+        (["--train.global_batch=6145"], 3, ["train.global_batch=6145", "--train.global_batch=6144"]),
+        (["--parallel.data=100"], 3, ["parallel.data=100", "leave 192"]),
+        (["--model.vocab_size=50257", "--model.vocab_multiple=1"], 3, ["padded vocabulary 50257", "vocab_multiple=8"]),
+        (["--parallel.layer_split=90,6"], 3, ["layer_split=[90, 6]", "48 model chunks"]),
+        (["--device-gib", "20"], 3, ["29.7 GiB", "20 GiB"]),
+        (["--parallel.tensr=8"], 2, ["parallel.tensr", "parallel.tensor"]),
+        (["--device", "abacus"], 2, ["'abacus'", "--device-gib"]),
+        (["--gpus", "0"], 2, ["--gpus"]),
+    ],
+)
+def test_what_does_not_work_is_named(megascale, words, code, needles):
+    gpus = [] if "--gpus" in words else ["--gpus", 12288]
+    done = megascale("plan", EXAMPLE, *gpus, *words)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    for needle in needles:
+        assert needle in " ".join(done.stderr.split())
+
+
+def test_all_faults_are_named_at_once():
+    config = from_tree(
+        {
+            "model": {"layers": 2, "hidden": 96, "heads": 6, "vocab_size": 100, "vocab_multiple": 2},
+            "parallel": {"tensor": 4, "pipeline": 1, "virtual_stages": 3},
+        }
+    )
+    with pytest.raises(FitError) as failure:
+        lay_out(config, 6)
+    message = str(failure.value)
+    for needle in ("model.heads=6", "virtual_stages=3 needs", "6 ranks cannot", "model.layers=2"):
+        assert needle in message
+    assert len(message.splitlines()) == 4
+
+
+def test_near_divisors():
+    assert near_divisors(12, 5) == [4, 6]
+    assert near_divisors(7, 9) == [7]
+    assert near_divisors(8, 8) == [8]
+
+
+def test_remedies_do_make_it_fit():
+    config = load(
+        EXAMPLE,
+        ["parallel.tensor=8", "parallel.virtual_stages=1", "train.micro_batch=4", "parallel.zero=0"],
+    )
+    plan = make_plan(config, 12288, 80.0)
+    assert not plan.fits
+    remedies = plan.remedies()
+    assert "--parallel.zero=1" in remedies
+    for remedy in remedies:
+        again = load(
+            EXAMPLE,
+            ["parallel.virtual_stages=1", "train.micro_batch=4", "parallel.zero=0", remedy],
+        )
+        assert make_plan(again, 12288, 80.0).fits
+
+
+def test_notes():
+    assert example().notes() == []
+    assert "above a quarter" in " ".join(example("model.window=1024").notes())
+    assert "whole sequence" in " ".join(example("model.window=4096").notes())
+    assert "uneven" in " ".join(example("model.layers=95").notes())
+    assert "cannot fill 8 stages" in " ".join(example("train.global_batch=768").notes())
+    assert "reduces gradients 32 times" in " ".join(example("parallel.zero=2").notes())
+    assert "and saves 6." in " ".join(example("parallel.zero=2").notes())
+    assert "not less" in " ".join(example("parallel.zero=2", "parallel.virtual_stages=1").notes())
+    assert "beyond a host of 4" in " ".join(example("parallel.gpus_per_host=4").notes())
+
+
+def test_bubble_and_idle_of_uneven_stages():
+    even = make_plan(load(EXAMPLE, ["model.vocab_size=2"]), 12288, 80.0)
+    assert even.bubble == pytest.approx(7 / (6 * 32), rel=2e-3)
+    uneven = make_plan(load(EXAMPLE, ["parallel.layer_split=" + ",".join(["3", *["2"] * 46, "1"])]), 12288, 80.0)
+    assert uneven.idle > even.idle

@@ -1,0 +1,240 @@
+"""Replay against a plain reference, the closed-form bubble, and properties that any timing must have."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.core.replay import LANES, Graph, replay, what_if
+from megascale.core.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    ideal_bubble,
+    interleaved_1f1b,
+    one_f_one_b,
+    pipeline_schedule,
+)
+
+SMALL = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Action], float]:
+    """End of every action by the rules in replay's docstring, relaxed until nothing changes."""
+    lists = list(schedule)
+    cost, n = {}, 0
+    for s, actions in enumerate(lists):
+        for action in actions:
+            cost[s, action] = durations[n]
+            n += 1
+    end = dict.fromkeys(cost, 0.0)
+    changed = True
+    while changed:
+        changed = False
+        for s, actions in enumerate(lists):
+            last_compute, lane, gathered, sent = 0.0, {}, set(), {}
+            for action in actions:
+                kind, chunk, i = action
+                awaits = [last_compute, lane.get(kind, 0.0) if not kind.is_compute else 0.0]
+                if kind.is_compute:
+                    forward = kind == ActionKind.FORWARD
+                    receive = Action(ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD, chunk, i)
+                    send = Action(ActionKind.SEND_FORWARD if forward else ActionKind.SEND_BACKWARD, chunk, i)
+                    awaits.append(end.get((s, receive), 0.0))
+                    if forward and chunk not in gathered:
+                        gathered.add(chunk)
+                        awaits.append(end[s, Action(ActionKind.GATHER_PARAMS, chunk, -1)])
+                    if (s, send) in end:
+                        before = sent.setdefault(send.kind, [])
+                        if len(before) >= schedule.send_slots:
+                            awaits.append(end[s, before[-schedule.send_slots]])
+                        before.append(send)
+                if kind.is_receive:
+                    there, other = schedule.peer(s, action)
+                    done = end[there, other]
+                elif kind.is_send:
+                    there, other = schedule.peer(s, action)
+                    their_list = lists[there]
+                    at = their_list.index(other)
+                    computes = [a for a in their_list[:at] if a.kind.is_compute]
+                    awaits.append(end[there, computes[-1]] if computes else 0.0)
+                    done = max(awaits) + cost[s, action]
+                else:
+                    done = max(awaits) + cost[s, action]
+                if kind.is_compute:
+                    last_compute = done
+                else:
+                    lane[kind] = done
+                if abs(done - end[s, action]) > 1e-12:
+                    end[s, action], changed = done, True
+    return end
+
+
+def random_durations(graph: Graph, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).exponential(1.0, graph.actions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, SEEDS, st.booleans())
+def test_replay_equals_the_reference(sizes, seed, reduce_each):
+    schedule = pipeline_schedule(*sizes, reduce_each=reduce_each)
+    graph = Graph.of(schedule)
+    durations = random_durations(graph, seed)
+    timeline = replay(graph, durations)
+    expected = reference(schedule, durations)
+    flat = [expected[s, a] for s, actions in enumerate(schedule) for a in actions]
+    np.testing.assert_allclose(timeline.end, flat, rtol=1e-12)
+    assert (timeline.start <= timeline.moving + 1e-12).all()
+    assert (timeline.moving <= timeline.end).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 16), st.integers(1, 6), st.integers(1, 70))
+def test_bubble_is_p_minus_1_over_v_m_for_equal_stages(p, v, m):
+    """Exact when p divides m, as the papers say; spread rounds keep it exact for every m >= p."""
+    graph = Graph.of(pipeline_schedule(p, v, m))
+    bubble = float(replay(graph, graph.durations(1.0, 2.0)).bubble)
+    if m >= p or v == 1:
+        assert bubble == pytest.approx(ideal_bubble(p, v, m), abs=1e-9)
+    else:
+        assert bubble >= ideal_bubble(p, v, m) - 1e-9
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(64, 1, 512), (64, 4, 512), (8, 6, 32), (35, 3, 280)])
+def test_large_schedules_reach_the_ideal_bubble(p, v, m):
+    graph = Graph.of(pipeline_schedule(p, v, m))
+    assert float(replay(graph, graph.durations(1.0, 2.0)).bubble) == pytest.approx(ideal_bubble(p, v, m))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, SEEDS)
+def test_busy_and_waits_add_up_to_the_step(sizes, seed):
+    graph = Graph.of(pipeline_schedule(*sizes))
+    timeline = replay(graph, random_durations(graph, seed))
+    waits = timeline.waits()
+    np.testing.assert_allclose(timeline.busy + sum(waits.values()), timeline.makespan)
+    assert all((w >= -1e-9).all() for w in waits.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, SEEDS)
+def test_less_work_is_never_slower(sizes, seed):
+    graph = Graph.of(pipeline_schedule(*sizes))
+    durations = random_durations(graph, seed)
+    faster = durations * np.random.default_rng(seed + 1).uniform(0, 1, graph.actions)
+    base, sooner = replay(graph, durations), replay(graph, faster)
+    assert (sooner.end <= base.end + 1e-9).all()
+    assert all(gain >= -1e-9 for gain in what_if(graph, durations).values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(SMALL, SEEDS)
+def test_replicas_replay_as_if_alone(sizes, seed):
+    graph = Graph.of(pipeline_schedule(*sizes))
+    durations = np.random.default_rng(seed).exponential(1.0, (graph.actions, 3))
+    together = replay(graph, durations)
+    for r in range(3):
+        alone = replay(graph, durations[:, r])
+        np.testing.assert_array_equal(together.end[:, r], alone.end)
+        np.testing.assert_array_equal(together.waits()["bubble"][:, r], alone.waits()["bubble"])
+    assert together.makespan.shape == (3,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SMALL, SEEDS)
+def test_lanes_run_one_thing_at_a_time(sizes, seed):
+    schedule = pipeline_schedule(*sizes)
+    graph = Graph.of(schedule)
+    timeline = replay(graph, random_durations(graph, seed))
+    for s in range(schedule.stages):
+        for kinds in ((0, 1), (2,), (4,), (6,), (7,)):
+            mine = np.flatnonzero((graph.stage == s) & np.isin(graph.kind, kinds))
+            order = mine[np.argsort(timeline.moving[mine], kind="stable")]
+            assert (order == mine).all()
+            assert (timeline.moving[mine[1:]] >= timeline.end[mine[:-1]] - 1e-12).all()
+
+
+def test_interleaved_hides_transfers_that_plain_1f1b_exposes():
+    """MegaScale section 3.2: with receives posted early, steady transfers lie under compute."""
+    plain, chunks = Graph.of(one_f_one_b(4, 64)), Graph.of(interleaved_1f1b(4, 2, 64))
+    for transfer in (0.1, 0.4):
+        exposed = what_if(chunks, chunks.durations(1.0, 2.0, transfer, transfer))["send"]
+        # Filling and draining the pipeline alone: at most one transfer each way and chunk boundary.
+        assert exposed <= 2 * transfer * (4 * 2 - 1) + 1e-9
+        assert what_if(plain, plain.durations(2.0, 4.0, transfer, transfer))["send"] > 64 * transfer
+
+
+def test_gathers_and_reductions_are_exposed_at_the_ends_only():
+    graph = Graph.of(interleaved_1f1b(4, 3, 12))
+    durations = graph.durations(1.0, 2.0, gather=1.5, reduce=2.5)
+    exposed = what_if(graph, durations)
+    assert exposed["gather"] == pytest.approx(1.5)
+    assert exposed["reduce"] == pytest.approx(2.5)
+    waits = replay(graph, durations).waits()
+    assert waits["gather"][0] == pytest.approx(1.5)
+    assert waits["reduce"].max() == pytest.approx(2.5)
+
+
+def test_lane_time_and_overlap():
+    graph = Graph.of(one_f_one_b(2, 4))
+    durations = graph.durations(1.0, 2.0, 0.5, 0.25, gather=3.0, reduce=1.0)
+    timeline = replay(graph, durations)
+    assert timeline.lane_time("compute").tolist() == [12.0, 12.0]
+    assert timeline.lane_time("send").tolist() == [4 * 0.5, 4 * 0.25]
+    assert timeline.lane_time("gather").tolist() == [3.0, 3.0]
+    # The only gather delays the first forward, so it lies under no compute; no reduction does either.
+    assert timeline.overlap("gather", "compute").sum() == 0
+    assert timeline.overlap("reduce", "compute").sum() == 0
+    under = timeline.overlap("send", "compute")
+    assert under.sum() == pytest.approx(timeline.overlap("compute", "send").sum())
+    assert under[graph.kind == ActionKind.FORWARD].sum() == 0
+    # Brute force on a fine grid of times.
+    times = np.linspace(0, float(timeline.makespan), 20001)[:-1] + 1e-4
+    for stage in range(2):
+        covered = {}
+        for lane in ("send", "compute"):
+            mine = (graph.stage == stage) & (graph.lane == LANES.index(lane)) & ~np.isin(graph.kind, (3, 5))
+            inside = (timeline.moving[mine, None] <= times) & (times < timeline.end[mine, None])
+            covered[lane] = inside.any(axis=0)
+        both = (covered["send"] & covered["compute"]).mean() * float(timeline.makespan)
+        assert under[graph.stage == stage].sum() == pytest.approx(both, abs=0.02)
+
+
+def test_durations_may_be_a_function():
+    schedule = interleaved_1f1b(3, 2, 6)
+    graph = Graph.of(schedule)
+    cost = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.SEND_FORWARD: 0.25}
+    by_function = replay(schedule, lambda stage, action: cost.get(action.kind, 0.0) * (1 + stage))
+    scale = 1.0 + np.arange(3)[:, None] * np.ones((1, 2))
+    by_array = replay(graph, graph.durations(1.0 * scale, 2.0 * scale, 0.25 * scale))
+    np.testing.assert_allclose(by_function.end, by_array.end)
+
+
+def test_damaged_schedules_and_durations_are_refused():
+    schedule = one_f_one_b(2, 2)
+    lists = [list(actions) for actions in schedule]
+    without = [lists[0], [a for a in lists[1] if a.kind != ActionKind.RECV_FORWARD]]
+    with pytest.raises(ValueError, match="without its receive"):
+        Graph.of(Schedule.of(schedule, without))
+    backward = next(i for i, a in enumerate(lists[0]) if a.kind == ActionKind.BACKWARD)
+    lists[0].insert(0, lists[0].pop(backward))
+    with pytest.raises(ValueError, match="deadlocks"):
+        Graph.of(Schedule.of(schedule, lists))
+    with pytest.raises(ValueError, match="durations of 3"):
+        replay(schedule, np.zeros(3))
+
+
+def test_a_12288_gpu_step_replays_quickly():
+    """192 replicas of 8 stages, each with its own durations. Target 0.5 s; the limit here allows a busy machine."""
+    graph = Graph.of(interleaved_1f1b(8, 6, 32))
+    durations = np.random.default_rng(0).uniform(0.9, 1.1, (graph.actions, 192))
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        Graph.of(interleaved_1f1b(8, 6, 32))
+        replay(graph, durations)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.5

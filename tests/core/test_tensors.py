@@ -1,0 +1,53 @@
+"""Cutting flat ranges into boxes: exact cover, in order, at most 2 x dimensions - 1 of them."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.core.tensors import Box, Piece, flat_boxes
+
+
+@st.composite
+def ranges(draw):
+    sizes = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    offsets = tuple(draw(st.integers(0, 5)) for _ in sizes)
+    box = Box(offsets, sizes)
+    start = draw(st.integers(0, box.count))
+    return box, start, draw(st.integers(start, box.count))
+
+
+@given(ranges())
+def test_flat_boxes_cover_the_range_exactly_and_in_order(case):
+    box, start, stop = case
+    shape = tuple(o + n + 1 for o, n in zip(box.offsets, box.sizes, strict=True))
+    whole = np.arange(int(np.prod(shape))).reshape(shape)
+    part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+    wanted = whole[part].reshape(-1)[start:stop]
+    got, at = [], start
+    pieces = list(flat_boxes(box, start, stop))
+    for inner, a, b in pieces:
+        assert a == at
+        assert inner.count == b - a
+        assert all(o <= i for o, i in zip(box.offsets, inner.offsets, strict=True))
+        got.append(whole[tuple(slice(o, o + n) for o, n in zip(inner.offsets, inner.sizes, strict=True))].reshape(-1))
+        at = b
+    assert at == stop
+    np.testing.assert_array_equal(np.concatenate([*got, np.array([], dtype=int)]), wanted)
+    assert len(pieces) <= max(1, 2 * len(box.sizes) - 1)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 1))
+def test_cuts_tile_the_tensor(rows, columns, parts, dim):
+    shape = (rows * parts, columns * parts)
+    held = np.zeros(shape, dtype=int)
+    for index in range(parts):
+        box = Piece.cut("w", shape, dim, index, parts).box
+        held[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
+    assert (held == 1).all()
+
+
+def test_decay_follows_the_dimensions():
+    assert Piece.whole("w", (2, 3)).decay
+    assert not Piece.whole("b", (3,)).decay
+    assert Piece.whole("b", (3,), decay=True).decay
+    assert Piece.whole("w", (2, 3)).box == Box((0, 0), (2, 3))

@@ -1,0 +1,146 @@
+"""The transformer against plain formulas: counts, gradients, causality, windows, cached generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale import config
+from megascale.core.flops import parameters
+from megascale.model.transformer import Chunk, KVCache, Step
+from megascale.parallel.buffers import FlatChunk
+from megascale.parallel.parameters import initialise, spec_of
+
+SHAPES = {
+    "serial": [],
+    "parallel": ["--model.block=parallel"],
+    "neox": ["--model.block=parallel", "--model.parallel_norms=2", "--model.positions=rotary"],
+    "gptj": [
+        "--model.block=parallel",
+        "--model.positions=rotary",
+        "--model.rotary_fraction=0.5",
+        "--model.rotary_interleaved=true",
+        "--model.attention_bias=false",
+        "--model.tied_embeddings=false",
+        "--model.head_bias=true",
+    ],
+    "llama": [
+        "--model.norm=rmsnorm",
+        "--model.activation=swiglu",
+        "--model.positions=rotary",
+        "--model.kv_heads=2",
+        "--model.ffn_hidden=48",
+        "--model.attention_bias=false",
+        "--model.mlp_bias=false",
+        "--model.tied_embeddings=false",
+    ],
+}
+
+
+def make(*overrides: str, dtype: torch.dtype = torch.float64, buffers: bool = True) -> Chunk:
+    """A small whole model."""
+    small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=12"]
+    small += ["--model.vocab_size=21", "--model.vocab_multiple=8", "--model.init_std=0.3"]
+    model = config.load(None, [*small, *overrides]).model
+    chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype)
+    FlatChunk(chunk, torch.device("cpu"))
+    initialise(chunk, 3)
+    if not buffers:  # ordinary autograd gradients, for gradcheck
+        for p in chunk.parameters():
+            del p.main_grad
+            p._post_accumulate_grad_hooks.clear()
+    return chunk
+
+
+def batch(samples: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 21, (length + 1, samples), generator=torch.Generator().manual_seed(1))
+    return tokens[:-1], tokens[1:]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameter_count_is_the_formula(shape):
+    chunk = make(*SHAPES[shape])
+    counted = sum(piece.box.count for p in chunk.parameters() for piece in spec_of(p).pieces)
+    assert counted == parameters(chunk.model)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_a_block_pass_gradcheck(shape):
+    chunk = make(*SHAPES[shape], buffers=False)
+    block = chunk.blocks[0]
+    weights = tuple(block.parameters())
+    x = torch.randn(5, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    rotary = chunk._rotary(5, x.device, Step())
+
+    def run(x, *ignored):
+        return block(x, rotary, Step())
+
+    assert torch.autograd.gradcheck(run, (x, *weights), fast_mode=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_buffers_hold_autograds_gradients(shape):
+    inputs, targets = batch()
+    plain, flat = make(*SHAPES[shape], buffers=False), make(*SHAPES[shape])
+    plain(inputs, targets).sum().backward()
+    flat(inputs, targets).sum().backward()
+    for p, q in zip(plain.parameters(), flat.parameters(), strict=True):
+        assert q.grad is None
+        torch.testing.assert_close(q.main_grad, p.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_token_sees_its_future(shape):
+    chunk = make(*SHAPES[shape])
+    inputs, _ = batch()
+    changed = inputs.clone()
+    changed[7] = (changed[7] + 1) % 21
+    a, b = chunk(inputs), chunk(changed)
+    torch.testing.assert_close(a[:7], b[:7], rtol=0, atol=0)
+    assert not torch.equal(a[7], b[7])
+
+
+@pytest.mark.parametrize("shape", ["serial", "parallel", "llama"])
+def test_a_window_of_the_whole_sequence_is_full_attention(shape):
+    inputs, targets = batch()
+    full = make(*SHAPES[shape])(inputs, targets)
+    wide = make(*SHAPES[shape], "--model.window=12")(inputs, targets)
+    narrow = make(*SHAPES[shape], "--model.window=3")(inputs, targets)
+    torch.testing.assert_close(wide, full, rtol=0, atol=0)
+    assert (narrow[:3] - full[:3]).abs().max() < 1e-12
+    assert (narrow[3:] - full[3:]).abs().max() > 1e-6
+
+
+def test_window_pattern_alternates_layers():
+    model = config.load(None, ["--model.window=8", "--model.window_pattern=SSL", "--model.layers=5"]).model
+    assert [model.layer_window(i) for i in range(5)] == [8, 8, None, 8, 8]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [[], ["--model.window=4"]])
+def test_cached_steps_give_the_whole_passes_hidden_states(shape, window):
+    chunk = make(*SHAPES[shape], *window)
+    inputs, _ = batch()
+    whole = chunk(inputs)
+    cache, parts = KVCache(), []
+    for start, stop in ((0, 5), (5, 6), (6, 7), (7, 12)):
+        parts.append(chunk(inputs[start:stop], None, Step(cache=cache)))
+        cache.length = stop
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 3))
+def test_dropout_depends_on_the_global_sample_only(start, count):
+    """A micro-batch cut out of a batch draws the batch's masks."""
+    chunk = make("--model.dropout=0.3")
+    inputs, targets = batch(6)
+    whole = chunk(inputs, targets, Step(dropout_key=5))
+    part = chunk(
+        inputs[:, start : start + count], targets[:, start : start + count], Step(dropout_key=5, sample_start=start)
+    )
+    torch.testing.assert_close(part, whole[:, start : start + count], rtol=1e-10, atol=1e-10)
+    other = chunk(inputs, targets, Step(dropout_key=6))
+    assert not torch.allclose(other, whole)

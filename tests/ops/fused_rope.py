@@ -1,0 +1,122 @@
+"""Rotary positions and the QKV split through Triton's interpreter against float64 references."""
+
+from __future__ import annotations
+
+import interpreted  # noqa: F401  (first: it prepares the interpreter)
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tools import TOLERANCE, compare, distance
+
+from megascale.ops import dispatch
+from megascale.ops.rope import apply_rotary, apply_rotary_reference, packed, rotary_tables, split_qkv
+from megascale.ops.wide import split_wide
+
+FEW = settings(max_examples=10, deadline=None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fused():
+    dispatch.configure("fused")
+    yield
+    dispatch.configure("auto")
+
+
+@FEW
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5)),
+    sizes=st.sampled_from([(2, 2), (6, 2), (16, 16), (20, 6), (24, 24), (40, 12)]),
+    interleaved=st.booleans(),
+    offset=st.integers(0, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_apply_rotary_on_a_strided_view(shape, sizes, interleaved, offset, dtype):
+    (S, B, N), (D, R) = shape, sizes
+    cos, sin = (t[offset : offset + S] for t in rotary_tables(20, R, 100.0, "cpu"))
+    base = torch.randn(S, B, N + 2, D).to(dtype)
+
+    def on_view(function):
+        return lambda x: function(x[:, :, 1 : N + 1], cos, sin, interleaved)
+
+    compare(on_view(apply_rotary), on_view(apply_rotary_reference), (base,), TOLERANCE[dtype])
+    assert dispatch.active()["rotary"] == "triton"
+
+
+def _joined(parts):
+    """q, k, v as one output, each scaled apart so that a swap shows."""
+    return torch.cat([(i + 1) * t.flatten(2) for i, t in enumerate(parts)], dim=-1)
+
+
+@FEW
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 1)]),
+    sizes=st.sampled_from([(6, 0), (16, 16), (20, 6), (24, 24)]),
+    interleaved=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_split_qkv(shape, heads, sizes, interleaved, dtype):
+    (S, B), (N, G), (D, R) = shape, heads, sizes
+    tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
+    x = torch.randn(S, B, (N + 2 * G) * D).to(dtype)
+
+    def split(qkv):
+        # A projection's output: nobody else reads it, so it may be turned in place. Float64 takes the reference.
+        return _joined(split_qkv(qkv * 1.0, N, G, *tables, interleaved))
+
+    compare(split, split, (x,), TOLERANCE[dtype])
+
+
+def test_split_qkv_returns_views_of_its_input_and_takes_packed_gradients_without_a_copy():
+    qkv = torch.randn(3, 2, 8 * 6, requires_grad=True)
+    inner = qkv * 1.0
+    parts = split_qkv(inner, 4, 2, *rotary_tables(3, 6, 100.0, "cpu"))
+    assert all(t.untyped_storage().data_ptr() == inner.untyped_storage().data_ptr() for t in parts)
+    written = torch.randn(3, 2, 8, 6)
+    address, kept = written.data_ptr(), written.clone()
+    seen = []
+    inner.register_hook(lambda g: seen.append(g.data_ptr()))
+    torch.autograd.backward(parts, written.split((4, 2, 2), dim=2))
+    assert seen == [address]
+    want = kept.clone()
+    want[:, :, :6] = apply_rotary_reference(kept[:, :, :6], *_opposite(rotary_tables(3, 6, 100.0, "cpu")), False)
+    assert distance(qkv.grad, want.flatten(2)) < 1e-6
+
+
+def _opposite(tables):
+    return tables[0], -tables[1]
+
+
+def test_packed_refuses_what_is_not_one_tensor():
+    whole = torch.randn(3, 2, 8, 6)
+    assert packed(whole.split((4, 2, 2), dim=2)).data_ptr() == whole.data_ptr()
+    q, k, v = whole.split((4, 2, 2), dim=2)
+    assert packed((q, v, k)) is None
+    assert packed((q, k.clone(), v)) is None
+    assert packed(tuple(t.contiguous() for t in (q, k, v))) is None
+
+
+@FEW
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    heads=st.sampled_from([(1, 1), (4, 2)]),
+    sizes=st.sampled_from([(6, 0), (16, 16), (20, 6)]),
+    ffn=st.sampled_from([1, 24, 50]),
+    activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu"]),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
+    (S, B), (N, G), (D, R) = shape, heads, sizes
+    columns = 2 * ffn if activation == "swiglu" else ffn
+    tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
+    x = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
+    bias = torch.randn(columns).to(dtype) if has_bias else None
+
+    def split(wide, bias):
+        *parts, inner = split_wide(wide * 1.0, N, G, D, activation, bias, *tables, True)
+        return torch.cat([_joined(parts), 4 * inner], dim=-1)
+
+    compare(split, split, (x, bias), 2 * TOLERANCE[dtype])
+    assert dispatch.active()["split wide"] == "reference (float64)"  # the second of the two

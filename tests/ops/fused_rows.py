@@ -1,0 +1,135 @@
+"""Norms, activations and column sums through Triton's interpreter against float64 references."""
+
+from __future__ import annotations
+
+import interpreted  # noqa: F401  (first: it prepares the interpreter)
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tools import TOLERANCE, compare, distance
+
+from megascale.ops import dispatch
+from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from megascale.ops.norm import (
+    add_norm,
+    add_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from megascale.ops.reduce import column_sum
+
+FEW = settings(max_examples=6, deadline=None)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+leading = st.sampled_from([(1,), (7,), (3, 5), (9, 2), (40,)])
+norm_widths = st.sampled_from([7, 32, 100, 257, 600])  # gradients of narrower rows are differences of near numbers
+widths = st.sampled_from([1, 2, 7, 32, 100, 257, 600])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fused():
+    dispatch.configure("fused")
+    yield
+    dispatch.configure("auto")
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@FEW
+@given(leading, norm_widths, dtypes, st.booleans())
+def test_layer_norm(lead, width, dtype, has_bias):
+    x, w = random(*lead, width, dtype=dtype), random(width, dtype=dtype)
+    b = random(width, dtype=dtype) if has_bias else None
+    compare(
+        lambda x, w, b: layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: layer_norm_reference(x, w, b, 1e-5),
+        (x, w, b),
+        5 * TOLERANCE[dtype],
+    )
+    assert dispatch.active()["layer norm"] == "triton"
+
+
+@FEW
+@given(leading, norm_widths, dtypes)
+def test_rms_norm(lead, width, dtype):
+    compare(
+        lambda x, w: rms_norm(x, w, 1e-5),
+        lambda x, w: rms_norm_reference(x, w, 1e-5),
+        (random(*lead, width, dtype=dtype) + 0.5, random(width, dtype=dtype)),
+        5 * TOLERANCE[dtype],
+    )
+    assert dispatch.active()["rms norm"] == "triton"
+
+
+@FEW
+@given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans())
+def test_add_norm(lead, width, dtype, kind, has_x_bias):
+    x, residual = random(*lead, width, dtype=dtype), random(*lead, width, dtype=dtype).flip(-1)
+    weight = random(width, dtype=dtype)
+    bias = weight.flip(0) if kind == "layernorm" else None
+    x_bias = weight * 2 if has_x_bias else None
+
+    def both(function):
+        def run(x, residual, x_bias, weight, bias):
+            total, normed = function(x, residual, weight, bias, 1e-5, kind, x_bias)
+            return torch.cat([total, normed], -1)
+
+        return run
+
+    tensors = (x, residual, x_bias, weight, bias)
+    compare(both(add_norm), both(add_norm_reference), tensors, 5 * TOLERANCE[dtype])
+    assert dispatch.active()["add norm"] == "triton"
+
+
+def test_norms_take_strided_rows_and_expanded_gradients():
+    base = torch.randn(6, 40)
+    x = base[:, 8:24].requires_grad_()
+    w = torch.ones(16)
+    (dx,) = torch.autograd.grad(rms_norm(x, w, 1e-5).sum(), x)
+    (want,) = torch.autograd.grad(rms_norm_reference(x, w, 1e-5).sum(), x)
+    assert distance(dx, want) < 1e-5
+
+
+def test_norm_gradients_repeat_bit_for_bit():
+    x, w, b = torch.randn(500, 24, requires_grad=True), torch.randn(24, requires_grad=True), torch.zeros(24)
+    runs = [torch.autograd.grad(layer_norm(x, w, b, 1e-5).square().sum(), (x, w)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@FEW
+@given(leading, widths, dtypes, st.booleans(), st.sampled_from(["none", "tanh"]))
+def test_gelu(lead, width, dtype, has_bias, approximate):
+    x = 2 * random(*lead, width, dtype=dtype)
+    b = random(width, dtype=dtype) if has_bias else None
+    compare(
+        lambda x, b: gelu(x, b, approximate),
+        lambda x, b: gelu_reference(x, b, approximate),
+        (x, b),
+        2 * TOLERANCE[dtype],
+    )
+    assert dispatch.active()["gelu"] == "triton"
+
+
+@FEW
+@given(leading, widths, dtypes, st.booleans())
+def test_swiglu(lead, width, dtype, has_bias):
+    x = random(*lead, 2 * width, dtype=dtype)
+    b = random(2 * width, dtype=dtype) if has_bias else None
+    compare(swiglu, swiglu_reference, (x, b), 2 * TOLERANCE[dtype])
+    assert dispatch.active()["swiglu"] == "triton"
+
+
+@FEW
+@given(st.sampled_from([1, 5, 16, 1000]), widths, dtypes)
+def test_column_sum_alone_and_accumulated(rows, width, dtype):
+    x = random(rows, width, dtype=dtype)
+    exact = x.double().sum(0)
+    scale = x.double().abs().sum(0).norm()  # a sum may cancel
+    assert (column_sum(x).double() - exact).norm() <= TOLERANCE[dtype] * scale
+    out = torch.ones(width)
+    column_sum(x, out)
+    assert (out.double() - exact - 1).norm() <= TOLERANCE[torch.float32] * (scale + width**0.5)

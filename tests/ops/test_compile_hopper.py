@@ -1,0 +1,107 @@
+"""Every kernel, at the presets' widths, compiles for Hopper: no register spills, whole 128-bit loads and stores.
+
+Triton brings its own assembler, so this needs no GPU; speed and results there are `megascale bench kernels`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.ops.offline import compile_for_hopper, stack_bytes
+
+from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments, wide
+
+BF16 = torch.bfloat16
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=dtype == BF16)
+
+
+def both_passes(function: Callable[..., object], *inputs: torch.Tensor) -> None:
+    out = function(*inputs)
+    parts = out if isinstance(out, tuple) else (out,)
+    torch.autograd.backward(parts, [torch.zeros_like(t) for t in parts])
+
+
+def rotary(interleaved: bool) -> None:
+    cos, sin = rope.rotary_tables(8, 128, 1e4, "cpu")
+    both_passes(lambda qkv: rope.split_qkv(qkv, 32, 8, cos, sin, interleaved), zeros(8, 2, 48 * 128))
+
+
+def head(promised: bool) -> None:
+    w = zeros(64000, 16)
+    targets, token_grad = torch.zeros(4, dtype=torch.long), torch.tensor(0.5)
+    loss = cross_entropy.linear_cross_entropy(
+        zeros(4, 16), w, targets, vocab=63990, token_grad=token_grad if promised else None
+    )
+    loss.backward(token_grad.expand(4))
+
+
+def optimizer(on_device: bool) -> None:
+    table = segments.Segments([(0, 10000, True, 0), (10000, 20001, False, 1)], 2, "cpu")
+    w, m, v, g = (torch.zeros(20001) for _ in range(4))
+    out = torch.zeros(20001, dtype=BF16)
+    o = SimpleNamespace(lr=torch.tensor(0.1), step=torch.tensor(2)) if on_device else SimpleNamespace(lr=0.1, step=2)
+    options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "segments": table, "step": o.step}
+    options |= {"grad_scale": torch.tensor(1.0), "skip": torch.tensor(False)}
+    adamw.adamw_apply(w, m, v, g, out, lr=o.lr, **options)
+    sums = lamb.lamb_direction(w, m, v, g, g, **options)
+    lamb.lamb_apply(w, g, out, sums, lr=o.lr, trust_min=0.0, trust_max=10.0, segments=table, skip=options["skip"])
+    segments.square_sums(g, table)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "layer norm": lambda: both_passes(
+        lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
+    ),
+    "rms norm": lambda: both_passes(lambda x, w: norm.rms_norm(x, w, 1e-5), zeros(8, 2, 4096), zeros(4096)),
+    "add norm": lambda: both_passes(
+        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
+        zeros(8, 2, 5120),
+        zeros(8, 2, 5120),
+        zeros(5120),
+    ),
+    "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
+    "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
+    "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
+    "rotary halves": lambda: rotary(False),
+    "rotary interleaved": lambda: rotary(True),
+    "split wide": lambda: both_passes(
+        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", b), zeros(8, 2, 15360 + 20480), zeros(20480)
+    ),
+    "dropout add": lambda: both_passes(
+        lambda x, b, r: dropout.dropout_add(x, b, r, 0.1, 1 << 50, 0, 0),
+        zeros(8, 2, 5120),
+        zeros(5120),
+        zeros(8, 2, 5120),
+    ),
+    "dropout on device keys": lambda: both_passes(
+        lambda x: dropout.dropout(x, 0.1, torch.tensor([5]), 0, torch.tensor([7])), zeros(8, 2, 5120)
+    ),
+    "head": lambda: head(False),
+    "head, promised": lambda: head(True),
+    "optimizers": lambda: optimizer(False),
+    "optimizers on device numbers": lambda: optimizer(True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.xdist_group("triton")
+def test_compiles_without_spills_and_moves_whole_vectors(name: str) -> None:
+    with compile_for_hopper() as compiled:
+        CASES[name]()
+    assert compiled.kernels
+    for kernel, binary in compiled.kernels:
+        ptx = binary.asm["ptx"]
+        assert stack_bytes(binary.asm["cubin"]) == 0, f"{kernel} spills registers"
+        if kernel == "_gather_kernel":
+            continue  # reads through an index, a few thousand numbers
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx), f"{kernel} reads in pieces"

@@ -1,0 +1,112 @@
+"""The sharded optimizers against torch's AdamW and a plain float64 LAMB, parameter by parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megascale import config
+from megascale.config import LrConfig, OptimizerConfig
+from megascale.model.transformer import Chunk
+from megascale.optim.optimizer import ShardedOptimizer
+from megascale.optim.schedule import learning_rate
+from megascale.parallel.buffers import FlatChunk
+from megascale.parallel.parameters import initialise, piece_views, spec_of
+
+
+def make(options: OptimizerConfig, bucket: int | None = None):
+    small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=8"]
+    model = config.load(None, [*small, "--model.vocab_size=21", "--model.vocab_multiple=8"]).model
+    chunk = Chunk(model, range(2), first=True, last=True, dtype=torch.float64)
+    flat = FlatChunk(chunk, torch.device("cpu"), bucket_elements=bucket)
+    initialise(chunk, 1)
+    return chunk, flat, ShardedOptimizer(options, [flat])
+
+
+def fill(chunk: Chunk, step: int) -> dict[str, torch.Tensor]:
+    """Random gradients, by logical name."""
+    generator = torch.Generator().manual_seed(step)
+    found = {}
+    for p in chunk.parameters():
+        p.main_grad.zero_()
+        for piece, view in piece_views(spec_of(p), p.main_grad):
+            view.normal_(0, 0.1, generator=generator)
+            found[piece.name] = view.clone()
+    return found
+
+
+def weights(chunk: Chunk) -> dict[str, torch.Tensor]:
+    return {piece.name: view.clone() for p in chunk.parameters() for piece, view in piece_views(spec_of(p), p.data)}
+
+
+@pytest.mark.parametrize("bucket", [None, 500])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_adamw_is_torchs(bucket, clip):
+    options = OptimizerConfig(weight_decay=0.1, clip=clip, beta2=0.9)
+    chunk, _, optimizer = make(options, bucket)
+    twin = {name: torch.nn.Parameter(w) for name, w in weights(chunk).items()}
+    groups = [
+        {"params": [p for p in twin.values() if (p.dim() > 1) is decayed], "weight_decay": 0.1 if decayed else 0.0}
+        for decayed in (True, False)
+    ]
+    reference = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.9), eps=1e-8)
+    for step in range(1, 5):
+        grads = fill(chunk, step)
+        for name, p in twin.items():
+            p.grad = grads[name]
+        expected_norm = torch.cat([g.flatten() for g in grads.values()]).norm()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(twin.values(), clip)
+        for group in reference.param_groups:
+            group["lr"] = 1e-2 * step
+        reference.step()
+        norm, _ = optimizer.step(1e-2 * step, step)
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-12, atol=0)
+        for name, w in weights(chunk).items():
+            torch.testing.assert_close(w, twin[name].data, rtol=1e-10, atol=1e-12)
+
+
+def test_lamb_is_the_papers_algorithm():
+    options = OptimizerConfig(name="lamb", weight_decay=0.05, clip=0.0, beta2=0.99, eps=1e-6)
+    chunk, _, optimizer = make(options, 500)
+    now = weights(chunk)
+    m = {n: torch.zeros_like(w) for n, w in now.items()}
+    v = {n: torch.zeros_like(w) for n, w in now.items()}
+    for step in range(1, 4):
+        for name, g in fill(chunk, step).items():
+            m[name] = 0.9 * m[name] + 0.1 * g
+            v[name] = 0.99 * v[name] + 0.01 * g * g
+            u = (m[name] / (1 - 0.9**step)) / ((v[name] / (1 - 0.99**step)).sqrt() + 1e-6)
+            ratio = 1.0
+            if now[name].dim() > 1:
+                u = u + 0.05 * now[name]
+                ratio = min(now[name].norm(), 10.0) / u.norm()
+            now[name] = now[name] - 1e-2 * ratio * u
+        optimizer.step(1e-2, step)
+        for name, w in weights(chunk).items():
+            torch.testing.assert_close(w, now[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_with_nonfinite_gradients_changes_nothing(name, bad):
+    chunk, _, optimizer = make(OptimizerConfig(name=name))
+    fill(chunk, 1)
+    optimizer.step(1e-2, 1)
+    before = weights(chunk)
+    moments = [s.exp_avg.clone() for s in optimizer.states]
+    fill(chunk, 2)
+    next(chunk.parameters()).main_grad[0, 0] = bad
+    assert not torch.isfinite(optimizer.step(1e-2, 2)[0])
+    for key, w in weights(chunk).items():
+        assert torch.equal(w, before[key]), key
+    for s, m in zip(optimizer.states, moments, strict=True):
+        assert torch.equal(s.exp_avg, m)
+
+
+def test_learning_rate_shape():
+    lr = LrConfig(peak=1.0, min=0.1, warmup_steps=10)
+    assert [round(learning_rate(lr, s, 110), 6) for s in (1, 10, 60, 110, 200)] == [0.1, 1.0, 0.55, 0.1, 0.1]
+    linear = LrConfig(peak=1.0, decay="linear", decay_steps=50)
+    assert learning_rate(linear, 25, 110) == pytest.approx(0.5)
+    assert learning_rate(LrConfig(peak=1.0, decay="constant"), 99, 100) == 1.0

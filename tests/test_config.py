@@ -1,0 +1,105 @@
+"""The configuration tree: overrides, messages, round trip, and that no input breaks it in an unplanned way."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale import config
+from megascale.errors import ConfigError, FitError, MegascaleError
+
+
+def test_override_beats_file_beats_preset(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[model]\npreset = "gpt2-124m"\nlayers = 3\n[train]\nsteps = 5\n')
+    found = config.load(file, ["--train.steps=7", "--model.heads=6", "--data.train=a,b", "--train.name=12"])
+    assert (found.model.layers, found.model.hidden, found.model.heads) == (3, 768, 6)
+    assert (found.train.steps, found.data.train, found.train.name) == (7, ["a", "b"], "12")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("--model.layrs=3", ["model.layrs", "3", "model.layers"]),
+        ("--modl.layers=3", ["modl", "model"]),
+        ("--train.layers=3", ["train.layers", "model.layers"]),
+        ("--model.layers=many", ["model.layers", "many", "integer"]),
+        ("--model.block=diagonal", ["model.block", "diagonal", "serial"]),
+        ("--model.heads=7", ["model.heads=7", "model.hidden=256", "divisor"]),
+        ("--model.preset=gpt3", ["gpt3", "model.preset"]),
+        ("--lr.min=1", ["lr.min=1", "lr.peak"]),
+        ("model.layers", ["model.layers", "--section.key=value"]),
+    ],
+)
+def test_wrong_keys_and_values_are_named_with_a_remedy(override, parts):
+    with pytest.raises(ConfigError) as caught:
+        config.load(None, [override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_files_that_are_not_there_or_not_toml(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        config.load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="folder"):
+        config.load(tmp_path)
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\nlayers=")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        config.load(broken)
+    broken.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        config.load(broken)
+
+
+def test_global_batch_must_divide():
+    wrong = config.load(None, ["--train.micro_batch=3", "--train.global_batch=8"])
+    with pytest.raises(FitError, match=r"global_batch=8.*try --train.global_batch=9"):
+        wrong.microbatches(1)
+
+
+@pytest.mark.parametrize("name", config.presets())
+def test_resolved_tree_survives_a_round_trip(name):
+    found = config.load(
+        None, [f"--model.preset={name}", '--train.sample_prompt=a "b"\\n\tc', "--data.weights=[1.5]"][:2]
+    )
+    assert config.from_tree(tomllib.loads(found.to_toml())) == found
+
+
+scalars = st.one_of(st.integers(-9, 2**40), st.floats(allow_nan=True), st.text(max_size=8), st.booleans(), st.none())
+keys = st.one_of(st.sampled_from(list(config.Config.model_fields)), st.text(max_size=6))
+fields = sorted({k for f in config.Config.model_fields.values() for k in f.annotation.model_fields})
+
+
+@given(
+    st.dictionaries(
+        keys,
+        st.one_of(
+            scalars,
+            st.dictionaries(
+                st.one_of(st.sampled_from(fields), st.text(max_size=5)),
+                st.one_of(scalars, st.lists(scalars, max_size=3)),
+                max_size=4,
+            ),
+        ),
+        max_size=3,
+    )
+)
+def test_any_tree_is_accepted_or_refused_with_a_message(tree):
+    try:
+        found = config.from_tree(tree)
+    except MegascaleError as error:
+        assert str(error)
+    else:
+        assert config.from_tree(tomllib.loads(found.to_toml())) == found
+
+
+@given(st.text(max_size=30))
+def test_any_override_text_is_accepted_or_refused_with_a_message(text):
+    try:
+        config.load(None, ["--" + text])
+    except MegascaleError as error:
+        assert str(error)

@@ -1,0 +1,186 @@
+"""Whole runs through the command line: the folder, resuming after SIGKILL, interruption, and wrong input."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import lines
+
+from megascale import checkpoint
+from megascale.api import load_config, train
+from megascale.train.restore import restore
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    engine, _ = restore(run, device="cpu")
+    return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in lines(run / "metrics.jsonl") if "loss" in r]
+
+
+def test_a_run_learns_and_leaves_its_story(tiny, tmp_path):
+    result = train(load_config(tiny, ["--train.steps=40", "--checkpoint.interval=20", "--train.eval_interval=10"]))
+    run = tmp_path / "runs" / "tiny"
+    assert result.finished
+    assert result.evaluation is not None
+    assert result.evaluation.loss < 3.0 < losses(run)[0][1]
+    assert [step for step, _, _ in losses(run)] == list(range(1, 41))
+    ledger = lines(run / "samples" / "ledger.jsonl")
+    assert [(r["first"], r["count"]) for r in ledger] == [(4 * i, 4) for i in range(40)]
+    assert checkpoint.steps(run / "checkpoints") == [20, 40]
+    events = [r["event"] for r in lines(run / "events.jsonl")]
+    assert events[0] == "run_started"
+    assert events[-1] == "run_finished"
+    assert load_config(run / "config.toml").model.vocab_size == 64
+    assert [r["step"] for r in lines(run / "metrics.jsonl") if "valid_loss" in r] == [10, 20, 30, 40]
+
+
+def test_a_finished_run_says_so_and_goes_on_with_more_steps(tiny, megascale, tmp_path):
+    assert megascale("train", tiny, "--train.steps=3").returncode == 0
+    again = megascale("train", tiny, "--train.steps=3")
+    assert again.returncode == 0
+    assert "complete" in again.stdout
+    assert "--train.steps=6" in again.stdout
+    more = megascale("train", tiny, "--train.steps=5")
+    assert "resuming" in more.stdout
+    assert [step for step, _, _ in losses(tmp_path / "runs" / "tiny")] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "runs" / "tiny" / "plots" / "loss.png").stat().st_size > 10_000
+
+
+def kill_when(run: Path, process: subprocess.Popen, step: int, delay: float) -> None:
+    """SIGKILL the process `delay` seconds after `step` stands in the metrics."""
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            break
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_killed_and_restarted_equals_undisturbed_bit_for_bit(tiny, tmp_path):
+    rng = random.Random(os.getpid())
+    dropout = ["--model.dropout=0.1", "--train.steps=14", "--checkpoint.interval=3"]
+    train(load_config(tiny, [*dropout, "--train.name=calm"]))
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *dropout, "--train.name=killed"]
+    run = tmp_path / "runs" / "killed"
+    for step in sorted(rng.sample(range(2, 13), 2)):
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        kill_when(run, process, step, rng.random() * 0.02)
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120).returncode == 0
+    calm = tmp_path / "runs" / "calm"
+    assert losses(run) == losses(calm)
+    assert lines(run / "samples" / "ledger.jsonl") == lines(calm / "samples" / "ledger.jsonl")
+    expected = weights(calm)
+    for name, tensor in weights(run).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_an_interruption_saves_and_the_same_command_goes_on(tiny, tmp_path):
+    options = ["--train.steps=100000", "--checkpoint.interval=0"]
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = tmp_path / "runs" / "tiny"
+    while process.poll() is None and not (
+        (run / "metrics.jsonl").exists() and '"step": 5,' in (run / "metrics.jsonl").read_text()
+    ):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "is saved" in output
+    done = checkpoint.latest(run / "checkpoints")
+    assert done is not None
+    assert losses(run)[-1][0] == done
+    result = train(load_config(tiny, [f"--train.steps={done + 2}"]))
+    assert [step for step, _, _ in losses(run)] == list(range(1, done + 3))
+    assert result.finished
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tiny, megascale, tmp_path):
+    found = megascale("train", tiny, "--train.steps=60", "--lr.peak=1e30", "--optimizer.clip=0", "--lr.decay=constant")
+    assert found.returncode == 1
+    assert "lr.peak" in found.stderr
+    assert "Traceback" not in found.stderr
+    run = tmp_path / "runs" / "tiny"
+    events = [r["event"] for r in lines(run / "events.jsonl")]
+    assert "nonfinite_loss" in events
+    assert events[-1] == "run_failed"
+    kept = checkpoint.latest(run / "checkpoints")
+    assert kept is None or f"step {kept} is kept" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        (["--model.layrs=3"], 2, ["model.layrs", "model.layers"]),
+        (["--train.steps"], 2, ["--train.steps", "VALUE"]),
+        (["steps=3"], 2, ["steps=3", "--section.key=value"]),
+        (["--train.global_batch=7"], 3, ["train.global_batch=7", "train.micro_batch"]),
+        (["--model.sequence_length=9000"], 4, ["sequence_length", "tokens"]),
+        (["--data.train=nowhere/train"], 4, ["nowhere/train"]),
+        (["--model.vocab_size=60"], 4, ["vocab_size=60", "token id"]),
+        (["--train.device=cuda"], 2, ["train.device=cuda", "--train.device=cpu"]),
+    ],
+)
+def test_wrong_input_is_one_paragraph_and_the_right_exit_code(tiny, megascale, words, code, parts):
+    if "--train.device=cuda" in words and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    found = megascale("train", tiny, *words)
+    assert found.returncode == code, found.stderr
+    assert "Traceback" not in found.stderr
+    for part in parts:
+        assert part in " ".join(found.stderr.split()), found.stderr
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny, megascale, tmp_path):
+    assert megascale("train", tiny, "--train.steps=2").returncode == 0
+    found = megascale("train", tiny, "--train.steps=4", "--model.hidden=64")
+    assert found.returncode == 4
+    assert "hidden" in found.stderr
+    assert checkpoint.latest(tmp_path / "runs" / "tiny" / "checkpoints") == 2
+
+
+def test_dry_run_starts_nothing(tiny, megascale, tmp_path):
+    found = megascale("train", tiny, "--dry-run", "--train.steps=12")
+    assert found.returncode == 0
+    for part in ("steps = 12", "parameters", "FLOPs a token", "GiB"):
+        assert part in found.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_under_torchrun(tiny, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += ["-m", "megascale.cli.main", "train", str(tiny), "--train.steps=3"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert losses(tmp_path / "runs" / "tiny")[-1][0] == 3
+
+
+def test_evaluate_and_plot(tiny, megascale, tmp_path):
+    train(load_config(tiny, ["--train.steps=2"]))
+    run = tmp_path / "runs" / "tiny"
+    found = megascale("evaluate", run, "--json")
+    assert found.returncode == 0, found.stderr
+    expected = lines(run / "metrics.jsonl")[-1]["valid_loss"]
+    assert f'"loss": {expected}' in found.stdout
+    drawn = megascale("plot", run, "--out", tmp_path / "a.png")
+    assert drawn.returncode == 0, drawn.stderr
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    missing = megascale("evaluate", tmp_path / "nowhere")
+    assert missing.returncode == 4
+    assert "run folder" in missing.stderr
