@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.errors import ConfigError, FitError, TrainingError
@@ -61,13 +62,22 @@ def open_files(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def cpu_seconds(process_id: int) -> float:
+    """CPU time that a process has used; 0 where there is no /proc."""
+    try:
+        words = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def serve(store: str, ranks: int, redis_server: str = "redis-server") -> Iterator[Connect]:
-    """A fresh server of one of STORES on loopback; yields how a rank connects. The server ends with the block."""
+def serve(store: str, ranks: int, redis_server: str = "redis-server") -> Iterator[tuple[Connect, int]]:
+    """A fresh server of one of STORES on loopback, for the block; yields how a rank connects and its process id."""
     open_files(ranks + _SPARE)
     if store == "redis":
-        with serve_redis(ranks, redis_server) as port:
-            yield _connect_redis(port)
+        with serve_redis(ranks, redis_server) as (port, process_id):
+            yield _connect_redis(port), process_id
         return
     # torch's client asks for the server's name; under thousands of questions a name server drops some, and the
     # usual 5 seconds until the next try would be all that is measured.
@@ -80,7 +90,7 @@ def serve(store: str, ranks: int, redis_server: str = "redis-server") -> Iterato
     try:
         if not ready.wait(30):
             raise TrainingError(f"the TCPStore server did not start on port {port}")
-        yield _connect_tcp(port, store == "tcp")
+        yield _connect_tcp(port, store == "tcp"), process.pid or 0
     finally:
         done.set()
         process.join(20)
@@ -89,8 +99,8 @@ def serve(store: str, ranks: int, redis_server: str = "redis-server") -> Iterato
 
 
 @contextmanager
-def serve_redis(clients: int, program: str = "redis-server", *options: str) -> Iterator[int]:
-    """A redis-server on loopback that keeps nothing on disk; yields its port."""
+def serve_redis(clients: int, program: str = "redis-server", *options: str) -> Iterator[tuple[int, int]]:
+    """A redis-server on loopback that keeps nothing on disk; yields its port and process id."""
     found = shutil.which(program)
     if found is None:
         raise ConfigError(f"{program!r} is not installed; install redis-server or leave redis out of --store")
@@ -101,7 +111,7 @@ def serve_redis(clients: int, program: str = "redis-server", *options: str) -> I
         process = subprocess.Popen([found, *words], stdout=subprocess.DEVNULL)
         try:
             _until_listening(port, process)
-            yield port
+            yield port, process.pid
         finally:
             process.terminate()
             process.wait(20)
@@ -152,13 +162,14 @@ def _connect_redis(port: int) -> Connect:
     return connect
 
 
-def run(ranks: int, connect: Connect, part: Part, processes: int, cooperative: bool) -> list[float]:
+def run(ranks: int, connect: Connect, part: Part, processes: int, cooperative: bool) -> tuple[list[float], float]:
     """Let `ranks` clients in `processes` processes connect and play their part, all starting together.
 
     Args:
         cooperative: ranks are greenlets, which only the Redis store can be; else they are threads.
 
-    Returns the seconds from the common start until the last rank had connected, and had ended each phase.
+    Returns the seconds from the common start until the last rank had connected and had ended each phase, and the
+    CPU seconds of all ranks.
 
     Raises:
         TrainingError: a rank failed; names the first.
@@ -182,8 +193,10 @@ def run(ranks: int, connect: Connect, part: Part, processes: int, cooperative: b
         for gate in gates:
             gate.set()
         ends: list[list[float]] = []
+        cpu = 0.0
         for _ in workers:
-            error, phases = answers.get()
+            error, phases, used = answers.get()
+            cpu += used
             if error:
                 raise TrainingError(f"the bench failed: {error}")
             ends.append(phases)
@@ -191,7 +204,7 @@ def run(ranks: int, connect: Connect, part: Part, processes: int, cooperative: b
         for worker in workers:
             worker.terminate()
             worker.join()
-    return [max(phase) - start.value for phase in zip(*ends, strict=True)]
+    return [max(phase) - start.value for phase in zip(*ends, strict=True)], cpu
 
 
 # Of one rank: an error or "", and when each phase ended.
@@ -224,10 +237,11 @@ def _worker(
         gate.wait()
         time.sleep(max(0.0, start.value - time.monotonic()))
 
+    before = time.process_time()
     results = work(share, play, begin)
     failed = [error for error, _ in results if error]
     phases = [] if failed else [max(phase) for phase in zip(*(times for _, times in results), strict=True)]
-    answers.put((failed[0] if failed else "", phases))
+    answers.put((failed[0] if failed else "", phases, time.process_time() - before))
     threading.Event().wait()  # connections stay open until everybody is done
 
 

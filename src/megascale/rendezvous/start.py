@@ -235,6 +235,9 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
         )
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"MASTER_PORT={port!r} is not a port; use a free port from 1024 to 65535")
+    if os.environ.get("USE_LIBUV") == "0":
+        # That server does not wake ranks that wait for a key made by compare_set.
+        raise ConfigError("USE_LIBUV=0 asks for torch's old TCPStore server, which loses wake-ups; unset USE_LIBUV")
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     loopback = is_loopback(host)
     if loopback:
