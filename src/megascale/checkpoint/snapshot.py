@@ -82,7 +82,7 @@ class _Slot:
     """One image in shared memory, seen from the trainer, with the thread that looks after it."""
 
     def __init__(self, handle: int, size: int, index: Index, chunks: Sequence[Slice], device: torch.device) -> None:
-        self.map = mmap.mmap(handle, max(size, PAGE))
+        self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED | mmap.MAP_POPULATE)
         os.close(handle)
         self.pinned = device.type == "cuda" and _pin(self.map, max(size, PAGE))
         memory = torch.frombuffer(self.map, dtype=torch.uint8)
