@@ -101,8 +101,11 @@ class ModelConfig(Section):
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     def layer_window(self, layer: int) -> int | None:
-        """The sliding window of `layer` (0-based) in tokens, or None for full attention."""
-        if self.window is None or self.window >= self.sequence_length:
+        """The sliding window of `layer` (0-based) in tokens, or None for full attention.
+
+        One as long as the training sequence stays a window: generation may go further.
+        """
+        if self.window is None:
             return None
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "S" else None
 
@@ -252,6 +255,7 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
+    at_end: bool = Field(True, description="save when training stops; false loses what came after the last interval")
     keep: int = Field(2, ge=1, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
     location: str | None = Field(
@@ -330,6 +334,12 @@ class ObserveConfig(Section):
     """What a run tells about itself."""
 
     tensorboard: bool = True
+    wandb: str | None = Field(
+        None,
+        min_length=1,
+        description="Weights & Biases project to report to (pip install 'megascale[wandb]'); its own environment "
+        "variables hold, such as WANDB_MODE=offline",
+    )
     progress: bool = Field(True, description="live progress line on a terminal")
     peak_tflops: float | None = Field(
         None,

@@ -129,6 +129,43 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_a_kill_while_joining(tmp_path: Path, corpus: Path, monkeypatch) -> None:
+    """Everything that a kill in the last phase can leave is made good by the next build."""
+    ask = {"inputs": [corpus], "tokenizer": tmp_path / "tokenizer.json", "progress": False}
+    build(tmp_path / "whole", **ask)
+    real = building.IndexedWriter
+
+    class Killed(BaseException):
+        pass
+
+    class Writer(real):
+        def close(self) -> None:
+            if self._bin_path.name == "valid.bin" and self._bin_path.parent == tmp_path / "out":
+                raise Killed
+            super().close()
+
+        def abort(self) -> None:  # a killed process removes nothing
+            self._bin.close()
+
+    monkeypatch.setattr(building, "IndexedWriter", Writer)
+    with pytest.raises(Killed):
+        build(tmp_path / "out", **ask)
+    left = contents_names(tmp_path / "out")
+    assert {"train.bin", "train.idx", ".parts"} < left
+    assert "dataset.json" not in left
+    monkeypatch.setattr(building, "IndexedWriter", real)
+    monkeypatch.setattr(building, "_clear", lambda out: None)  # and killed again, after the manifest
+    build(tmp_path / "out", **ask)
+    assert {"dataset.json", ".parts"} < contents_names(tmp_path / "out")
+    monkeypatch.undo()
+    assert not build(tmp_path / "out", **ask).fresh
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def contents_names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:

@@ -63,6 +63,12 @@ CASES: dict[str, Callable[[], None]] = {
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
     ),
     "rms norm": lambda: both_passes(lambda x, w: norm.rms_norm(x, w, 1e-5), zeros(8, 2, 4096), zeros(4096)),
+    "add norm": lambda: both_passes(
+        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
+        zeros(8, 2, 5120),
+        zeros(8, 2, 5120),
+        zeros(5120),
+    ),
     "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
     "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),

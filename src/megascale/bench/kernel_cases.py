@@ -31,7 +31,7 @@ class Sizes:
     elements: int = 256 << 20
 
 
-TINY = Sizes(32, 2, 48, 32, 24, 2, 1, 16, 200, 16, 9000)
+TINY = Sizes(8, 2, 32, 32, 24, 2, 1, 16, 100, 8, 5000)
 
 
 @dataclass
@@ -108,6 +108,24 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             rows(L, -L),
             moved(L, L),
             moved(L, L, L),
+        ),
+        case(
+            "add + layer norm",
+            H,
+            lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
+            lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
+            rows(H, H, -H, -H, -H),
+            moved(H, H, H, H),
+            moved(H, H, H, H),
+        ),
+        case(
+            "add + rms norm",
+            L,
+            lambda x, r, w: norm.add_norm(x, r, w, None, eps, "rmsnorm"),
+            lambda x, r, w: norm.add_norm_reference(x, r, w, None, eps, "rmsnorm", None),
+            rows(L, L, -L),
+            moved(L, L, L, L),
+            moved(L, L, L, L),
         ),
         case(
             "gelu + bias",

@@ -66,7 +66,7 @@ def build(
     console = Console()
     if not made.fresh:
         console.print(f"{out} is already built from these inputs; nothing to do.")
-    table = Table("part", "documents", "tokens", "bytes", "bytes/token", "zlib -9 bits/byte", "xz -9e bits/byte")
+    table = Table("part", "documents", "tokens", "bytes", "bytes/\ntoken", "zlib -9\nbits/byte", "xz -9e\nbits/byte")
     for name, part in made.manifest.parts.items():
         sizes = part.compressed
         extra = [f"{sizes.zlib_bits_per_byte:.3f}", f"{sizes.xz_bits_per_byte:.3f}"] if sizes else ["", ""]
@@ -76,7 +76,9 @@ def build(
     console.print(table)
     for reason, count in made.manifest.skipped.items():
         console.print(f"skipped {count} files: {reason}")
-    console.print(f"Train on it with --data.train={out}/train --data.valid={out}/valid")
+    console.print(
+        f"Train on it with --data.train={out}/train --data.valid={out}/valid", soft_wrap=True, highlight=False
+    )
 
 
 @data.command()

@@ -18,6 +18,7 @@ COMMANDS: tuple[str, ...] = (
     "evaluate",
     "generate",
     "plot",
+    "convert",
     "checkpoint",
     "simulate",
     "bench",

@@ -103,6 +103,7 @@ def build(
     recipe = _recipe(settings, files)
     done = _already(out, recipe)
     if done is not None:
+        _clear(out)  # a kill may have come between the manifest and the end
         return Built(out, done, fresh=False)
     plan = _plan_stdlib(recipe) if use_stdlib else _plan(recipe, files, [str(p) for p in inputs], held_out, text_key)
     with _bars(progress) as bars, _workplace(out, plan) as parts:

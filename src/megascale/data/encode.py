@@ -39,7 +39,7 @@ def finished(folder: Path, number: int) -> Done | None:
     """What is known of a finished piece, None if it is not finished."""
     try:
         return Done(**json.loads(_record(folder, number).read_text()))
-    except FileNotFoundError:
+    except (OSError, ValueError, TypeError):  # not there, or a power cut left it empty
         return None
 
 

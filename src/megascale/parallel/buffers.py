@@ -183,7 +183,8 @@ class FlatChunk:
             self.grads, self._reducing = self.pool.take(self)
             self._aim(self.grads)
         self._reduces = self.overlap and (last or self.zero == 2) and any(self._calls)
-        self._left = [len(span.members) for span in self.layout.buckets]
+        # A parameter that gets no gradient (another chunk's copy in use) makes no call.
+        self._left = [sum(1 for i in span.members if self._calls[i]) for span in self.layout.buckets]
 
     def end_backward(self, last: bool) -> None:
         """After a micro-batch's backward: learn the calls, and reduce what has not gone on the wire by itself."""

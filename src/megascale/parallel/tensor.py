@@ -15,13 +15,18 @@ from typing import Any
 import torch
 
 from megascale.ops.linear import accumulate_mm, finish
+from megascale.ops.reduce import column_sum
 from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
 from megascale.parallel.symmetric import gather_and_consume, produce_and_scatter
 
 
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
 def weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` took it."""
-    dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dy_TO, x_TI = _flat(dy), _flat(x)
     main = getattr(weight, "main_grad", None)
     if main is None:
         return dy_TO.t() @ x_TI
@@ -35,9 +40,9 @@ def bias_gradient(bias: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor |
     if bias is None:
         return None
     main = getattr(bias, "main_grad", None)
+    found = column_sum(_flat(dy), main)
     if main is None:
-        return dy.reshape(-1, dy.shape[-1]).sum(0)
-    main.add_(dy.reshape(-1, dy.shape[-1]).sum(0, dtype=main.dtype))
+        return found
     finish(bias)
     return None
 
@@ -47,10 +52,6 @@ def _recomputed(produce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
         return leaf, produce(leaf)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _gathered_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Engine:
     ) -> None:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
-        dispatch.configure(config.kernels.mode)
+        dispatch.configure(config.kernels.mode, config.kernels.attention)
         at = grid.coordinate(rank)
         self.data_rank = at.data
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
@@ -142,6 +142,12 @@ class Engine:
         train, model = self.config.train, self.config.model
         tokens = train.global_batch * model.sequence_length
         first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
+        # Every token counts the same, so the loss can make its gradients while its logits are there; under ZeRO-2
+        # gradients have no place before backward.
+        token_grad = None
+        if self.flats[-1].zero < 2:
+            wide = torch.float64 if train.precision == "float64" else torch.float32
+            token_grad = torch.full((), 1 / tokens, dtype=wide, device=self.device)
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,11 +158,11 @@ class Engine:
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             module = self.chunks[chunk]
-            where = Step(dropout_key=train.seed + step, sample_start=first_sample + i * train.micro_batch)
+            where = Step(train.seed + step, first_sample + i * train.micro_batch, token_grad)
             inputs = batch(i)[0] if x is None else x
             if not module.last:
                 return module(inputs, None, where)
-            return module(inputs, batch(i)[1], where).sum() / tokens
+            return (module(inputs, batch(i)[1], where) * (1 / tokens)).sum()
 
         last = self.layout.microbatches - 1
         for flat in self.flats:
