@@ -26,8 +26,8 @@ import torch.distributed as dist
 import megascale
 from megascale.config import Config
 from megascale.core.grid import Grid
-from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.agree import agree
+from megascale.errors import ConfigError, MegascaleError, TrainingError
+from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
 from megascale.rendezvous.groups import Groups, lost_peer, make_groups
 
@@ -106,6 +106,8 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
                 if not isinstance(error, Fenced):
                     redis_store.expire_soon(_AFTERLIFE)
                 redis_store.close()
+            elif isinstance(error, MegascaleError):
+                see_off(store, rank, world)
             if isinstance(error, Superseded):
                 continue
             if isinstance(error, dist.DistError):
