@@ -82,7 +82,8 @@ def load_held(
         if rank not in images:
             message = ask(sock, {"do": "open", "rank": rank, "generation": held.generation})
             handle = message.handles[0]
-            view = memoryview(mmap.mmap(handle, message["size"], prot=mmap.PROT_READ))
+            shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            view = memoryview(mmap.mmap(handle, message["size"], shared, mmap.PROT_READ))
             os.close(handle)
             images[rank] = (view, message)
         return images[rank]

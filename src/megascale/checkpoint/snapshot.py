@@ -28,7 +28,7 @@ import torch
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint import replica, service, wire
 from megascale.checkpoint.archive import element_size
-from megascale.checkpoint.index import Index, torch_metadata
+from megascale.checkpoint.index import Index
 from megascale.checkpoint.layout import Shard
 from megascale.checkpoint.memory import ask
 from megascale.checkpoint.peers import Peers
@@ -36,6 +36,7 @@ from megascale.checkpoint.pending import BLANK
 from megascale.checkpoint.plan import Part, data_file, make_offer
 from megascale.checkpoint.saver import Slice, agree, cut, dtype_name
 from megascale.checkpoint.storage import PAGE, open_storage
+from megascale.checkpoint.torch_index import torch_metadata
 from megascale.errors import FitError, TrainingError
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class _Slot:
     """One image in shared memory, seen from the trainer, with the thread that looks after it."""
 
     def __init__(self, handle: int, size: int, index: Index, chunks: Sequence[Slice], device: torch.device) -> None:
-        self.map = mmap.mmap(handle, max(size, PAGE))
+        self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED | mmap.MAP_POPULATE)
         os.close(handle)
         self.pinned = device.type == "cuda" and _pin(self.map, max(size, PAGE))
         memory = torch.frombuffer(self.map, dtype=torch.uint8)
