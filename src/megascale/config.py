@@ -255,6 +255,7 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
+    at_end: bool = Field(True, description="save when training stops; false loses what came after the last interval")
     keep: int = Field(2, ge=1, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
     location: str | None = Field(

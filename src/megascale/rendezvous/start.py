@@ -235,11 +235,14 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
         )
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"MASTER_PORT={port!r} is not a port; use a free port from 1024 to 65535")
+    if os.environ.get("USE_LIBUV") == "0":
+        # That server does not wake ranks that wait for a key made by compare_set.
+        raise ConfigError("USE_LIBUV=0 asks for torch's old TCPStore server, which loses wake-ups; unset USE_LIBUV")
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     loopback = is_loopback(host)
     if loopback:
         stay_on_loopback()
-    listener = _listen(host, int(port)) if serve and loopback else None
+    listener = listen(host, int(port)) if serve and loopback else None
     try:
         store = dist.TCPStore(
             host,
@@ -264,7 +267,7 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
     return store
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket on loopback only; torch's own would listen on every interface of the host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)

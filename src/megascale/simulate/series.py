@@ -120,7 +120,8 @@ def sweep_rows(
                 point = scenario
                 for key, value in here:
                     point = _varied(point, key, value)
-                result = run(point, level)
+                # On the event level one random fleet, the same for every point.
+                result = run(point, level, fleet=0)
             except FitError as error:
                 left_out.append(f"{', '.join(f'{k}={v}' for k, v in here)}: {str(error).splitlines()[0]}")
                 continue

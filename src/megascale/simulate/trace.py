@@ -1,9 +1,11 @@
 """Replay of a recorded training job: what its steps would have taken had its operations been typical.
 
-Reads traces in the layout of the OSDI 2025 what-if artifact (one row an operation; ByteDance, Apache-2.0). A worker
-runs its operations one after another, as Megatron-LM with blocking exchanges does; operations that were launched
-together (a send and a receive in one batch) are one item. An exchange moves once both sides have posted it, a
-collective once its last member has; what an operation took beyond that is its own duration.
+Reads traces in the layout of the OSDI 2025 what-if artifact (one row an operation; ByteDance, Apache-2.0). Operations
+that a worker launched together (a send and a receive in one batch) are one item. An item awaits, on its worker, the
+item whose end came last before its start (in a job with blocking exchanges: the one before), the item before it on
+its stream, and the receive or the compute that it needs; it follows the last of them by its recorded gap. An exchange
+moves once both sides have posted it, a collective once its last member has; what an operation took beyond that is its
+own duration.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ EVERYONE = ("optimizer-clip-main-grad",)
 ENDS = ("embedding-grads-all-reduce",)
 # Two operations of a worker that start this close together were launched as one batch, in seconds.
 TOGETHER = 2e-6
+# An item may seem to start this long before what it awaits has ended: clocks and rounding of the recording.
+BLUR = 5e-4
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Operation:
 
     Attributes:
         kind, replica, stage, step: what and where.
+        tensor: which of the ranks that share replica and stage.
+        chunk: model chunk on the stage, -1 where it has no meaning.
         sequence: order among operations of its kind on its worker in its step.
         microbatch: -1 where it has no meaning.
         start, duration: recorded, seconds.
@@ -51,6 +57,8 @@ class Operation:
     start: float
     duration: float
     stages: int = 1
+    tensor: int = 0
+    chunk: int = 0
     own: float = 0.0
 
     @property
@@ -59,15 +67,16 @@ class Operation:
         return self.start + self.duration
 
 
-Worker = tuple[int, int]
+Worker = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Item:
-    """Operations that a worker launches together, `gap` seconds after its item before ended."""
+    """Operations that a worker launches together, `gap` seconds after the last of the items `after` has ended."""
 
     operations: tuple[Operation, ...]
     gap: float
+    after: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -88,15 +97,26 @@ def read(path: Path) -> list[Step]:
     try:
         columns = parquet.read_table(path).to_pydict()
         stages = max(map(int, columns["stage"])) + 1
+        places = sorted(set(zip(columns["dp_rank"], columns["stage"], columns["rank"], strict=True)))
+        sharing: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for replica, stage, rank in places:
+            sharing[(replica, stage)].append(rank)
+        names = ("optype", "dp_rank", "stage", "rank", "step", "seq_id", "mb_id", "start_ts", "duration", "mc")
         operations = [
-            Operation(str(kind), int(r), int(s), int(n), int(q), int(m), float(a), float(d), stages)
-            for kind, r, s, n, q, m, a, d in zip(
-                *(
-                    columns[c]
-                    for c in ("optype", "dp_rank", "stage", "step", "seq_id", "mb_id", "start_ts", "duration")
-                ),
-                strict=True,
+            Operation(
+                str(kind),
+                int(r),
+                int(s),
+                int(n),
+                int(q),
+                int(m),
+                float(a),
+                float(d),
+                stages,
+                sharing[(r, s)].index(rank),
+                int(c),
             )
+            for kind, r, s, rank, n, q, m, a, d, c in zip(*(columns[c] for c in names), strict=True)
         ]
     except Exception as error:
         raise DataError(f"{path} cannot be read as a trace: {type(error).__name__}: {error}") from None
@@ -112,16 +132,23 @@ def group_key(operation: Operation) -> tuple[object, ...]:
     kind, o = operation.kind, operation
     if kind in RECEIVES:
         kind, step = RECEIVES[kind]
-        return (kind, o.replica, (o.stage + step) % o.stages, o.sequence)
+        return (kind, o.replica, o.tensor, (o.stage + step) % o.stages, o.sequence)
     if kind in SENDS:
-        return (kind, o.replica, o.stage, o.sequence)
+        return (kind, o.replica, o.tensor, o.stage, o.sequence)
     if kind in DATA_PARALLEL:
-        return (kind, o.stage, o.sequence)
+        return (kind, o.stage, o.tensor, o.sequence)
     if kind in EVERYONE:
         return (kind, o.sequence)
     if kind in ENDS:
-        return (kind, o.replica, o.sequence)
-    return (kind, o.replica, o.stage, o.sequence, o.microbatch)
+        return (kind, o.replica, o.tensor, o.sequence)
+    return (kind, o.replica, o.stage, o.tensor, o.sequence, o.microbatch)
+
+
+def stream(kind: str) -> str:
+    """Operations of one stream of a worker run one after another."""
+    if kind in COMPUTE:
+        return "compute"
+    return kind if kind in SENDS or kind in RECEIVES else "rest"
 
 
 def _step(number: int, rows: list[Operation]) -> Step:
@@ -134,21 +161,61 @@ def _step(number: int, rows: list[Operation]) -> Step:
         ready = max(o.start for o in members)
         for operation in members:
             own = max(0.0, min(o.end for o in members) - ready)
-            workers[(operation.replica, operation.stage)].append(replace(operation, own=own))
-    items: dict[Worker, tuple[Item, ...]] = {}
-    for worker, mine in workers.items():
-        mine.sort(key=lambda o: (o.start, o.kind))
-        built: list[Item] = []
-        ended = begin
-        for operation in mine:
-            if built and operation.start - built[-1].operations[0].start < TOGETHER:
-                built[-1] = Item((*built[-1].operations, operation), built[-1].gap)
-            else:
-                built.append(Item((operation,), max(0.0, operation.start - ended)))
-            ended = max(o.end for o in built[-1].operations)
-        items[worker] = tuple(built)
-    recorded = max(o.end for o in rows) - begin
-    return Step(number, items, recorded)
+            workers[(operation.replica, operation.stage, operation.tensor)].append(replace(operation, own=own))
+    items = {worker: _items(mine, begin) for worker, mine in workers.items()}
+    return Step(number, items, max(o.end for o in rows) - begin)
+
+
+def _items(mine: list[Operation], begin: float) -> tuple[Item, ...]:
+    """A worker's operations as items, with what each awaits."""
+    mine = sorted(mine, key=lambda o: (o.start, o.kind))
+    batches: list[list[Operation]] = []
+    for operation in mine:
+        if batches and operation.start - batches[-1][0].start < TOGETHER:
+            batches[-1].append(operation)
+        else:
+            batches.append([operation])
+    at = {id(o): i for i, batch in enumerate(batches) for o in batch}
+    ends = [max(o.end for o in batch) for batch in batches]
+    needs = _needed(mine)
+    last_on: dict[str, int] = {}
+    items = []
+    for i, batch in enumerate(batches):
+        start = batch[0].start
+        wanted = {last_on[stream(o.kind)] for o in batch if stream(o.kind) in last_on}
+        wanted |= {at[id(other)] for o in batch for other in needs.get(id(o), ())}
+        earlier = [j for j in range(i) if ends[j] <= start + TOGETHER]
+        if earlier:
+            wanted.add(max(earlier, key=lambda j: ends[j]))
+        after = tuple(sorted(j for j in wanted if j < i and ends[j] <= start + BLUR))
+        before = max((ends[j] for j in after), default=begin)
+        items.append(Item(tuple(batch), max(0.0, start - before), after))
+        last_on.update({stream(o.kind): i for o in batch})
+    return tuple(items)
+
+
+def _needed(mine: list[Operation]) -> dict[int, list[Operation]]:
+    """Compute -> the receive that feeds it, send -> the compute that made it; by order, where the counts agree."""
+    needs: dict[int, list[Operation]] = defaultdict(list)
+    chunks = max((o.chunk for o in mine if o.kind in COMPUTE), default=0)
+    of = {kind: [o for o in mine if o.kind == kind] for kind in (*COMPUTE, *SENDS, *RECEIVES)}
+    for compute, receive, send, first, last in (
+        ("forward-compute", "forward-recv", "forward-send", (0, 0), (-1, chunks)),
+        ("backward-compute", "backward-recv", "backward-send", (-1, chunks), (0, 0)),
+    ):
+
+        def at_end(o: Operation, end: tuple[int, int]) -> bool:
+            return o.stage == end[0] % o.stages and o.chunk == end[1]
+
+        fed = [o for o in of[compute] if not at_end(o, first)]
+        sent = [o for o in of[compute] if not at_end(o, last)]
+        if len(fed) == len(of[receive]):
+            for o, source in zip(fed, of[receive], strict=True):
+                needs[id(o)].append(source)
+        if len(sent) == len(of[send]):
+            for source, o in zip(sent, of[send], strict=True):
+                needs[id(o)].append(source)
+    return needs
 
 
 Duration = Callable[[Operation], float]
@@ -164,28 +231,37 @@ def replay_step(step: Step, duration: Duration | None = None, gaps: bool = True)
                 members[group_key(operation)].append((worker, index))
     posted: dict[tuple[Worker, int], float] = {}
     ended: dict[tuple[Worker, int], float] = {}
-    ready = [(worker, 0) for worker in step.workers]
-    for worker, _ in ready:
-        posted[(worker, 0)] = step.workers[worker][0].gap if gaps else 0.0
-    while ready:
-        place = ready.pop()
-        if place in ended:
-            continue
-        worker, index = place
-        operations = step.workers[worker][index].operations
-        groups = [members[group_key(o)] for o in operations]
-        if any(peer not in posted for group in groups for peer in group):
-            continue  # comes again when the last peer has posted
-        ended[place] = max(
-            max(posted[peer] for peer in group) + took(o) for group, o in zip(groups, operations, strict=True)
-        )
-        following = (worker, index + 1)
-        if index + 1 < len(step.workers[worker]):
-            item = step.workers[worker][index + 1]
-            posted[following] = ended[place] + (item.gap if gaps else 0.0)
-            ready.append(following)
-            ready += [peer for o in item.operations for peer in members[group_key(o)] if peer in posted]
     count = sum(len(items) for items in step.workers.values())
+    followers: dict[tuple[Worker, int], list[tuple[Worker, int]]] = defaultdict(list)
+    missing: dict[tuple[Worker, int], int] = {}
+    to_post: list[tuple[Worker, int]] = []
+    for worker, items in step.workers.items():
+        for index, item in enumerate(items):
+            missing[(worker, index)] = len(item.after)
+            for before in item.after:
+                followers[(worker, before)].append((worker, index))
+            if not item.after:
+                to_post.append((worker, index))
+    while to_post:
+        worker, index = place = to_post.pop()
+        item = step.workers[worker][index]
+        free = max((ended[(worker, before)] for before in item.after), default=0.0)
+        posted[place] = free + (item.gap if gaps else 0.0)
+        # An item ends with its last operation, and those with their last member: ask all whom this one may complete.
+        for candidate in {peer for o in item.operations for peer in members[group_key(o)]}:
+            if candidate in ended or candidate not in posted:
+                continue
+            operations = step.workers[candidate[0]][candidate[1]].operations
+            groups = [members[group_key(o)] for o in operations]
+            if any(peer not in posted for group in groups for peer in group):
+                continue
+            ended[candidate] = max(
+                max(posted[peer] for peer in group) + took(o) for group, o in zip(groups, operations, strict=True)
+            )
+            for follower in followers[candidate]:
+                missing[follower] -= 1
+                if missing[follower] == 0:
+                    to_post.append(follower)
     if len(ended) != count:
         raise DataError(f"step {step.number} of the trace cannot be replayed: an exchange lacks its other side")
     return max(ended.values())

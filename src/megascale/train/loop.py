@@ -21,6 +21,7 @@ from megascale.core.status import StatusFile
 from megascale.data.samples import SampleSource
 from megascale.errors import MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
+from megascale.ops import dispatch
 from megascale.optim.schedule import learning_rate
 from megascale.rendezvous.groups import lost_peer, shutdown
 from megascale.rendezvous.start import initialise
@@ -98,6 +99,7 @@ class Trainer:
         self.sinks: list[Sink] = []
         self._unread: tuple[dict[str, Any], StepResult] | None = None
         self._stopping = False  # agreed by all ranks
+        self._told = False
         self._started = self._read_at = 0.0
         self._loss: float | None = None
 
@@ -125,7 +127,7 @@ class Trainer:
                         self._save()
                         last_saved = self.step
                 self._flush()
-                if self.step > last_saved:
+                if self.step > last_saved and self.config.checkpoint.at_end:
                     self._save()
                 if self._stopping:
                     self._event(Event.INTERRUPTED, step=self.step)
@@ -178,6 +180,8 @@ class Trainer:
         result = self.engine.step(self._batches(first), step, rate, wants_stop)
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
+        if not self._told:
+            self._tell_active()
         self.step, self.consumed = step, first + train.global_batch
         record = {
             "step": step,
@@ -268,11 +272,11 @@ class Trainer:
         if not self.leader:
             return
         if attempt:
-            self._event(Event.RESUMED, step=self.step, samples=self.consumed)
+            self._event(Event.RESUMED, world=self.place.world, step=self.step, samples=self.consumed)
         elif self.config.checkpoint.resume is False and self.folder.metrics.exists():
-            self.folder.event(Event.RUN_STARTED, note="checkpoint.resume=false: starting over")
+            self._event(Event.RUN_STARTED, world=self.place.world, note="checkpoint.resume=false: starting over")
         else:
-            self._event(Event.RUN_STARTED, flops_convention=CONVENTION)
+            self._event(Event.RUN_STARTED, world=self.place.world, flops_convention=CONVENTION)
         self.folder.rewind(self.step)
 
     def _evaluate(self, samples: int | None) -> Evaluation | None:
@@ -310,6 +314,17 @@ class Trainer:
             self.sinks.append(Wandb(observe.wandb, self.folder.path, self.config.model_dump(exclude_none=True)))
         if self.step:
             self._say(f"resuming {self.folder.path} after step {self.step}")
+
+    def _tell_active(self) -> None:
+        """After the first step it is known which overlaps and kernels run: say it, nothing is off in silence."""
+        self._told = True
+        active = self.engine.active | dispatch.active()
+        self._event(Event.ACTIVE, **active)
+        by_choice: dict[str, list[str]] = {}
+        for what, choice in active.items():
+            by_choice.setdefault(choice, []).append(what)
+        for choice, names in by_choice.items():
+            self._say(f"active: {', '.join(names)}: {choice}")
 
     def _say(self, text: str) -> None:
         if self.leader:
