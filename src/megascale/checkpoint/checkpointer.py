@@ -67,12 +67,19 @@ class Checkpointer:
             return "storage"
         return "memory" if c.memory_interval and step % c.memory_interval == 0 else None
 
-    def load(self, step: int | None = None, report: LoadReport | None = None) -> dict[str, Any] | None:
-        """Fill the shards from the newest state there is (or that of `step`) and return what was saved with it; None
-        if there is none. Own memory comes before a peer's, that before storage, if it is as new.
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        shards: Sequence[Shard] | None = None,
+        report: LoadReport | None = None,
+    ) -> dict[str, Any] | None:
+        """Fill the shards (or only `shards`) from the newest state there is (or that of `step`) and return what was
+        saved with it; None if there is none. Own memory comes before a peer's, that before storage, if it is as new.
 
         Raises DataError as `loader.load` does.
         """
+        shards = self.shards if shards is None else shards
         storage = open_storage(self.folder)
         newest = None
         if self.peers.rank == 0:
@@ -81,18 +88,18 @@ class Checkpointer:
             newest = (max((c.sequence for c in commits), default=0), folders.identity(storage))
         sequence, identity = self.peers.share(newest)
         if self.config.background and identity:
-            state = self._load_held(sequence, identity, step, report)
+            state = self._load_held(sequence, identity, step, shards, report)
             if state is not None:
                 return state
         there = self.peers.share(bool(folders.step_folders(storage)) if self.peers.rank == 0 else None)
         if not there and step is None:
             return None
-        state = load(self.folder, self.shards, step=step, group=self.group, report=report)
+        state = load(self.folder, shards, step=step, group=self.group, report=report)
         self.loaded_from = "storage"
         return state
 
     def _load_held(
-        self, sequence: int, identity: str, step: int | None, report: LoadReport | None
+        self, sequence: int, identity: str, step: int | None, shards: Sequence[Shard], report: LoadReport | None
     ) -> dict[str, Any] | None:
         sock = None
         try:
@@ -101,7 +108,7 @@ class Checkpointer:
             held = find_held(sock, self.peers, identity)
             if held is None or held.sequence < sequence or step not in (None, held.step):
                 return None
-            result = load_held(sock, held, self.shards, self.peers, report)
+            result = load_held(sock, held, shards, self.peers, report)
         finally:
             if sock is not None:
                 sock.close()
@@ -137,6 +144,11 @@ class Checkpointer:
         begun = self._background().start(step, state, persist=persist, wait=wait)
         self._unsaved = self._unsaved and not (begun and persist)
         return begun
+
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """The background's side of it, once there is one."""
+        return self._snapshots
 
     def _background(self) -> Snapshots:
         if self._snapshots is None:

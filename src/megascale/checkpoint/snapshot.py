@@ -104,6 +104,11 @@ class Snapshots:
         """Bytes of host memory this process stages into, allocated once."""
         return max(self.part.size, PAGE) * self.slots_wanted
 
+    @property
+    def pinned(self) -> bool:
+        """Whether that memory is page-locked, so that a device copies into it by itself."""
+        return all(slot.pinned for slot in self._slots)
+
     def start(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
         """Begin a save of the shards as they are now; False if it was skipped because memory is still in use.
 
@@ -154,7 +159,7 @@ class Snapshots:
             with torch.cuda.stream(self._stream):
                 for target, source in slot.pairs:
                     target.copy_(source, non_blocking=True)
-                copy.event = torch.cuda.Event()
+                copy.event = torch.cuda.Event(blocking=True)  # whoever waits for it leaves the core to others
                 copy.event.record(self._stream)
         self._current = copy
         slot.work.put(copy)
