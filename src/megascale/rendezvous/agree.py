@@ -184,8 +184,8 @@ def _missing(world: int, came: list[int], timeout: float) -> TrainingError:
     absent = sorted(set(range(world)) - set(came))
     plural = "s" if len(absent) > 1 else ""
     return TrainingError(
-        f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={round(timeout, 1):g} seconds "
-        f"({len(came)} did); look at {'their' if plural else 'its'} log and host, or raise --rendezvous.timeout"
+        f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={round(timeout, 1):g} "
+        f"seconds ({len(came)} did); look at {'their' if plural else 'its'} log and host, or raise --rendezvous.timeout"
     )
 
 

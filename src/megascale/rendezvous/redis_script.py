@@ -88,10 +88,11 @@ if done then
   if string.sub(done, 1, cut - 1) == ARGV[3] then return string.sub(done, cut + 1) end
 end
 local function put(key, value)
+  -- First, for a server without memory refuses a script at its first write only if that needs memory.
+  redis.call('SADD', KEYS[2], key)
   redis.call('DEL', key)
   redis.call('RPUSH', key, value)
   redis.call('PEXPIRE', key, ARGV[4])
-  redis.call('SADD', KEYS[2], key)
 end
 local op, answer = ARGV[5], ''
 if op == 'set' then
