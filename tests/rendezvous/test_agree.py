@@ -46,8 +46,10 @@ def stores(request):
         port = free_port()
         limit = timedelta(seconds=20)
         server = dist.TCPStore("127.0.0.1", port, None, True, timeout=limit, wait_for_workers=False)
-        yield lambda rank: (
-            server if rank == 0 else dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+        yield (
+            lambda rank: (
+                server if rank == 0 else dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+            )
         )
         return
     server = request.getfixturevalue("redis_server")()
