@@ -145,6 +145,20 @@ def test_redis_that_is_not_there(ranks):
 
 
 @needs_redis
+def test_redis_with_another_password(ranks, redis_server, monkeypatch):
+    server = redis_server("--requirepass", "s3cret")
+    place = f"127.0.0.1:{server.port}"
+    ranks.start(start, range(2), 2, [f"rendezvous.url=redis://:guess@{place}"])
+    for error in ranks.results(2).values():
+        assert isinstance(error, ConfigError)
+        assert "refuses the user or password" in str(error)
+        assert "guess" not in str(error)
+    monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "s3cret")
+    ranks.start(use_groups, range(2), 2, [f"rendezvous.url=redis://{place}"])
+    assert all(isinstance(seen, dict) for seen in ranks.results(2).values())
+
+
+@needs_redis
 @pytest.mark.parametrize("memory", [(), ("--appendonly", "yes")])
 def test_redis_restarted_during_the_start(ranks, redis_server, memory):
     """The server dies while seven of eight ranks wait for the last, with and without its memory."""

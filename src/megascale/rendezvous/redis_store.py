@@ -221,8 +221,8 @@ class RedisStore(dist.Store):
     def _pop_waiting(self, key: str, queue: str) -> bytes:
         """Move the first element to a place of our own, then read it there: a broken connection loses nothing."""
         place = self.link.names.taken(uuid.uuid4().hex[:12])
-        deadline = self._deadline()
-        self.link.change(deadline, "list", [place])
+        self.link.change(self._deadline(), "list", [place])
+        deadline = time.monotonic() + self._timeout().total_seconds()
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -230,12 +230,12 @@ class RedisStore(dist.Store):
             # Plain commands may be sent twice, so the wait is shorter than what counts as a broken connection.
             step = min(left, 10.0)
             many = [("BLMOVE", queue, place, "LEFT", "LEFT", f"{max(step, 0.001):.3f}"), ("LRANGE", place, 0, -1)]
-            _, held = self.link.commands(deadline + 2.0, many)
+            _, held = self.link.commands(self._deadline(), many)
             if held:
                 # Newest first; what a repeated wait took besides goes back to the front.
                 for value in held[:-1]:
-                    self.link.command(deadline + 2.0, "LPUSH", queue, value)
-                self.link.change(deadline + 2.0, "delete", [place])
+                    self.link.command(self._deadline(), "LPUSH", queue, value)
+                self.link.change(self._deadline(), "delete", [place])
                 return held[-1]
 
 
