@@ -16,26 +16,27 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 import megascale
-from megascale.config import Config
 from megascale.core.grid import Grid
 from megascale.errors import ConfigError, TrainingError
 from megascale.rendezvous.agree import agree
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
-from megascale.rendezvous.groups import Groups, lost_peer, make_groups
+from megascale.rendezvous.groups import AFTERLIFE, Groups, lost_peer, make_groups
 from megascale.rendezvous.redis_store import RedisStore
 from megascale.rendezvous.resp import Address
 
+if TYPE_CHECKING:
+    from megascale.config import Config
+
 PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
-# Seconds that the keys of a failed start stay, so that every rank can still read what went wrong.
-_AFTERLIFE = 60.0
 # Above this many ranks gloo's default full mesh of connections (each rank to all) is made on demand instead.
 _GLOO_MESH = 256
 
@@ -71,9 +72,10 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
     store = _meet(config, rank, world, lap)
     try:
         groups = _start_groups(config, store, rank, world, device, lap)
-    except StoreFault as error:
-        raise TrainingError(str(error)) from None
-    except RuntimeError as error:
+    except BaseException as error:
+        _abandon(store, error, rank, world)
+        if isinstance(error, StoreFault):
+            raise TrainingError(str(error)) from None
         why = lost_peer(error)
         if why is None:
             raise
@@ -96,23 +98,30 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
         left = max(0.1, deadline - time.monotonic())
         store = connect(config, rank, world, left)
         lap("connect")
-        redis_store: Any = store if hasattr(store, "link") else None
         try:
             agree(store, rank, world, facts, left)
-            if redis_store is not None:
-                redis_store.seal()
+            if isinstance(store, RedisStore):
+                store.seal()
             lap("agree")
             return store
         except BaseException as error:
-            if redis_store is not None:
-                if not isinstance(error, Fenced):
-                    redis_store.expire_soon(_AFTERLIFE)
-                redis_store.close()
+            _abandon(store, error, rank, world)
             if isinstance(error, Superseded):
                 continue
             if isinstance(error, dist.DistError):
                 raise TrainingError(f"the start broke off on rank {rank}: {_first_line(error)}") from None
             raise
+
+
+def _abandon(store: dist.Store, error: BaseException, rank: int, world: int) -> None:
+    """After a failed start: let the others read why, and leave nothing in a Redis server for long."""
+    if isinstance(store, RedisStore):
+        if not isinstance(error, Fenced):
+            with suppress(dist.DistError, ConfigError):
+                store.expire_soon(AFTERLIFE)
+        store.close()
+    elif rank == 0:
+        time.sleep(0.2 + world / 5000)  # this process serves the store, which ends with it
 
 
 def _start_groups(
@@ -156,7 +165,7 @@ def _start_groups(
 def _at_exit(groups: weakref.ref[Groups]) -> None:
     """A process that ends without `shutdown`: torch's threads must not wait in a store that runs in Python."""
     left = groups()
-    if left is not None and left.root_store is not None and hasattr(left.root_store, "link"):
+    if left is not None and isinstance(left.root_store, RedisStore):
         left.root_store.close()
 
 
