@@ -204,7 +204,7 @@ class ParallelConfig(Section):
 
 
 class OverlapConfig(Section):
-    """How communication hides under compute. What is asked for and cannot be had is an error; auto says what it took."""
+    """How communication hides under compute. What is asked for and cannot be had is an error; auto says its choice."""
 
     tensor: Literal["auto", "fused", "async", "off"] = Field(
         "auto",
@@ -255,6 +255,7 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
+    at_end: bool = Field(True, description="save when training stops; false loses what came after the last interval")
     keep: int = Field(2, ge=1, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
     location: str | None = Field(

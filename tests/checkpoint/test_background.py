@@ -238,7 +238,7 @@ def _uncommit(storage: LocalStorage) -> None:
 
     from megascale.checkpoint import folder as folders
     from megascale.checkpoint import pending
-    from megascale.checkpoint.index import torch_metadata
+    from megascale.checkpoint.torch_index import torch_metadata
 
     commit = folders.read_commit(storage, 3)
     index = folders.read_index(storage, commit)

@@ -25,14 +25,14 @@ LAMB = {"name": "lamb"}
 def layout(
     tensor: int, pipeline: int, data: int, virtual: int = 1, zero: int = 1, *, tied: bool, **parallel: Any
 ) -> Case:
-    """Twelve samples a step in any layout."""
+    """Four samples a step in any layout."""
     return case(
         tensor,
         pipeline,
         data,
         virtual=virtual,
         zero=zero,
-        microbatches=12 // data,
+        microbatches=4 // data,
         model={**MODEL, "tied_embeddings": tied},
         optimizer=LAMB,
         parallel=parallel,
@@ -49,7 +49,7 @@ def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
     observe(engine, told)
     for step in range(1, STEPS):
         run_step(engine, step, told)
-    checkpoint.save(folder, STEPS - 1, shards(engine), {"samples": 24}, keep=1)
+    checkpoint.save(folder, STEPS - 1, shards(engine), {"samples": 8}, keep=1)
     told.state = state_of(engine)
     return told
 
@@ -60,7 +60,7 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     for state in engine.optimizer.states:
         for tensor in (state.master, state.exp_avg, state.exp_avg_sq):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
-    assert checkpoint.load(folder, shards(engine)) == {"samples": 24}
+    assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
     engine.loaded()
     loaded.state = state_of(engine)
     observe(engine, told)

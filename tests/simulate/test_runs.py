@@ -48,6 +48,14 @@ def test_measure_takes_the_median_after_the_warm_up(tmp_path):
     assert (measured.seconds, measured.steps, measured.gpus) == (2.0, 15, 1)
     with pytest.raises(DataError, match="at least"):
         measure(write_run(tmp_path / "short", ["model.preset=gpt-1.3b"], 2.0, 1, steps=7))
+    silent = write_run(tmp_path / "silent", SMALL, 2.0, None)
+    with pytest.raises(DataError, match="how many GPUs"):
+        measure(silent)
+    assert measure(silent, 2).gpus == 2
+    (silent / "logs").mkdir()
+    for rank in range(4):
+        (silent / "logs" / f"rank-{rank}.log").touch()
+    assert measure(silent).gpus == 4
     with pytest.raises(DataError, match="no run folder"):
         measure(tmp_path / "nothing")
 
@@ -159,6 +167,19 @@ def test_switches_undo_themselves():
     assert switch(off, ["tp-overlap", "window"], True) == MEGASCALE
     with pytest.raises(ConfigError, match="unknown"):
         switch(MEGASCALE, ["magic"], True)
+
+
+def test_the_configuration_decides_what_it_names():
+    config = configuration.load(EXAMPLE)
+    software = own_software(config, MEGASCALE)
+    assert software.parallel_block
+    assert software.window == config.model.window
+    assert software.tp_overlap
+    plain = ["overlap.tensor=off", "overlap.data=false", "kernels.mode=reference", "kernels.attention=flash"]
+    off = own_software(configuration.load(EXAMPLE, [*plain, "parallel.zero=0", "model.block=serial"]), MEGASCALE)
+    assert (off.tp_overlap, off.dp_overlap, off.fused_operators, off.parallel_block) == (False,) * 4
+    assert off.attention == "flash2"
+    assert not off.distributed_optimizer
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ import torch
 from megascale.checkpoint import archive
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint.archive import crc32
-from megascale.checkpoint.index import TensorInfo, torch_metadata
+from megascale.checkpoint.index import TensorInfo
 from megascale.checkpoint.layout import CHUNK_BYTES, split
 from megascale.checkpoint.plan import data_file, make_offer, make_plan
 from megascale.checkpoint.saver import dtype_name, host_bytes
 from megascale.checkpoint.storage import Storage
+from megascale.checkpoint.torch_index import torch_metadata
 from megascale.checkpoint.whole import Whole
 from megascale.core.tensors import Box
 from megascale.errors import DataError

@@ -13,6 +13,7 @@ BENCHES: tuple[str, ...] = (
     "schedules",
     "tokenize",
     "train",
+    "checkpoint",
 )
 
 

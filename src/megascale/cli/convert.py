@@ -85,8 +85,9 @@ def export(
 
     from megascale import api
 
+    console = Console(stderr=True)
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("writing", total=None)
         made = api.export_model(
             run,

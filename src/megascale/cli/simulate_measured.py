@@ -12,6 +12,7 @@ CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or T
 SOFTWARE = typer.Option(
     None, "--software", help="Stack: megascale, megatron-2023, megatron-core, ...; default: MegaScale's for the GPU."
 )
+GPUS = typer.Option(None, "--gpus", min=1, help="GPUs that the run had, where its folder does not say.")
 JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
 
 
@@ -29,6 +30,7 @@ def calibrate(
     fit: str = typer.Option("compute", "--fit", help="Constants, comma-separated: compute, overhead, fixed, ..."),
     start: str | None = typer.Option(None, "--start", help="Calibration that gives the constants not fitted."),
     name: str | None = typer.Option(None, "--name", help="Name of the calibration; default: the cluster's."),
+    gpus: int | None = GPUS,
     out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="Where to write it; default: print it."),
 ) -> None:
     """Fit constants to measured steps and write them with errors, evidence and what could not be told apart.
@@ -44,7 +46,7 @@ def calibrate(
     """
     from megascale.simulate.calibrating import calibrate as fit_rows
 
-    calibration, table = fit_rows(run, anchor, cluster, software, fit, start, name)
+    calibration, table = fit_rows(run, anchor, cluster, software, fit, start, name, gpus)
     if out is not None:
         out.write_text(calibration.to_toml())
         console = _console()
@@ -69,6 +71,7 @@ def compare(
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that a run folder ran on."),
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
+    gpus: int | None = GPUS,
     as_json: bool = JSON,
 ) -> None:
     """Two predictions part by part; a run against its prediction, with what would explain the gap; or all at once.
@@ -87,7 +90,7 @@ def compare(
     if runs is not None:
         rows = comparing.predicted_and_measured(runs, predictions)
     elif first is not None and first.is_dir():
-        rows = comparing.explain_run(first, cluster, calibration, software)
+        rows = comparing.explain_run(first, cluster, calibration, software, gpus)
     elif first is not None and second is not None:
         rows = comparing.two_results(first, second)
     else:

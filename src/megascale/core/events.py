@@ -11,6 +11,7 @@ class Event(StrEnum):
     IMPORTED = "imported"
     RUN_STARTED = "run_started"
     RESUMED = "resumed"
+    ACTIVE = "active"
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_SKIPPED = "checkpoint_skipped"

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 import megascale
 from megascale.core.grid import Grid
-from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.agree import agree
+from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
+from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
 from megascale.rendezvous.groups import AFTERLIFE, Groups, lost_peer, make_groups
 from megascale.rendezvous.redis_store import RedisStore
@@ -73,7 +73,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
     try:
         groups = _start_groups(config, store, rank, world, device, lap)
     except BaseException as error:
-        _abandon(store, error, rank, world)
+        _abandon(store, error, (rank, world) if isinstance(error, FitError) else None)
         if isinstance(error, StoreFault):
             raise TrainingError(str(error)) from None
         why = lost_peer(error)
@@ -105,7 +105,7 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
             lap("agree")
             return store
         except BaseException as error:
-            _abandon(store, error, rank, world)
+            _abandon(store, error, (rank, world) if isinstance(error, MegascaleError) else None)
             if isinstance(error, Superseded):
                 continue
             if isinstance(error, dist.DistError):
@@ -113,15 +113,17 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
             raise
 
 
-def _abandon(store: dist.Store, error: BaseException, rank: int, world: int) -> None:
-    """After a failed start: let the others read why, and leave nothing in a Redis server for long."""
+def _abandon(store: dist.Store, error: BaseException, others: tuple[int, int] | None) -> None:
+    """After a failed start: leave nothing in a Redis server for long, or, with `others` = (rank, world), stay until
+    the others have read in rank 0's store what is wrong with the start."""
+    with suppress(dist.DistError, ConfigError):
+        if not isinstance(store, RedisStore):
+            if others is not None:
+                see_off(store, *others)
+        elif not isinstance(error, Fenced):
+            store.expire_soon(AFTERLIFE)
     if isinstance(store, RedisStore):
-        if not isinstance(error, Fenced):
-            with suppress(dist.DistError, ConfigError):
-                store.expire_soon(AFTERLIFE)
         store.close()
-    elif rank == 0:
-        time.sleep(0.2 + world / 5000)  # this process serves the store, which ends with it
 
 
 def _start_groups(

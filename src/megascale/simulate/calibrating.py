@@ -28,6 +28,7 @@ def calibrate(
     fitted: str,
     start: str | None,
     name: str | None,
+    gpus: int | None = None,
 ) -> tuple[Calibration, list[tuple[str, float, float]]]:
     """Fit to run folders or to a shipped table: (calibration, [(row, measured, fitted seconds)])."""
     machine = load_cluster(cluster)
@@ -44,7 +45,7 @@ def calibrate(
         labels, cases, seconds = list(rows.names), rows.cases, rows.seconds
         how = f"--anchor {anchor}"
     elif runs:
-        measured = [measure(folder) for folder in runs]
+        measured = [measure(folder, gpus) for folder in runs]
         base = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
         uncalibrated = Calibration("uncalibrated", machine.name)
         scenarios = [

@@ -49,9 +49,11 @@ def _result(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not the output of `simulate step --json`: {error}") from None
 
 
-def explain_run(folder: Path, cluster: str, calibration: str | None, software: str | None) -> list[Row]:
+def explain_run(
+    folder: Path, cluster: str, calibration: str | None, software: str | None, gpus: int | None = None
+) -> list[Row]:
     """Predicted and measured step of a run, and for each constant the value that alone would close the gap."""
-    measured, machine = measure(folder), load_cluster(cluster)
+    measured, machine = measure(folder, gpus), load_cluster(cluster)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
     fitted = load_calibration(calibration, machine.name)
     scenario = Scenario(measured.config, measured.gpus, machine, fitted, own_software(measured.config, stack(name)))

@@ -103,7 +103,7 @@ def launch(words: list[str], world: int, logs: Path) -> int:
 def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interrupted) -> int:
     first: tuple[int, int] | None = None
     deadline = float("inf")
-    while any([p.poll() is None for p in ranks]) and time.monotonic() < deadline:  # a list: every one is asked
+    while sum(p.poll() is None for p in ranks) and time.monotonic() < deadline:  # any() would not ask them all
         if first is None:
             first = _first_failed(ranks)
             if first is not None:
