@@ -41,6 +41,8 @@ def both_ways(theirs, folder: Path) -> None:
     )
     assert len(list((folder / "ours").glob("*.safetensors"))) > 1
     assert difference(chunk, load(folder / "ours")) < CLOSE
+    again = read_folder(folder / "ours").tensors
+    assert all(torch.equal(again[name], tensor) for name, tensor in found.tensors.items())
 
 
 @pytest.mark.parametrize("family", CONFIGS)
