@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ _FAIL = "fail:"
 _ALARM = "!"
 # Ranks wait a little longer for rank 0's verdict than rank 0 waits for them, so that the verdict reaches them.
 _GRACE = 5.0
+_SEE_OFF = 10.0
 _EXPLAINED = 4  # at most so many differing ranks tell their settings
 
 
@@ -83,6 +85,19 @@ def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout
     if verdict != "ok":
         kind, _, message = verdict.removeprefix(_FAIL).partition(":")
         raise TrainingError(message) if kind == "missing" else ConfigError(message)
+
+
+def see_off(store: Store, rank: int, world: int) -> None:
+    """After a start that failed: rank 0, who may serve the store, stays until the others have read why.
+
+    Without this a rank that comes a little later finds nobody and waits out its whole time.
+    """
+    store.set(f"start/told/{rank}", "1")
+    if rank == 0:
+        # An alarm has filled all places, also of ranks that are still on their way; absent ranks are not waited for.
+        expected = [f"start/told/{r}" for r in range(1, world) if store.check([f"start/hello/{r}"])]
+        with suppress(DistError):
+            store.wait(expected, timedelta(seconds=_SEE_OFF))
 
 
 def _judge(store: Store, world: int, deadline: float, timeout: float) -> None:
