@@ -115,8 +115,18 @@ def train(config: Config) -> Result:
     return Trainer(config, find_place(config)).run()
 
 
-def evaluate(run: str | Path, file: str | None = None, *, step: int | None = None, device: str = "auto") -> Evaluation:
-    """Loss of a run's checkpoint on a token file (default: the run's own data.valid)."""
+def evaluate(
+    run: str | Path,
+    file: str | None = None,
+    *,
+    stride: int | None = None,
+    step: int | None = None,
+    device: str = "auto",
+) -> Evaluation:
+    """Loss of a run's checkpoint on a token file (default: the run's own data.valid).
+
+    `stride`: tokens that each window predicts; default: all of its model.sequence_length.
+    """
     from megascale.train.evaluate import evaluate_file
     from megascale.train.restore import restore
 
@@ -124,7 +134,7 @@ def evaluate(run: str | Path, file: str | None = None, *, step: int | None = Non
     prefix = file or config.data.valid
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
-    return evaluate_file(engine, config, prefix)
+    return evaluate_file(engine, config, prefix, stride=stride)
 
 
 def generate(
@@ -148,9 +158,10 @@ def generate(
     from megascale.data.tokenizer import tokenizer_for
     from megascale.train.generate import Sampling, generate_tokens, text_of
     from megascale.train.restore import restore_model
+    from megascale.train.run_folder import run_config
 
-    model, config = restore_model(Path(run), step=step, device=device)
-    tokenizer = tokenizer_for(config.data)
+    tokenizer = tokenizer_for(run_config(Path(run)).data)  # before the model, which may take a while to read
+    model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)
     yield from text_of(tokenizer, made, stop)

@@ -105,6 +105,26 @@ def test_held_out_targets_are_every_token_once(tmp_path: Path, tokens: int, leng
     assert np.array_equal(some[1], targets[[-1, 0]])
 
 
+@given(tokens=st.integers(1, 60), length=st.integers(2, 9), data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+def test_a_stride_gives_more_context_and_still_every_token_once(
+    tmp_path: Path, tokens: int, length: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, length))
+    inputs, targets = HeldOut(write(tmp_path / "v", list(range(tokens))), length, stride=stride).batch(0, 1000)
+    real = targets != IGNORE
+    assert targets[real].tolist() == list(range(tokens))
+    for row_inputs, row_targets, row in zip(inputs, targets, real, strict=True):
+        for place in np.flatnonzero(row):
+            seen = row_inputs[: place + 1].tolist()
+            target = int(row_targets[place])
+            # All that went before in the file, as far as the window reaches, and never less than length - stride.
+            assert seen == [(target - place - 1 + i) % tokens for i in range(place + 1)]
+            assert len(seen) > min(target, length - stride)
+    with pytest.raises(ConfigError, match=f"stride={length + 1}"):
+        HeldOut(str(tmp_path / "v"), length, stride=length + 1)
+
+
 def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokens"):
         HeldOut(write(tmp_path / "e", []), 4)

@@ -12,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small
+from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
 from megascale import config
+from megascale.core.flops import parameters
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES, family_for
 from megascale.model.huggingface.reader import read_folder
 from megascale.model.huggingface.settings import fraction_of
 from megascale.model.huggingface.tensors import Weight, join, linear, logical_shapes, split
-from megascale.model.huggingface.writer import all_shapes, write_folder
+from megascale.model.huggingface.writer import all_shapes, configuration, write_folder
 from megascale.parallel.parameters import spec_of
 
 
@@ -40,6 +41,8 @@ def both_ways(theirs, folder: Path) -> None:
     )
     assert len(list((folder / "ours").glob("*.safetensors"))) > 1
     assert difference(chunk, load(folder / "ours")) < CLOSE
+    again = read_folder(folder / "ours").tensors
+    assert all(torch.equal(again[name], tensor) for name, tensor in found.tensors.items())
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -197,6 +200,25 @@ def test_what_cannot_be_exported_names_the_keys(keys, family, named):
         family_for(model, family)
     for part in named:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("preset", "family", "count"),
+    [
+        ("gpt2-124m", "gpt2", 124_439_808),
+        ("gpt-1.3b", "gpt2", None),
+        ("gpt-13b", "gpt2", None),
+        ("llama-8b", "llama", 8_030_261_248),
+    ],
+)
+def test_a_preset_is_the_published_model(preset, family, count):
+    model = config.load(None, [f"--model.preset={preset}"]).model
+    written = configuration(family_for(model), model, torch.float32, None)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
+    assert family_for(model).name == family
+    assert parameters(model) == sum(p.numel() for p in theirs.parameters())
+    assert count is None or parameters(model) == count
 
 
 # tensors -----------------------------------------------------------------------------------------------------------

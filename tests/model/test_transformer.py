@@ -26,6 +26,18 @@ SHAPES = {
         "--model.tied_embeddings=false",
         "--model.head_bias=true",
     ],
+    "odd": [  # biases on one half of the wide product, narrow heads, few groups, windows in two layers of three
+        "--model.block=parallel",
+        "--model.mlp_bias=false",
+        "--model.attention_out_bias=false",
+        "--model.positions=rotary",
+        "--model.rotary_fraction=0.4",
+        "--model.head_dim=6",
+        "--model.kv_heads=2",
+        "--model.window=3",
+        "--model.window_pattern=SLS",
+        "--model.layers=3",
+    ],
     "llama": [
         "--model.norm=rmsnorm",
         "--model.activation=swiglu",
@@ -111,6 +123,20 @@ def test_a_window_of_the_whole_sequence_is_full_attention(shape):
     torch.testing.assert_close(wide, full, rtol=0, atol=0)
     assert (narrow[:3] - full[:3]).abs().max() < 1e-12
     assert (narrow[3:] - full[3:]).abs().max() > 1e-6
+
+
+def test_each_layer_sees_its_own_window():
+    """Of a token far back only the layers of full attention know, and through them those behind."""
+    far = []
+    for pattern in ("S", "SSL", "LSS"):
+        chunk = make("--model.window=2", f"--model.window_pattern={pattern}", "--model.layers=3")
+        inputs, _ = batch(1)
+        changed = inputs.clone()
+        changed[0] = (changed[0] + 1) % 21
+        apart = (chunk(inputs) - chunk(changed)).abs().amax((1, 2)) > 1e-9
+        far.append(int(apart.nonzero().max()))
+    # Three windows of 2 reach 3 tokens on; a layer of full attention reaches all.
+    assert far == [3, 11, 11]
 
 
 def test_window_pattern_alternates_layers():

@@ -16,18 +16,27 @@ def register(app: typer.Typer) -> None:
     def evaluate(
         run: Path = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False),
         file: str | None = typer.Option(None, help="Token file without .bin/.idx; default: the run's data.valid."),
+        stride: int | None = typer.Option(
+            None, min=1, help="Tokens that each window predicts; fewer than its length give each more to go by."
+        ),
         step: int | None = typer.Option(None, help="Checkpoint to use; default: the newest."),
         device: str = typer.Option("auto", help="auto, cpu or cuda."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     ) -> None:
         """Loss of a trained model on a token file, and bits per byte where the file's text size is known.
 
-        Example: megascale evaluate runs/stdlib --file datasets/stdlib/valid
+        Windows are model.sequence_length long and predict each token of the file once.
+
+        Examples:
+
+          megascale evaluate runs/stdlib --file datasets/stdlib/valid
+
+          megascale evaluate runs/stdlib --stride 64
         """
         from megascale import api
         from megascale.cli.summary import print_evaluation
 
-        found = api.evaluate(run, file, step=step, device=device)
+        found = api.evaluate(run, file, stride=stride, step=step, device=device)
         if as_json:
             typer.echo(json.dumps(asdict(found)))
         else:

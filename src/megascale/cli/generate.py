@@ -58,7 +58,8 @@ def register(app: typer.Typer) -> None:
         if as_json:
             typer.echo(json.dumps({"prompt": text, "text": "".join(pieces)}))
             return
-        typer.echo(text, nl=False)
+        first = next(pieces, "")  # what is wrong is said before anything is printed
+        typer.echo(text + first, nl=False)
         for piece in pieces:
             typer.echo(piece, nl=False)
         typer.echo()

@@ -124,7 +124,8 @@ class SampleSource:
 class HeldOut:
     """A token file read in order, each token exactly once as a target.
 
-    Window i predicts tokens `[i x sequence_length, (i + 1) x sequence_length)` from those before them in the window.
+    Window i predicts tokens `[i x stride, (i + 1) x stride)` from those before them in a window of sequence_length
+    tokens; by default the stride is the sequence length. A shorter one gives each token more to go by, for more work.
     The very first token is predicted from the file's last one, which in files built here is an end of document. The
     last window is filled up; filled places have target IGNORE.
 
@@ -133,16 +134,24 @@ class HeldOut:
         tokens: number of targets, and of tokens.
     """
 
-    def __init__(self, prefix: str, sequence_length: int, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, prefix: str, sequence_length: int, vocab_size: int | None = None, stride: int | None = None
+    ) -> None:
         self.prefix, self.sequence_length, self.vocab_size = prefix, sequence_length, vocab_size
+        self.stride = sequence_length if stride is None else stride
+        if not 0 < self.stride <= sequence_length:
+            raise ConfigError(
+                f"--stride={stride} must be between 1 and model.sequence_length={sequence_length}: tokens beyond a "
+                "window would never be predicted"
+            )
         self._file = IndexedDataset(prefix)
         self.tokens = self._file.tokens
         if not self.tokens:
             raise DataError(f"held-out file {prefix} has no tokens; build it with more text")
-        self.windows = -(-self.tokens // sequence_length)
+        self.windows = -(-self.tokens // self.stride)
 
-    def __reduce__(self) -> tuple[type[HeldOut], tuple[str, int, int | None]]:
-        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size)
+    def __reduce__(self) -> tuple[type[HeldOut], tuple[str, int, int | None, int]]:
+        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size, self.stride)
 
     def __len__(self) -> int:
         return self.windows
@@ -157,10 +166,11 @@ class HeldOut:
         inputs = np.zeros((len(windows), length), dtype=np.int64)
         targets = np.full((len(windows), length), IGNORE, dtype=np.int64)
         for row, window in enumerate(windows):
-            start = window * length
-            piece = stream[start : start + length]
-            targets[row, : len(piece)] = piece
-            inputs[row, 0] = stream[start - 1]  # -1 at the start of the file: its last token
+            start = window * self.stride
+            begin = max(0, start + self.stride - length)
+            piece = stream[begin : start + self.stride]
+            targets[row, start - begin : len(piece)] = piece[start - begin :]
+            inputs[row, 0] = stream[begin - 1]  # -1 at the start of the file: its last token
             inputs[row, 1 : len(piece)] = piece[:-1]
         if self.vocab_size is not None and max(inputs.max(initial=0), targets.max(initial=0)) >= self.vocab_size:
             raise DataError(

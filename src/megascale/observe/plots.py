@@ -65,9 +65,9 @@ class Curves:
         loss, rate, norm = ([_number(r[key]) for r in steps] for key in ("loss", "learning_rate", "grad_norm"))
         return cls(name, x, loss, rate, norm, held_out)
 
-    def label(self) -> str:
+    def label(self, weight: float) -> str:
         """What the legend says: the name and where the run has come to."""
-        parts = [f"{smooth(self.loss, 0.95)[-1]:.3f}"]
+        parts = [f"{smooth(self.loss, weight)[-1]:.3f}"]
         if self.held_out:
             parts.append(f"held out {self.held_out[-1][1]:.3f}")
         return f"{self.name}: {', '.join(parts)}"
@@ -115,7 +115,7 @@ def plot_runs(runs: list[Path], out: Path, *, x: Axis = "tokens", smoothing: flo
     )
     for number, c in enumerate(curves):
         color, places = f"C{number % 10}", [place / scale for place in c.x]
-        _noisy(top, places, c.loss, smoothing, color, c.label())
+        _noisy(top, places, c.loss, smoothing, color, c.label(smoothing))
         if c.held_out:
             held_x, held_y = zip(*c.held_out, strict=True)
             top.plot([p / scale for p in held_x], held_y, "o:", color=color, markersize=5, linewidth=1.0)

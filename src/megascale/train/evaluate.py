@@ -30,13 +30,16 @@ class Evaluation:
     compressed: Compressed | None
 
 
-def evaluate_file(engine: Engine, config: Config, prefix: str, samples: int | None = None) -> Evaluation:
-    """Run the model over a token file, every token a target once; `samples` bounds the windows read (evenly spread).
+def evaluate_file(
+    engine: Engine, config: Config, prefix: str, samples: int | None = None, stride: int | None = None
+) -> Evaluation:
+    """Run the model over a token file, every token a target once.
 
-    Collective: every rank of the engine's world calls it; data-parallel ranks share the windows.
+    `samples` bounds the windows read (evenly spread); `stride` is the tokens that each window predicts, by default all
+    of them. Collective: every rank of the engine's world calls it; data-parallel ranks share the windows.
     """
     length, size = config.model.sequence_length, config.train.micro_batch
-    held_out = HeldOut(prefix, length, config.model.vocab_size)
+    held_out = HeldOut(prefix, length, config.model.vocab_size, stride)
     count = held_out.windows if samples is None else min(samples, held_out.windows)
     chosen = [i * held_out.windows // count for i in range(count)]
     engine.whole()
@@ -47,7 +50,7 @@ def evaluate_file(engine: Engine, config: Config, prefix: str, samples: int | No
         targets[len(mine) :] = IGNORE  # shapes never change, so a last batch is filled up with what counts nothing
         columns = [torch.from_numpy(x).t().contiguous().to(engine.device) for x in (inputs, targets)]
         total += engine.losses(columns[0], columns[1])
-    tokens = sum(min(length, held_out.tokens - window * length) for window in chosen)
+    tokens = sum(min(held_out.stride, held_out.tokens - window * held_out.stride) for window in chosen)
     loss = float(total) / tokens
     part = part_of(prefix) if count == held_out.windows else None
     if part is None:
