@@ -6,21 +6,33 @@ result = train(load_config("examples/stdlib.toml", ["--train.steps=100"]))
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megascale.config import Config
 from megascale.config import load as load_config
-from megascale.errors import ConfigError, DataError
+from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
     from megascale.data.build import Built
+    from megascale.train.convert import Converted
     from megascale.train.evaluate import Evaluation
     from megascale.train.loop import Result
 
-__all__ = ["Description", "build_data", "describe", "evaluate", "generate", "load_config", "resolve", "train"]
+__all__ = [
+    "Description",
+    "build_data",
+    "describe",
+    "evaluate",
+    "export_model",
+    "generate",
+    "import_model",
+    "load_config",
+    "resolve",
+    "train",
+]
 
 
 @dataclass(frozen=True)
@@ -123,36 +135,39 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
     seed: int = 0,
     step: int | None = None,
     device: str = "auto",
 ) -> Iterator[str]:
-    """Continue `prompt` with a run's checkpoint, piece by piece (the prompt itself is not repeated)."""
-    from megascale.data.tokenizer import tokenizer_for
-    from megascale.train.generate import generate_tokens
-    from megascale.train.restore import restore
+    """Continue `prompt` with a run's checkpoint, piece by piece (the prompt itself is not repeated).
 
-    engine, config = restore(Path(run), step=step, device=device)
+    The text ends after `tokens` tokens, at the tokenizer's end of a document, or before the first of the texts `stop`.
+    """
+    from megascale.data.tokenizer import tokenizer_for
+    from megascale.train.generate import Sampling, generate_tokens, text_of
+    from megascale.train.restore import restore_model
+
+    model, config = restore_model(Path(run), step=step, device=device)
     tokenizer = tokenizer_for(config.data)
-    ids = tokenizer.encode(prompt)
-    made: list[int] = []
-    shown = ""
-    for token in generate_tokens(
-        engine.chunks[0],
-        ids,
-        tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=tokenizer.end_of_document,
-    ):
-        made.append(token)
-        text = tokenizer.decode(made)
-        # A character may need several tokens; it is shown once it is whole.
-        if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)
+    yield from text_of(tokenizer, made, stop)
+
+
+def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Converted:
+    """Make a run folder of a Hugging Face folder; see megascale.train.convert."""
+    from megascale.train import convert
+
+    return convert.import_model(Path(folder), Path(run), sequence_length=sequence_length)
+
+
+def export_model(run: str | Path, out: str | Path, **options: Any) -> Converted:
+    """Write a run's model as a folder that `transformers` loads; see megascale.train.convert for the options."""
+    from megascale.train import convert
+
+    return convert.export_model(Path(run), Path(out), **options)
 
 
 def visible_gpus() -> int:
@@ -160,11 +175,3 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def run_config(run: str | Path) -> Config:
-    """The resolved configuration that a run folder keeps; DataError if it is no run folder."""
-    file = Path(run) / "config.toml"
-    if not file.exists():
-        raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
-    return load_config(file)

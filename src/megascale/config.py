@@ -101,8 +101,11 @@ class ModelConfig(Section):
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     def layer_window(self, layer: int) -> int | None:
-        """The sliding window of `layer` (0-based) in tokens, or None for full attention."""
-        if self.window is None or self.window >= self.sequence_length:
+        """The sliding window of `layer` (0-based) in tokens, or None for full attention.
+
+        One as long as the training sequence stays a window: generation may go further.
+        """
+        if self.window is None:
             return None
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "S" else None
 
@@ -200,6 +203,17 @@ class ParallelConfig(Section):
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
 
 
+class OverlapConfig(Section):
+    """How communication hides under compute. What is asked for and cannot be had is an error; auto says its choice."""
+
+    tensor: Literal["auto", "fused", "async", "off"] = Field(
+        "auto",
+        description="fused: products pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
+        "async: collectives beside independent products; auto: fused where it works, else async",
+    )
+    data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
+
+
 class KernelsConfig(Section):
     """Which implementation the operators run."""
 
@@ -208,7 +222,7 @@ class KernelsConfig(Section):
         description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
         "auto: fused where they can run, and a printed line where not",
     )
-    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "sdpa"] = Field(
+    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "sdpa"] = Field(
         "auto",
         description="attention kernel; auto measures at start-up those that implement the layer's mask",
     )
@@ -241,6 +255,7 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
+    at_end: bool = Field(True, description="save when training stops; false loses what came after the last interval")
     keep: int = Field(2, ge=1, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
     location: str | None = Field(
@@ -319,6 +334,12 @@ class ObserveConfig(Section):
     """What a run tells about itself."""
 
     tensorboard: bool = True
+    wandb: str | None = Field(
+        None,
+        min_length=1,
+        description="Weights & Biases project to report to (pip install 'megascale[wandb]'); its own environment "
+        "variables hold, such as WANDB_MODE=offline",
+    )
     progress: bool = Field(True, description="live progress line on a terminal")
     peak_tflops: float | None = Field(
         None,
@@ -335,6 +356,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr: LrConfig = LrConfig()
     parallel: ParallelConfig = ParallelConfig()
+    overlap: OverlapConfig = OverlapConfig()
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from megascale.checkpoint import Shard
 from megascale.core.tensors import Box, flat_boxes
 
 # Children fork from a server that has torch loaded already, so a group of four starts in well under a second.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     ["torch", "torch.distributed", "megascale.checkpoint.saver", "megascale.checkpoint.loader"]
 )
 
@@ -40,9 +41,9 @@ def _child(rank: int, size: int, store: str, results: Any, function: Callable[..
 def run_group(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function(rank, size, *args)` in `size` processes of one gloo group; their results by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        results = _context.Queue()
+        results = context.Queue()
         children = [
-            _context.Process(target=_child, args=(rank, size, f"{folder}/store", results, function, args))
+            context.Process(target=_child, args=(rank, size, f"{folder}/store", results, function, args))
             for rank in range(size)
         ]
         for child in children:
@@ -122,3 +123,18 @@ def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def folder(tmp_path: Path) -> Path:
     """An empty run's checkpoints folder, not yet made."""
     return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of 2 MB; needs the right to mount."""
+    with tempfile.TemporaryDirectory() as name:
+        command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", name]
+        try:
+            mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        except FileNotFoundError:
+            mounted = False
+        if not mounted:
+            pytest.skip("mounting a small tmpfs is not permitted here")
+        yield Path(name)
+        subprocess.run(["umount", name], check=True)

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -157,21 +156,6 @@ def test_other_model_is_refused(folder: Path) -> None:
         )
 
 
-@pytest.fixture
-def small_disk() -> Path:
-    """A file system of 2 MB; needs the right to mount."""
-    with tempfile.TemporaryDirectory() as name:
-        command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", name]
-        try:
-            mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-        except FileNotFoundError:
-            mounted = False
-        if not mounted:
-            pytest.skip("mounting a small tmpfs is not permitted here")
-        yield Path(name)
-        subprocess.run(["umount", name], check=True)
-
-
 def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small_disk / "checkpoints"
     save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=2)
@@ -180,7 +164,7 @@ def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.Monk
         save(folder, 2, big, {}, keep=2)
     assert [p.name for p in folder.iterdir()] == ["step-1"]
     # The disk may also fill while writing, when the look beforehand was too hopeful.
-    monkeypatch.setattr("megascale.checkpoint.storage.LocalStorage.free", lambda _: 1 << 40)
+    monkeypatch.setattr("megascale.checkpoint.local.LocalStorage.free", lambda _: 1 << 40)
     with pytest.raises(TrainingError, match="is full"):
         save(folder, 2, big, {}, keep=2)
     assert [p.name for p in folder.iterdir()] == ["step-1"]

@@ -53,6 +53,8 @@ def test_explicit_split():
         split_layers(6, 4, explicit=[2, 2, 2, 1])
     with pytest.raises(FitError, match="at least 0"):
         split_layers(6, 4, explicit=[7, -1, 0, 0])
+    with pytest.raises(FitError, match="chunk 2 with nothing to compute"):
+        split_layers(6, 4, explicit=[0, 3, 0, 3])
 
 
 def test_too_few_layers():

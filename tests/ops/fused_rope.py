@@ -11,6 +11,7 @@ from tools import TOLERANCE, compare, distance
 
 from megascale.ops import dispatch
 from megascale.ops.rope import apply_rotary, apply_rotary_reference, packed, rotary_tables, split_qkv
+from megascale.ops.wide import split_wide
 
 FEW = settings(max_examples=10, deadline=None)
 
@@ -61,14 +62,8 @@ def test_split_qkv(shape, heads, sizes, interleaved, dtype):
     x = torch.randn(S, B, (N + 2 * G) * D).to(dtype)
 
     def split(qkv):
-        if qkv.dtype == torch.float64:
-            dispatch.configure("reference")
-        try:
-            # A projection's output: nobody else reads it, so it may be turned in place.
-            return _joined(split_qkv(qkv * 1.0, N, G, *tables, interleaved))
-        finally:
-            if qkv.dtype == torch.float64:
-                dispatch.configure("fused")
+        # A projection's output: nobody else reads it, so it may be turned in place. Float64 takes the reference.
+        return _joined(split_qkv(qkv * 1.0, N, G, *tables, interleaved))
 
     compare(split, split, (x,), TOLERANCE[dtype])
 
@@ -100,3 +95,28 @@ def test_packed_refuses_what_is_not_one_tensor():
     assert packed((q, v, k)) is None
     assert packed((q, k.clone(), v)) is None
     assert packed(tuple(t.contiguous() for t in (q, k, v))) is None
+
+
+@FEW
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    heads=st.sampled_from([(1, 1), (4, 2)]),
+    sizes=st.sampled_from([(6, 0), (16, 16), (20, 6)]),
+    ffn=st.sampled_from([1, 24, 50]),
+    activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu"]),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
+    (S, B), (N, G), (D, R) = shape, heads, sizes
+    columns = 2 * ffn if activation == "swiglu" else ffn
+    tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
+    x = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
+    bias = torch.randn(columns).to(dtype) if has_bias else None
+
+    def split(wide, bias):
+        *parts, inner = split_wide(wide * 1.0, N, G, D, activation, bias, *tables, True)
+        return torch.cat([_joined(parts), 4 * inner], dim=-1)
+
+    compare(split, split, (x, bias), 2 * TOLERANCE[dtype])
+    assert dispatch.active()["split wide"] == "reference (float64)"  # the second of the two

@@ -11,12 +11,19 @@ from tools import TOLERANCE, compare, distance
 
 from megascale.ops import dispatch
 from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
-from megascale.ops.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from megascale.ops.norm import (
+    add_norm,
+    add_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from megascale.ops.reduce import column_sum
 
-FEW = settings(max_examples=8, deadline=None)
+FEW = settings(max_examples=6, deadline=None)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
-leading = st.sampled_from([(1,), (7,), (3, 5), (33, 2), (70,)])
+leading = st.sampled_from([(1,), (7,), (3, 5), (9, 2), (40,)])
 norm_widths = st.sampled_from([7, 32, 100, 257, 600])  # gradients of narrower rows are differences of near numbers
 widths = st.sampled_from([1, 2, 7, 32, 100, 257, 600])
 
@@ -56,6 +63,26 @@ def test_rms_norm(lead, width, dtype):
         5 * TOLERANCE[dtype],
     )
     assert dispatch.active()["rms norm"] == "triton"
+
+
+@FEW
+@given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans())
+def test_add_norm(lead, width, dtype, kind, has_x_bias):
+    x, residual = random(*lead, width, dtype=dtype), random(*lead, width, dtype=dtype).flip(-1)
+    weight = random(width, dtype=dtype)
+    bias = weight.flip(0) if kind == "layernorm" else None
+    x_bias = weight * 2 if has_x_bias else None
+
+    def both(function):
+        def run(x, residual, x_bias, weight, bias):
+            total, normed = function(x, residual, weight, bias, 1e-5, kind, x_bias)
+            return torch.cat([total, normed], -1)
+
+        return run
+
+    tensors = (x, residual, x_bias, weight, bias)
+    compare(both(add_norm), both(add_norm_reference), tensors, 5 * TOLERANCE[dtype])
+    assert dispatch.active()["add norm"] == "triton"
 
 
 def test_norms_take_strided_rows_and_expanded_gradients():

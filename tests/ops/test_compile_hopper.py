@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.ops.offline import compile_for_hopper, stack_bytes
 
-from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments
+from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments, wide
 
 BF16 = torch.bfloat16
 
@@ -63,11 +63,20 @@ CASES: dict[str, Callable[[], None]] = {
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
     ),
     "rms norm": lambda: both_passes(lambda x, w: norm.rms_norm(x, w, 1e-5), zeros(8, 2, 4096), zeros(4096)),
+    "add norm": lambda: both_passes(
+        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
+        zeros(8, 2, 5120),
+        zeros(8, 2, 5120),
+        zeros(5120),
+    ),
     "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
     "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),
+    "split wide": lambda: both_passes(
+        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", b), zeros(8, 2, 15360 + 20480), zeros(20480)
+    ),
     "dropout add": lambda: both_passes(
         lambda x, b, r: dropout.dropout_add(x, b, r, 0.1, 1 << 50, 0, 0),
         zeros(8, 2, 5120),

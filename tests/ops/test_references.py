@@ -19,7 +19,7 @@ from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy,
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, philox
 from megascale.ops.lamb import lamb_apply, lamb_direction
 from megascale.ops.linear import linear
-from megascale.ops.norm import layer_norm, rms_norm
+from megascale.ops.norm import add_norm, layer_norm, rms_norm
 from megascale.ops.rope import apply_rotary, rotary_tables, split_qkv
 from megascale.ops.segments import Segments, square_sums
 
@@ -34,6 +34,7 @@ def test_gradcheck_of_every_differentiable_operator():
     x, w, b = randn(3, 2, 8), randn(8, seed=1), randn(8, seed=2)
     assert gradcheck(lambda *a: layer_norm(*a, 1e-5), (x, w, b))
     assert gradcheck(lambda *a: rms_norm(*a, 1e-5), (x, w))
+    assert gradcheck(lambda x, r, w, b, c: add_norm(x, r, w, b, 1e-5, "layernorm", c), (x, randn(3, 2, 8), w, b, b))
     assert gradcheck(gelu, (x, b))
     assert gradcheck(lambda x, b: gelu(x, b, "tanh"), (x, b))
     assert gradcheck(swiglu, (x, b))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops import activation, cross_entropy, dropout, norm, rope
+from megascale.ops import activation, cross_entropy, dropout, norm, rope, wide
 
 BF16 = torch.bfloat16
 
@@ -31,7 +31,7 @@ class Sizes:
     elements: int = 256 << 20
 
 
-TINY = Sizes(32, 2, 48, 32, 24, 2, 1, 16, 200, 16, 9000)
+TINY = Sizes(8, 2, 32, 32, 24, 2, 1, 16, 100, 8, 5000)
 
 
 @dataclass
@@ -78,6 +78,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
     N, G, D = sizes.heads, sizes.groups, sizes.head_size
     C = (N + 2 * G) * D
     turned = (N + G) * D
+    M = H // D
+    W = 3 * M * D + 4 * H
     cos, sin = rope.rotary_tables(T // B, D, 1e4, device)
 
     def turn(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +108,24 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             rows(L, -L),
             moved(L, L),
             moved(L, L, L),
+        ),
+        case(
+            "add + layer norm",
+            H,
+            lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
+            lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
+            rows(H, H, -H, -H, -H),
+            moved(H, H, H, H),
+            moved(H, H, H, H),
+        ),
+        case(
+            "add + rms norm",
+            L,
+            lambda x, r, w: norm.add_norm(x, r, w, None, eps, "rmsnorm"),
+            lambda x, r, w: norm.add_norm_reference(x, r, w, None, eps, "rmsnorm", None),
+            rows(L, L, -L),
+            moved(L, L, L, L),
+            moved(L, L, L, L),
         ),
         case(
             "gelu + bias",
@@ -160,6 +180,15 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             rows(C),
             0.0,
             moved(C, C),
+        ),
+        case(
+            "split wide gelu",
+            W,
+            lambda x: wide.split_wide(x, M, M, D, "gelu"),
+            lambda x: wide.split_wide_reference(x, M, M, D, "gelu", None, None, None, False),
+            rows(W),
+            moved(4 * H, 4 * H),
+            moved(W, W, 4 * H),
         ),
         case(
             "dropout",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -57,6 +58,7 @@ class Bench:
 
     def guard(self, op: str, shape: str, function: Callable[[], Any]) -> None:
         """Run a measurement; an exception is a row."""
+        print(f"{time.monotonic() - self.began:6.1f} s  {op} {shape}", file=sys.stderr, flush=True)
         try:
             function()
         except Exception as error:  # the table must be whole whatever one operator does
@@ -313,6 +315,9 @@ def measure_attention(bench: Bench) -> None:
                 away = check_attention(name, window, bench.device)
                 found[f"{name} ({kind})"] = away
                 error = "" if away <= 2e-2 else f"{away:.1e} away from the explicit mask"
+            except ImportError as problem:
+                bench.facts[f"attention {name}"] = f"not measured: {problem}"
+                continue
             except Exception as problem:
                 away, error = None, f"{type(problem).__name__}: {str(problem).strip()[:200]}"
             bench.rows.append(Row(f"attention {name}, {kind}: check", "384 x 2", distance=away, error=error))

@@ -68,15 +68,15 @@ def schedules(
             }
         )
     table = Table(title=f"pipeline schedules, best of {repeats}, seconds", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for name in ("p x v, m", "replicas", "actions", "bubble", "ideal", "make", "check", "compile", "replay"):
+    for name in ("p x v, m", "data", "actions", "bubble", "ideal", "make", "check", "compile", "replay"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row['stages']} x {row['chunks']}, {row['microbatches']}",
             str(row["replicas"]),
             f"{row['actions']:,}",
-            f"{row['bubble']:.3%}",
-            f"{row['bubble_ideal']:.3%}",
+            f"{row['bubble']:.2%}",
+            f"{row['bubble_ideal']:.2%}",
             *(f"{row[part]:.3f}" for part in ("make_s", "check_s", "compile_s", "replay_s")),
         )
     Console().print(table)

@@ -33,7 +33,7 @@ class Memory:
             except OSError:
                 os.close(self.handle)
                 raise
-        self.map = mmap.mmap(self.handle, size)
+        self.map = mmap.mmap(self.handle, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     @property
     def view(self) -> memoryview:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -73,9 +74,12 @@ class Index:
     @classmethod
     def from_bytes(cls, data: bytes) -> Index:
         """The inverse of `to_bytes`; ValueError if it is not such a file."""
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            header = json.loads(arrays["header"].tobytes())
-            columns = {name: arrays[name] for name in arrays.files if name != "header"}
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                header = json.loads(arrays["header"].tobytes())
+                columns = {name: arrays[name] for name in arrays.files if name != "header"}
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ValueError(f"not an index: {error}") from None
         tensors = {name: TensorInfo(tuple(shape), dtype) for name, (shape, dtype) in header["tensors"].items()}
         return cls(tensors, header["files"], columns)
 
@@ -139,38 +143,3 @@ def join(parts: Sequence[Index]) -> Index:
         for name, column in mine.items():
             columns.setdefault(name, []).append(column)
     return Index(tensors, files, {name: np.concatenate(columns[name]) for name in columns})
-
-
-def torch_metadata(index: Index) -> bytes:
-    """The same index as torch's distributed checkpoint writes it (`.metadata`)."""
-    import pickle
-
-    import torch
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places = {}
-    c = {name: index.columns[name].tolist() for name in ("in_file", "start", "length")}
-    for name, info in index.tensors.items():
-        chunks: list[ChunkStorageMetadata] = []
-        dims = len(info.shape)
-        rows = index.rows(name)
-        for row, (low, size) in zip(rows.tolist(), index.columns["box"][rows, :, :dims].tolist(), strict=True):
-            offsets = torch.Size(low)
-            place = _StorageInfo(index.files[c["in_file"][row]], c["start"][row], c["length"][row])
-            places[MetadataIndex(name, offsets, len(chunks))] = place
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(size)))
-        properties = TensorProperties(dtype=getattr(torch, info.dtype))
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
-    metadata = Metadata(tensors, planner_data={}, storage_data=places, storage_meta=StorageMeta())
-    metadata.version = CURRENT_DCP_VERSION
-    return pickle.dumps(metadata)

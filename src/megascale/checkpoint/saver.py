@@ -20,11 +20,12 @@ import torch
 from megascale.checkpoint import archive
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint.archive import crc32
-from megascale.checkpoint.index import TensorInfo, torch_metadata
+from megascale.checkpoint.index import TensorInfo
 from megascale.checkpoint.layout import Shard, slices, split
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.plan import Part, Plan, data_file, make_offer, make_plan
 from megascale.checkpoint.storage import Sink, Storage, open_storage
+from megascale.checkpoint.torch_index import torch_metadata
 from megascale.checkpoint.trouble import explain
 from megascale.errors import TrainingError
 

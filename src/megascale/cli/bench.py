@@ -8,9 +8,12 @@ import typer
 
 # Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
 BENCHES: tuple[str, ...] = (
+    "init",
     "kernels",
     "schedules",
     "tokenize",
+    "train",
+    "checkpoint",
 )
 
 

@@ -1,4 +1,4 @@
-"""`megascale checkpoint`: look at saved checkpoints."""
+"""`megascale checkpoint`: look at saved checkpoints, check, move and convert them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.errors import ConfigError, DataError
+
 if TYPE_CHECKING:
+    from rich.progress import Progress
     from rich.table import Table
 
     from megascale.checkpoint.folder import Summary
 
-commands = typer.Typer(no_args_is_help=True, help="Look at saved checkpoints.")
+commands = typer.Typer(no_args_is_help=True, help="Look at saved checkpoints, check, move and convert them.")
 
 
 def register(app: typer.Typer) -> None:
     """Add `megascale checkpoint`."""
     app.add_typer(commands, name="checkpoint")
-
-
-@commands.callback()
-def _commands() -> None:
-    """Keeps `checkpoint` a group of commands."""
 
 
 @commands.command()
@@ -118,3 +116,154 @@ def _differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
             if there.get(key) != here.get(key):
                 result[f"{section}.{key}"] = (there.get(key), here.get(key))
     return result
+
+
+@commands.command()
+def verify(
+    path: str = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder (path or URL)"),
+    as_json: bool = typer.Option(False, "--json", help="print JSON instead of a table"),
+) -> None:
+    """Read every byte of the checkpoints there and compare it with what was written. Exit code 4 if any is damaged.
+
+    Example: megascale checkpoint verify runs/first
+    """
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from megascale.checkpoint.folder import find_steps
+    from megascale.checkpoint.verify import verify as check
+
+    storage, there = find_steps(path)
+    verdicts = []
+    with _progress() as progress:
+        for step in there:
+            task = progress.add_task(f"step {step}", total=None)
+            told = lambda done, total, task=task: progress.update(task, completed=done, total=total)
+            verdicts.append(check(storage, step, told))
+    bad = [v for v in verdicts if v.problems]
+    if as_json:
+        typer.echo(json.dumps([v.__dict__ | {"tensors": sorted(v.tensors)} for v in verdicts]))
+    else:
+        table = Table("step", "verdict", "bytes read", "tensors touched")
+        for v in verdicts:
+            words = "[red]" + "; ".join(v.problems) if v.problems else "[green]as written"
+            table.add_row(str(v.step), words, f"{v.bytes:,}", ", ".join(sorted(v.tensors)[:6]))
+        Console().print(table)
+    if bad:
+        raise DataError(
+            f"{len(bad)} of {len(verdicts)} checkpoints in {path!r} are not whole: step "
+            f"{', '.join(str(v.step) for v in bad)}; training resumes from the newest that is"
+        )
+
+
+@commands.command()
+def prune(
+    path: str = typer.Argument(..., help="a run folder or its checkpoints folder (path or URL)"),
+    keep: int = typer.Option(1, min=1, help="committed checkpoints to keep, newest first"),
+) -> None:
+    """Remove old checkpoints and what saves that died have left. Not while the run is training.
+
+    Example: megascale checkpoint prune runs/first --keep 1
+    """
+    from megascale.checkpoint.folder import find_steps, steps
+    from megascale.checkpoint.folder import prune as remove
+
+    storage, there = find_steps(path)
+    removed = remove(storage, keep)
+    left = steps(storage)
+    if not left:
+        raise DataError(f"no checkpoint in {path!r} is whole, so nothing was removed; see megascale checkpoint inspect")
+    swept = sorted(set(there) - set(left) - set(removed))
+    also = f"; swept half-written steps {swept}" if swept else ""
+    typer.echo(f"removed steps {removed or 'none'}{also}; kept {left}")
+
+
+@commands.command(name="export")
+def export_(
+    path: str = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder (path or URL)"),
+    target: Path = typer.Argument(..., help="folder for .safetensors files, or a file ending in .pt"),
+    step: int | None = typer.Option(None, help="which step; default: the newest"),
+    only: str = typer.Option("model.", help="export tensors whose names begin so; the beginning is left off"),
+    shard_gb: float = typer.Option(5.0, min=0.001, help="largest .safetensors file, in 10^9 bytes"),
+) -> None:
+    """Write the weights as safetensors (or one torch file), whole tensors whatever the layout was.
+
+    Example: megascale checkpoint export runs/first exported
+    """
+    from megascale.checkpoint.convert import export_safetensors, export_torch
+    from megascale.checkpoint.whole import open_whole
+
+    whole = open_whole(path, step)
+    names = {name: name.removeprefix(only) for name in whole.tensors if name.startswith(only)}
+    if not names:
+        begins = sorted({name.split(".")[0] + "." for name in whole.tensors})
+        raise ConfigError(
+            f"no tensor of the checkpoint begins with --only={only!r}; they begin with {', '.join(begins)}"
+        )
+    with _progress() as progress:
+        task = progress.add_task("export", total=None)
+        told = lambda what: progress.update(task, description=what)
+        if target.suffix == ".pt":
+            written = [export_torch(whole, target, names)]
+        else:
+            written = export_safetensors(whole, target, names, int(shard_gb * 1e9), told)
+    typer.echo(f"step {whole.commit.step}: {len(names)} tensors to {', '.join(map(str, written))}")
+
+
+@commands.command(name="import")
+def import_(
+    source: Path = typer.Argument(
+        ..., help=".safetensors file or folder of them, torch file, or torch distributed checkpoint"
+    ),
+    target: str = typer.Argument(..., help="checkpoints folder to write step-N into (path or URL)"),
+    step: int = typer.Option(0, min=0, help="step number to give it"),
+    prefix: str = typer.Option("model.", help="put before each tensor's name"),
+) -> None:
+    """Make a checkpoint of tensors from elsewhere. Nothing but tensors is unpickled.
+
+    Example: megascale checkpoint import weights.safetensors runs/new/checkpoints
+    """
+    from megascale.checkpoint.convert import read_foreign, write_checkpoint
+    from megascale.checkpoint.storage import open_storage
+
+    foreign = read_foreign(source, prefix)
+    state = {"step": step, "imported_from": str(source)}
+    with _progress() as progress:
+        task = progress.add_task("import", total=None)
+        told = lambda what: progress.update(task, description=what)
+        size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=told)
+    typer.echo(f"{len(foreign[0])} tensors, {size:,} bytes, committed as {target}/step-{step}")
+
+
+@commands.command()
+def reshard(
+    path: str = typer.Argument(..., help="a run folder, its checkpoints folder, or one step-N folder (path or URL)"),
+    target: str = typer.Argument(..., help="checkpoints folder to write step-N into (path or URL)"),
+    files: int = typer.Option(1, min=1, help="data files of the new checkpoint"),
+    step: int | None = typer.Option(None, help="which step; default: the newest"),
+) -> None:
+    """Write a checkpoint anew in another number of files, or on other storage, checking it on the way.
+
+    Loading needs no resharding: any layout loads any checkpoint. This is for many small files, or for copying.
+
+    Example: megascale checkpoint reshard runs/first s3://bucket/first --files 8
+    """
+    from megascale.checkpoint.convert import source_of, write_checkpoint
+    from megascale.checkpoint.storage import open_storage
+    from megascale.checkpoint.whole import open_whole
+
+    whole = open_whole(path, step)
+    with _progress() as progress:
+        task = progress.add_task("reshard", total=None)
+        told = lambda what: progress.update(task, description=what)
+        size = write_checkpoint(open_storage(target), whole.commit.step, source_of(whole), whole.state, files, told)
+    typer.echo(f"step {whole.commit.step}: {len(whole.tensors)} tensors, {size:,} bytes in {files} files at {target}")
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(console=Console(stderr=True), transient=True)

@@ -18,7 +18,9 @@ COMMANDS: tuple[str, ...] = (
     "evaluate",
     "generate",
     "plot",
+    "convert",
     "checkpoint",
+    "simulate",
     "bench",
     "doctor",
 )

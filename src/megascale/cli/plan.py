@@ -89,12 +89,13 @@ def _show_layout(plan: Plan, console: Console) -> None:
     facts, grid, parallel = plan.to_dict(), plan.layout.grid, plan.config.parallel
     counts = facts["layout"]["layers_by_chunk"]
     layers = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    hosts = "host" if grid.hosts == 1 else "hosts"
     table = Table(title=f"{plan.config.train.name} on {grid.world:,} GPUs", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     table.add_row(
         "layout",
-        f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}, {grid.hosts:,} hosts of "
+        f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}, {grid.hosts:,} {hosts} of "
         f"{parallel.gpus_per_host}",
     )
     table.add_row(

@@ -8,8 +8,10 @@ from enum import StrEnum
 class Event(StrEnum):
     """What happened to a run, in the order in which a calm run meets them."""
 
+    IMPORTED = "imported"
     RUN_STARTED = "run_started"
     RESUMED = "resumed"
+    ACTIVE = "active"
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_SKIPPED = "checkpoint_skipped"

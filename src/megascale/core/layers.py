@@ -69,6 +69,11 @@ def _checked(split: list[int], layers: int, chunks: int) -> list[int]:
             f"parallel.layer_split={split} adds up to {sum(split)} layers, but model.layers={layers}; "
             "give counts of at least 0 that add up to it"
         )
+    if min(split[1:-1], default=1) == 0:
+        raise FitError(
+            f"parallel.layer_split={split} leaves model chunk {split.index(0, 1)} with nothing to compute; only the "
+            "first (it has the embedding) and the last (it has the logits) may do without layers"
+        )
     return split
 
 

@@ -21,11 +21,11 @@ precision, statistics in float32.
 
 Dropout keeps nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
 32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
-Recompute `selective` drops norm outputs and the MLP activation; `full` keeps the input alone.
+Recompute `selective` drops norm statistics, norm outputs and the MLP activation; `full` keeps the input alone.
 
-The last chunk adds the final norm's input, statistics and output and the loss's log-sum-exp. Logits exist for one
-chunk of tokens at a time, in the training precision, and their gradient overwrites them. Micro-batches in flight come
-from the schedule's own lists.
+A chunk but the model's last also keeps its output, which autograd starts from. The last adds the final norm's input
+and statistics, its output for the whole sequence, and the loss's log-sum-exp; logits exist for some tokens at a time,
+in the training precision, and their gradient overwrites them. Micro-batches in flight come from the schedule's lists.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Memory:
 
     Attributes:
         weights: parameters in the training precision.
-        gradients: float32 gradient buffer (ZeRO-2: its shard, and two layers' whole gradients under way).
+        gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
+            backward fills while the other is on the wire.
         optimizer: float32 master weights (16-bit training) and two moments, sharded from ZeRO-1 on.
         activations: what forwards keep, at the schedule's peak, without logits.
         logits: the chunk of logits that the loss works on.
@@ -121,9 +122,13 @@ def chunk_parameters(model: ModelConfig, layers: range, chunk: int, chunks: int,
 
 def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of all chunks of a stage on one tensor-parallel rank."""
-    p, v = parallel.pipeline, parallel.virtual_stages
+    return sum(_chunk_counts(model, parallel, stage))
+
+
+def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
+    p, chunks = parallel.pipeline, parallel.pipeline * parallel.virtual_stages
     layers = chunk_layers(model, parallel)
-    return sum(chunk_parameters(model, layers[c * p + stage], c * p + stage, p * v, parallel.tensor) for c in range(v))
+    return [chunk_parameters(model, layers[g], g, chunks, parallel.tensor) for g in range(stage, chunks, p)]
 
 
 def saved_by_layer(
@@ -139,8 +144,8 @@ def saved_by_layer(
     tensors = [Saved("input", (rows, b, h), a)]
     if recompute == "full":
         return tensors
-    tensors.append(Saved("norm_statistics", (moments, rows, b), stats))
     if keep:
+        tensors.append(Saved("norm_statistics", (moments, rows, b), stats))
         tensors.append(Saved("norm_output", (rows, b, h), a))
     tensors += [
         Saved("query_key_value", (s, b, (heads + 2 * kv) * d), a),
@@ -150,10 +155,9 @@ def saved_by_layer(
     ]
     if model.block == "serial":
         tensors.append(Saved("middle", (rows, b, h), a))
-    if _second_norm(model):
+    if keep and _second_norm(model):
         tensors.append(Saved("second_norm_statistics", (moments, rows, b), stats))
-        if keep:
-            tensors.append(Saved("second_norm_output", (rows, b, h), a))
+        tensors.append(Saved("second_norm_output", (rows, b, h), a))
     tensors.append(Saved("mlp_in", (s, b, ffn * (2 if model.gated else 1)), a))
     if keep:
         tensors.append(Saved("mlp_activation", (s, b, ffn), a))
@@ -167,7 +171,7 @@ def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: 
     return [
         Saved("final_norm_input", (s // tensor, b, h), a),
         Saved("final_norm_statistics", (moments, s // tensor, b), wide),
-        Saved("final_norm_output", (s // tensor, b, h), a),
+        Saved("final_norm_output", (s, b, h), a),
         Saved("loss_logsumexp", (s, b), wide),
     ]
 
@@ -197,8 +201,7 @@ def stage_memory(
     state = master * (3 if a < master else 2)
     gradients = master * count
     if parallel.zero == 2 and grid.data > 1:
-        unit = max(layer_parameters(model, t), model.padded_vocab // t * model.hidden)
-        gradients = min(gradients, master * (shard + 2 * unit))
+        gradients = master * (shard + 2 * max(_chunk_counts(model, parallel, stage)))
     full = saved_by_layer(model, t, micro_batch, precision)
     kept = saved_by_layer(model, t, micro_batch, precision, parallel.recompute)
     restored = sum(x.bytes for x in full) - sum(x.bytes for x in kept)
@@ -254,7 +257,9 @@ def _peak(
     own = [c * p + stage for c in range(schedule.virtual)]
     head = sum(x.bytes for x in saved_by_head(model, parallel.tensor, micro_batch, precision))
     layer = sum(x.bytes for x in kept)
-    size = np.array([len(layers[g]) * layer + head * (g == chunks - 1) for g in own])
+    a, s = BYTES[precision], model.sequence_length // parallel.tensor
+    output = s * micro_batch * model.hidden * a
+    size = np.array([len(layers[g]) * layer + (head if g == chunks - 1 else output) for g in own])
     kind, chunk, _ = schedule.table[stage].T
     sign = np.where(kind == ActionKind.FORWARD, 1, np.where(kind == ActionKind.BACKWARD, -1, 0))
     return int((sign * size[chunk]).cumsum().max())

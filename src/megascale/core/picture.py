@@ -119,11 +119,16 @@ def _draw_schedule(axes, plan: Plan) -> None:  # type: ignore[no-untyped-def]
     axes.add_collection(
         PolyCollection(list(corners), facecolors=shades, edgecolors="none" if crowded else "white", lw=0.3)
     )
-    for x0, x1, y, i, shade in zip(left, right, graph.stage[compute], graph.microbatch[compute], shades, strict=True):
-        # A digit is about half a percent of the axis wide.
-        if x1 - x0 > (0.3 + 0.55 * len(str(i))) * until / 100:
-            ink = "black" if _light(shade) else "white"
-            axes.text((x0 + x1) / 2, y, str(i), ha="center", va="center", fontsize=7, color=ink)
+    # Label forwards, or backwards, if the narrowest has room: a digit is about half a percent of the axis wide.
+    room = (0.3 + 0.55 * len(str(plan.schedule.microbatches - 1))) * until / 100
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+        mine = np.flatnonzero(graph.kind[compute] == kind)
+        if (right - left)[mine].min() < room:
+            continue
+        for n in mine:
+            ink = "black" if _light(shades[n]) else "white"
+            text = str(graph.microbatch[compute[n]])
+            axes.text((left[n] + right[n]) / 2, low[n] + 0.42, text, ha="center", va="center", fontsize=7, color=ink)
     axes.set_xlim(0, until)
     axes.set_ylim(plan.schedule.stages - 0.4, -0.6)
     part = "" if until == 100 else f"; the first {until:.2g}% are shown"

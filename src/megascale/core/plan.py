@@ -130,14 +130,16 @@ class Plan:
                 f"parallel.tensor={grid.tensor} reaches beyond a host of {parallel.gpus_per_host} GPUs: gathers and "
                 "scatters of every layer cross the network"
             )
-        if parallel.zero == 2 and self.layout.microbatches > 1:
+        if parallel.zero == 2:
+            saved = self._zero_saving() / GIB
+            words = f"saves {saved:.1f} GiB" if saved > 0 else f"needs {-saved:.1f} GiB more, not less (too few chunks)"
             notes.append(
-                f"parallel.zero=2 reduces gradients {self.layout.microbatches} times a step; parallel.zero=1 "
-                f"reduces once and needs {self._zero_cost() / GIB:.1f} GiB more"
+                f"parallel.zero=2 reduces gradients {self.layout.microbatches} times a step where parallel.zero=1 "
+                f"reduces once, and {words}"
             )
         return notes
 
-    def _zero_cost(self) -> int:
+    def _zero_saving(self) -> int:
         other = self._changed(parallel={"zero": 1})
         return max(m.total for m in other.memory) - max(m.total for m in self.memory)
 

@@ -61,8 +61,8 @@ def stage_traffic(
     # Forward, its mirror in backward, inputs gathered again; full recompute runs the forward twice.
     passes = 2 if parallel.recompute == "full" else 1
     moves = sum(len(r) for r in layers) * ((gathers + scatters) * (1 + passes) + gathers)
-    # Embedding: scatter forward, gather backward. Logits: gather, scatter, gather again.
-    moves += 2 * (stage == 0) + 3 * (stage == grid.pipeline - 1)
+    # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
+    moves += 2 * (stage == 0) + 2 * (stage == grid.pipeline - 1)
     kinds = schedule.table[stage][:, 0]
     sends = int(((kinds == ActionKind.SEND_FORWARD) | (kinds == ActionKind.SEND_BACKWARD)).sum())
     count = stage_parameters(model, parallel, stage)

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from megascale.data.tokenizer import _ENDS, END_OF_DOCUMENT, Tokenizer
 from megascale.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 _KIND = "megascale/tiktoken"
 _GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -64,7 +68,7 @@ class TiktokenTokenizer(Tokenizer):
             "special_tokens": special,
             "end_of_document": end,
         }
-        self._ranks = ranks
+        self._ranks, self._pattern, self._special = ranks, pattern, special
         try:
             self._inner = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         except Exception as error:  # a pattern or ranks that the library's core refuses
@@ -76,12 +80,51 @@ class TiktokenTokenizer(Tokenizer):
         ranks = {base64.b64encode(token).decode(): rank for token, rank in self._ranks.items()}
         return json.dumps({**self._record, "ranks": ranks}, indent=0)
 
+    def to_tokenizers(self) -> Library:
+        """The same encoding for the `tokenizers` library, as Hugging Face wants it."""
+        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Library
+
+        shown = {b: chr(c) for b, c in _byte_characters().items()}
+        text = {token: "".join(shown[b] for b in token) for token in self._ranks}
+        special = self._special
+        vocabulary = {text[token]: rank for token, rank in self._ranks.items()} | special
+        merges = [(text[a], text[b]) for a, b in _merges(self._ranks)]
+        # A word that is a token needs no merges, as in tiktoken.
+        library = Library(models.BPE(vocabulary, merges, ignore_merges=True))
+        words = pre_tokenizers.Split(Regex(self._pattern), "isolated")
+        library.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        library.decoder = decoders.ByteLevel()
+        library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+        return library
+
     def decode(self, ids: Sequence[int] | NDArray) -> str:
         return self._inner.decode([int(i) for i in ids])
 
     def _encode(self, texts: list[str]) -> list[Any]:
         none: frozenset[str] = frozenset()
         return [self._inner.encode_to_numpy(text, allowed_special=set(), disallowed_special=none) for text in texts]
+
+
+def _byte_characters() -> dict[int, int]:
+    """GPT-2's printable character for each byte: itself where it prints, else one from 256 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (b for b in range(256) if b not in plain)
+    return {b: b for b in plain} | {b: 256 + i for i, b in enumerate(others)}
+
+
+def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """The pair that each longer token is made of, in order of rank: what merging below its own rank leaves of it."""
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pairs = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
+            at = min(range(len(pairs)), key=pairs.__getitem__)
+            if pairs[at] >= rank:
+                break  # not made of merges: only ever met as a whole word
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            yield parts[0], parts[1]
 
 
 def is_ours(text: str) -> bool:

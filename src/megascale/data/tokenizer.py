@@ -82,6 +82,10 @@ class Tokenizer(ABC):
         """Ids of a text, nothing added."""
         return [int(i) for ids in self._encode(list(_slices(text))) for i in ids]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text to be continued: begun as the tokenizer's own template begins one (Llama: `<s>`)."""
+        return self.encode(text)
+
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Ids of several documents, each with its end, as one array, and the length of each (end included)."""
         tokens = array("I")
@@ -178,6 +182,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return self._inner.to_str(pretty=True)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        # The template may also end a text, which would be wrong here: only what stands before the text is taken.
+        whole = self._inner.encode("a", add_special_tokens=True)
+        begins = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
+        return whole.ids[:begins] + ids
 
     def decode(self, ids: Sequence[int] | NDArray) -> str:
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -19,9 +19,10 @@ from megascale.config import ModelConfig
 from megascale.core.tensors import Box, Piece
 from megascale.ops.activation import gelu, swiglu
 from megascale.ops.attention import attention
-from megascale.ops.dropout import dropout, dropout_key
+from megascale.ops.dropout import dropout, dropout_add, dropout_key
 from megascale.ops.norm import layer_norm, rms_norm
-from megascale.ops.rope import apply_rotary, rotary_tables
+from megascale.ops.rope import rotary_tables, split_qkv
+from megascale.ops.wide import split_wide
 from megascale.parallel.collectives import ALONE, Axis
 from megascale.parallel.parameters import Spec, parameter
 from megascale.parallel.tensor import gather_linear, linear_scatter
@@ -43,11 +44,14 @@ class Step:
     Attributes:
         dropout_key: changes with the optimizer step; None turns dropout off.
         sample_start: index in the global batch of this micro-batch's first sample.
+        token_grad: the gradient of each token's loss, where it is known before backward: the last chunk then makes
+            its gradients while its logits are there.
         cache: keys and values of earlier tokens, for generation.
     """
 
     dropout_key: int | None = None
     sample_start: int = 0
+    token_grad: torch.Tensor | None = None
     cache: KVCache | None = None
 
 
@@ -155,20 +159,42 @@ class Block(nn.Module):
         again = self.recompute and torch.is_grad_enabled()
         if self.model.block == "serial":
             assert self.norm2 is not None
-            attended = self._attend(self.qkv(x_SBH, self.norm1, again), rotary, step)
+            attended = self._attend(self._split(self.qkv(x_SBH, self.norm1, again), rotary), step)
             y = linear_scatter(self.axis, attended, self.attention_out)
-            x_SBH = x_SBH + self._drop(self._biased(y, self.attention_out_bias), 0, step)
+            x_SBH = self._add(y, x_SBH, 0, step, self.attention_out_bias)
             y = self._scatter(again, self.mlp_in(x_SBH, self.norm2, again))
-            return x_SBH + self._drop(self._biased(y, self.mlp_out_bias), 1, step)
+            return self._add(y, x_SBH, 1, step, self.mlp_out_bias)
         if self.one_product:
             wide = self.into(x_SBH, self.norm1, again)
-            width = (self.heads + 2 * self.kv_heads) * self.model.head_size
-            qkv, inner = self._biased(wide[..., :width], self.qkv_bias), wide[..., width:]
+            if again or self.qkv_bias is not None:
+                width = (self.heads + 2 * self.kv_heads) * self.model.head_size
+                qkv = self._split(_biased(wide[..., :width], self.qkv_bias), rotary)
+                y = self._scatter(again, wide[..., width:], self._attend(qkv, step))
+            else:
+                y = self._from_wide(wide, rotary, step)
         else:
             assert self.norm2 is not None
             qkv, inner = self.qkv(x_SBH, self.norm1, again), self.mlp_in(x_SBH, self.norm2, again)
-        y = self._scatter(again, inner, self._attend(qkv, rotary, step))
-        return x_SBH + self._drop(self._biased(y, self.attention_out_bias, self.mlp_out_bias), 0, step)
+            y = self._scatter(again, inner, self._attend(self._split(qkv, rotary), step))
+        return self._add(y, x_SBH, 0, step, self.attention_out_bias, self.mlp_out_bias)
+
+    def _from_wide(
+        self, wide: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step
+    ) -> torch.Tensor:
+        """The parallel block's one wide product, split in one pass, to its one sum of products."""
+        cos, sin = rotary or (None, None)
+        q, k, v, inner = split_wide(
+            wide,
+            self.heads,
+            self.kv_heads,
+            self.model.head_size,
+            self.model.activation,
+            self.mlp_in_bias,
+            cos,
+            sin,
+            self.model.rotary_interleaved,
+        )
+        return linear_scatter(self.axis, self._attend((q, k, v), step), self.attention_out, inner, self.mlp_out)
 
     def _scatter(self, again: bool, inner: torch.Tensor, attended: torch.Tensor | None = None) -> torch.Tensor:
         """The MLP's output product, with the attention's in the same sum in a parallel block."""
@@ -178,16 +204,16 @@ class Block(nn.Module):
             return linear_scatter(self.axis, *first, inner, self.mlp_out, produces=produces)
         return linear_scatter(self.axis, *first, self._activate(inner), self.mlp_out)
 
-    def _attend(self, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step) -> torch.Tensor:
-        """[s, b, (n + 2g) d] -> [s, b, n d]: this rank's heads."""
-        n, g, d = self.heads, self.kv_heads, self.model.head_size
-        q = qkv[..., : n * d].unflatten(-1, (n, d))
-        k = qkv[..., n * d : (n + g) * d].unflatten(-1, (g, d))
-        v = qkv[..., (n + g) * d :].unflatten(-1, (g, d))
-        if rotary is not None:
-            cos, sin = rotary
-            q = apply_rotary(q, cos, sin, self.model.rotary_interleaved)
-            k = apply_rotary(k, cos, sin, self.model.rotary_interleaved)
+    def _split(
+        self, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[s, b, (n + 2g) d] -> q [s, b, n, d], k and v [s, b, g, d], rotated: this rank's heads."""
+        cos, sin = rotary or (None, None)
+        return split_qkv(qkv, self.heads, self.kv_heads, cos, sin, self.model.rotary_interleaved)
+
+    def _attend(self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: Step) -> torch.Tensor:
+        """q, k, v -> [s, b, n d]."""
+        q, k, v = qkv
         if step.cache is not None:
             if self.layer in step.cache.layers:
                 old_k, old_v = step.cache.layers[self.layer]
@@ -200,17 +226,21 @@ class Block(nn.Module):
             return swiglu(x, self.mlp_in_bias)
         return gelu(x, self.mlp_in_bias, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
 
-    @staticmethod
-    def _biased(y: torch.Tensor, *biases: nn.Parameter | None) -> torch.Tensor:
-        for bias in biases:
-            y = y if bias is None else y + bias
-        return y
+    def _add(
+        self, y_SBH: torch.Tensor, residual: torch.Tensor, site: int, step: Step, *biases: nn.Parameter | None
+    ) -> torch.Tensor:
+        """residual + dropout(y + biases), in one pass where fused."""
+        given = [bias for bias in biases if bias is not None]
+        bias = sum(given[1:], given[0]) if given else None
+        p = self.model.dropout if step.dropout_key is not None else 0.0
+        if not p and bias is None:
+            return residual + y_SBH
+        key = dropout_key(step.dropout_key or 0, self.layer, site)
+        return dropout_add(y_SBH, bias, residual, p, key, self.axis.rank * y_SBH.shape[0], step.sample_start)
 
-    def _drop(self, y_SBH: torch.Tensor, site: int, step: Step) -> torch.Tensor:
-        if not self.model.dropout or step.dropout_key is None:
-            return y_SBH
-        key = dropout_key(step.dropout_key, self.layer, site)
-        return dropout(y_SBH, self.model.dropout, key, self.axis.rank * y_SBH.shape[0], step.sample_start)
+
+def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y + bias
 
 
 class Chunk(nn.Module):
@@ -299,7 +329,8 @@ class Chunk(nn.Module):
         x = self.norm(x)
         if targets_SB is None:
             return x
-        return vocabulary_loss(x, self.output_weight, self.head_bias, targets_SB, self.model.vocab, self.axis)
+        grad = step.token_grad if torch.is_grad_enabled() else None
+        return vocabulary_loss(x, self.output_weight, self.head_bias, targets_SB, self.model.vocab, self.axis, grad)
 
     @property
     def output_weight(self) -> nn.Parameter:

@@ -1,8 +1,10 @@
-"""Metrics of a run: one record a step to metrics.jsonl and TensorBoard, a line to the terminal."""
+"""Metrics of a run: one record a step to metrics.jsonl, TensorBoard and Weights & Biases, a line to the
+terminal."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from megascale.errors import ConfigError
 
 
 class Sink(Protocol):
@@ -55,6 +59,43 @@ class TensorBoard:
     def close(self) -> None:
         """Flush."""
         self._writer.close()
+
+
+class Wandb:
+    """The same to Weights & Biases; a resumed run goes on under the id kept in its folder.
+
+    Raises ConfigError if the package is missing or the service refuses.
+    """
+
+    def __init__(self, project: str, run: Path, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                f"observe.wandb={project!r} needs the package wandb; install it with pip install 'megascale[wandb]' or "
+                "leave the key out"
+            ) from None
+        kept = run / "wandb-id"
+        identity = kept.read_text().strip() if kept.exists() else secrets.token_hex(4)
+        try:
+            self._run = wandb.init(
+                project=project, name=run.name, id=identity, resume="allow", dir=str(run), config=config
+            )
+        except (wandb.Error, OSError) as error:
+            raise ConfigError(
+                f"observe.wandb={project!r}: Weights & Biases cannot be used ({error}); run `wandb login`, set "
+                "WANDB_MODE=offline to keep the records in the run folder, or leave the key out"
+            ) from None
+        kept.write_text(identity + "\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One value a number. Steps that a resumed run does again are not sent twice: the service drops them."""
+        numbers = {key: v for key, v in record.items() if key not in ("step", "time") and isinstance(v, int | float)}
+        self._run.log(numbers, step=record["step"])
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
 
 
 class Terminal:

@@ -57,6 +57,7 @@ def _gelu_kernel(
     width,
     stride,
     dy_stride,
+    out_stride,
     rows_a_part,
     TANH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -83,7 +84,7 @@ def _gelu_kernel(
             value = dy * slope
             if HAS_BIAS:
                 d_bias += value
-        tl.store(out_ptr + row_64 * width + column[None, :], value, mask=inside)
+        tl.store(out_ptr + row_64 * out_stride + column[None, :], value, mask=inside)
     if BACKWARD and HAS_BIAS:
         tl.store(part_ptr + tl.program_id(1) * width + column, tl.sum(d_bias, 0), mask=column < width)
 
@@ -99,6 +100,7 @@ def _swiglu_kernel(
     width,
     stride,
     dy_stride,
+    out_stride,
     rows_a_part,
     HAS_BIAS: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -129,14 +131,14 @@ def _swiglu_kernel(
             dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             d_gate = dy * up * half * (1.0 + gate * (1.0 - half))
             d_up = dy * gate * half
-            to = out_ptr + row_64 * 2 * width + column[None, :]
+            to = out_ptr + row_64 * out_stride + column[None, :]
             tl.store(to, d_gate, mask=inside)
             tl.store(to + width, d_up, mask=inside)
             if HAS_BIAS:
                 d_bias_g += d_gate
                 d_bias_u += d_up
         else:
-            tl.store(out_ptr + row_64 * width + column[None, :], gate * half * up, mask=inside)
+            tl.store(out_ptr + row_64 * out_stride + column[None, :], gate * half * up, mask=inside)
     if BACKWARD and HAS_BIAS:
         to = part_ptr + tl.program_id(1) * 2 * width + column
         tl.store(to, tl.sum(d_bias_g, 0), mask=column < width)
@@ -156,7 +158,7 @@ def _run(
         partial = torch.empty((parts, bias.shape[0]), dtype=torch.float32, device=x_TF.device)
     kernel[(columns, parts)](
         *(x_TF, bias, dy_TF, out_TF, partial, T, width, x_TF.stride(0)),
-        *(0 if dy_TF is None else dy_TF.stride(0), a_part),
+        *(0 if dy_TF is None else dy_TF.stride(0), out_TF.stride(0), a_part),
         HAS_BIAS=bias is not None,
         BACKWARD=dy_TF is not None,
         BLOCK_R=BLOCK_ROWS,
@@ -166,52 +168,56 @@ def _run(
     return None if partial is None or bias is None else sum_parts(partial, bias.dtype)
 
 
-class _GeLU(torch.autograd.Function):
+Kind = Literal["gelu", "gelu_tanh", "swiglu"]
+
+
+def run_activation(
+    kind: Kind, x_TF: Tensor, bias: Tensor | None, dy_TF: Tensor | None, out_TF: Tensor
+) -> Tensor | None:
+    """Fused activation (or, with dy, its gradient) of rows into rows, strided as they come; returns the bias gradient.
+
+    x_TF: [T, F], or [T, 2F] for swiglu; out_TF: the result [T, F], or with dy_TF [T, F] the gradient of x.
+    """
+    if kind == "swiglu":
+        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2)
+    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], TANH=kind == "gelu_tanh")
+
+
+def activation_reference(kind: Kind, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The plain activation called `kind` in model.activation."""
+    if kind == "swiglu":
+        return swiglu_reference(x, bias)
+    return gelu_reference(x, bias, "tanh" if kind == "gelu_tanh" else "none")
+
+
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
         flat = flat_rows(x)
         ctx.save_for_backward(flat, bias)
-        ctx.tanh, ctx.shape = tanh, x.shape
-        y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-        _run(_gelu_kernel, flat, bias, None, y, flat.shape[1], TANH=tanh)
-        return y.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat, bias = ctx.saved_tensors
-        dx = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        d_bias = _run(_gelu_kernel, flat, bias, flat_rows(grads[0]), dx, flat.shape[1], TANH=ctx.tanh)
-        return dx.view(ctx.shape), d_bias, None
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        flat = flat_rows(x)
-        ctx.save_for_backward(flat, bias)
-        ctx.shape = x.shape
-        width = x.shape[-1] // 2
+        ctx.kind, ctx.shape = kind, x.shape
+        width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
         y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
-        _run(_swiglu_kernel, flat, bias, None, y, width)
+        run_activation(kind, flat, bias, None, y)
         return y.view(*x.shape[:-1], width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat, bias = ctx.saved_tensors
         dx = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        d_bias = _run(_swiglu_kernel, flat, bias, flat_rows(grads[0]), dx, flat.shape[1] // 2)
-        return dx.view(ctx.shape), d_bias
+        d_bias = run_activation(ctx.kind, flat, bias, flat_rows(grads[0]), dx)
+        return dx.view(ctx.shape), d_bias, None
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
     """gelu(x + bias) of x [..., F] and bias [F]; only x and bias are kept for the backward pass."""
     if x.numel() and use_fused("gelu", x, bias):
-        return _GeLU.apply(x, bias, approximate == "tanh")
+        return _Activation.apply(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
     return gelu_reference(x, bias, approximate)
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up of x + bias, x [..., 2F] = [gate | up], bias [2F]; returns [..., F]."""
     if x.numel() and use_fused("swiglu", x, bias):
-        return _SwiGLU.apply(x, bias)
+        return _Activation.apply(x, bias, "swiglu")
     return swiglu_reference(x, bias)

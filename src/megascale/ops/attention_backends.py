@@ -123,15 +123,24 @@ def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> 
     return _joined(out.permute(2, 0, 1, 3))
 
 
+def cudnn_frontend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
+    """cuDNN through its frontend package: windows, and gradients in one tensor (ops/attention_cudnn.py)."""
+    from megascale.ops.attention_cudnn import cudnn_frontend as run
+
+    return run(q_SBND, k_SBGD, v_SBGD, window)
+
+
 BACKENDS: dict[str, Backend] = {
     "cudnn": functools.partial(_full_causal, SDPBackend.CUDNN_ATTENTION),
     "flash": functools.partial(_full_causal, SDPBackend.FLASH_ATTENTION),
     "flash_window": flash_window,
     "flex": flex,
+    "cudnn_frontend": cudnn_frontend,
     "sdpa": sdpa,
 }
 
 
 def candidates(window: int | None) -> list[str]:
     """Backends worth measuring on CUDA for full attention (None) or a window, best guess first."""
-    return ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
+    own = ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
+    return [*own, "cudnn_frontend"]

@@ -12,20 +12,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megascale.ops import dispatch
 from megascale.ops.reduce import column_sum
+
+_wide_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
 
 
 def accumulate_mm(target: Tensor, a: Tensor, b: Tensor) -> None:
     """target [M, N] (float32 or wider) += a [M, K] @ b [K, N], products summed in float32 at least.
 
-    On CUDA one GEMM with a float32 output does it; elsewhere the product is formed in target's type.
+    On CUDA one GEMM with a float32 output does it (a torch without that forms the product in a's type, and
+    `dispatch.active` says so); elsewhere the product is formed in target's type.
     """
+    global _wide_output
     if target.dtype == a.dtype:
         target.addmm_(a, b)
-    elif target.is_cuda and target.dtype == torch.float32:
-        torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
-    else:
+    elif not (target.is_cuda and target.dtype == torch.float32):
         target.addmm_(a.to(target.dtype), b.to(target.dtype))
+    elif _wide_output:
+        torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
+    elif _wide_output is None:
+        try:
+            torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            _wide_output = False
+            dispatch.note("weight gradient", f"product in {a.dtype}, then added ({error})")
+            target.add_(a @ b)
+        else:
+            _wide_output = True
+            dispatch.note("weight gradient", "added in float32 inside the GEMM")
+    else:
+        target.add_(a @ b)
 
 
 def finish(parameter: Tensor) -> None:

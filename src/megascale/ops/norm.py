@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dimension, forward and backward: plain PyTorch reference and one-pass kernels.
+"""LayerNorm and RMSNorm over the last dimension, alone or with the residual addition before them.
 
 The kernels hold a row in registers: x is read once forward, x and dy once backward. Weight gradients go through
 partial sums in a fixed order, so repeats give the same bits.
@@ -6,14 +6,16 @@ partial sums in a fixed order, so repeats give the same bits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops.dispatch import jit, tl, triton, use_fused
-from megascale.ops.reduce import PARTS, flat_rows, split_rows, sum_parts
+from megascale.ops.reduce import PARTS, column_sum, flat_rows, split_rows, sum_parts
+
+NormKind = Literal["layernorm", "rmsnorm"]
 
 WIDEST = 32768  # a row must fit a program's registers
 
@@ -30,9 +32,22 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight.to(wide.dtype)).to(x.dtype)
 
 
+def add_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: NormKind, x_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch of `add_norm`."""
+    total = residual + (x if x_bias is None else x + x_bias)
+    if kind == "rmsnorm":
+        return total, rms_norm_reference(total, weight, eps)
+    return total, layer_norm_reference(total, weight, bias, eps)
+
+
 @jit
 def _forward_kernel(
     x_ptr,
+    add_ptr,
+    add_bias_ptr,
+    total_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
@@ -41,9 +56,12 @@ def _forward_kernel(
     rows,
     width,
     stride,
+    add_stride,
     eps,
     CENTRE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    ADD_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -51,6 +69,14 @@ def _forward_kernel(
     column = tl.arange(0, BLOCK)
     inside = (row[:, None] < rows) & (column[None, :] < width)
     x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(add_ptr + row[:, None].to(tl.int64) * add_stride + column[None, :], mask=inside, other=0.0)
+        if ADD_BIAS:
+            x += tl.load(add_bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        # What is normed is the sum as it is stored, so that the backward pass sees the same numbers.
+        stored = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row[:, None].to(tl.int64) * width + column[None, :], stored, mask=inside)
+        x = tl.where(inside, stored.to(tl.float32), 0.0)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     if CENTRE:
         mean = tl.sum(x, 1) / width
@@ -81,6 +107,7 @@ def _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, last, column, width, dy_s
 @jit
 def _backward_kernel(
     dy_ptr,
+    d_total_ptr,
     x_ptr,
     weight_ptr,
     mean_ptr,
@@ -90,10 +117,12 @@ def _backward_kernel(
     rows,
     width,
     dy_stride,
+    d_total_stride,
     x_stride,
     rows_a_part,
     CENTRE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -121,7 +150,11 @@ def _backward_kernel(
         if CENTRE:
             shift += (tl.sum(scaled, 1) / width)[:, None]
         at = row[:, None].to(tl.int64) * width + column[None, :]
-        tl.store(dx_ptr + at, (scaled - shift) * rstd[:, None], mask=inside)
+        dx = (scaled - shift) * rstd[:, None]
+        if ADD:
+            other = d_total_ptr + row[:, None].to(tl.int64) * d_total_stride + column[None, :]
+            dx += tl.load(other, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx, mask=inside)
         d_weight += dy * normed
         if HAS_BIAS:
             d_bias += dy
@@ -138,49 +171,100 @@ def _tile(width: int) -> tuple[int, int, int]:
     return block, max(1, 1024 // block), min(16, max(1, block // 512))
 
 
+def _forward(
+    x_TH: Tensor,
+    add_TH: Tensor | None,
+    add_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centre: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch; returns what was normed (x itself, or the sum), the result and the statistics [2, T]."""
+    T, H = x_TH.shape
+    y = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
+    total = x_TH if add_TH is None else torch.empty_like(y)
+    statistics = torch.empty((2, T), dtype=torch.float32, device=x_TH.device)
+    block, rows, warps = _tile(H)
+    _forward_kernel[(triton.cdiv(T, rows),)](
+        *(x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1]),
+        *(T, H, x_TH.stride(0), 0 if add_TH is None else add_TH.stride(0), eps),
+        CENTRE=centre,
+        HAS_BIAS=bias is not None,
+        ADD=add_TH is not None,
+        ADD_BIAS=add_bias is not None,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return total, y, statistics
+
+
+def _backward(
+    dy_TH: Tensor, d_total_TH: Tensor | None, x_TH: Tensor, weight: Tensor, statistics: Tensor, centre: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launch; returns the gradients of what was normed (plus d_total), of the weight and of the bias."""
+    T, H = x_TH.shape
+    dx = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
+    block, rows, warps = _tile(H)
+    a_part, parts = split_rows(T, rows, PARTS)
+    partial = torch.empty((parts, (2 if bias else 1) * H), dtype=torch.float32, device=x_TH.device)
+    _backward_kernel[(parts,)](
+        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, T, H),
+        *(dy_TH.stride(0), 0 if d_total_TH is None else d_total_TH.stride(0), x_TH.stride(0), a_part),
+        CENTRE=centre,
+        HAS_BIAS=bias,
+        ADD=d_total_TH is not None,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    sums = sum_parts(partial, weight.dtype)
+    return dx, sums[:H], sums[H:] if bias else None
+
+
 class _Norm(torch.autograd.Function):
-    """Both norms; CENTRE is what sets LayerNorm apart."""
+    """Both norms; `centre` is what sets LayerNorm apart."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> Tensor:
-        flat = flat_rows(x)
-        T, H = flat.shape
-        y = torch.empty((T, H), dtype=x.dtype, device=x.device)
-        statistics = torch.empty((2, T), dtype=torch.float32, device=x.device)
-        block, rows, warps = _tile(H)
-        _forward_kernel[(triton.cdiv(T, rows),)](
-            *(flat, weight, bias, y, statistics[0], statistics[1], T, H, flat.stride(0), eps),
-            CENTRE=centre,
-            HAS_BIAS=bias is not None,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
-        ctx.save_for_backward(flat, weight, statistics)
+        x_TH, y, statistics = _forward(flat_rows(x), None, None, weight, bias, eps, centre)
+        ctx.save_for_backward(x_TH, weight, statistics)
         ctx.centre, ctx.has_bias, ctx.shape = centre, bias is not None, x.shape
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat, weight, statistics = ctx.saved_tensors
+        x_TH, weight, statistics = ctx.saved_tensors
         dy = flat_rows(grads[0])
-        T, H = flat.shape
-        dx = torch.empty((T, H), dtype=flat.dtype, device=flat.device)
-        block, rows, warps = _tile(H)
-        a_part, parts = split_rows(T, rows, PARTS)
-        fields = 2 if ctx.has_bias else 1
-        partial = torch.empty((parts, fields * H), dtype=torch.float32, device=flat.device)
-        _backward_kernel[(parts,)](
-            *(dy, flat, weight, statistics[0], statistics[1], dx, partial),
-            *(T, H, dy.stride(0), flat.stride(0), a_part),
-            CENTRE=ctx.centre,
-            HAS_BIAS=ctx.has_bias,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
-        total = sum_parts(partial, weight.dtype)
-        return dx.view(ctx.shape), total[:H], total[H:] if ctx.has_bias else None, None, None
+        dx, d_weight, d_bias = _backward(dy, None, x_TH, weight, statistics, ctx.centre, ctx.has_bias)
+        return dx.view(ctx.shape), d_weight, d_bias, None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        x_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centre: bool,
+    ) -> tuple[Tensor, Tensor]:
+        total, y, statistics = _forward(flat_rows(x), flat_rows(residual), x_bias, weight, bias, eps, centre)
+        ctx.save_for_backward(total, weight, statistics)
+        ctx.centre, ctx.has_bias, ctx.has_x_bias, ctx.shape = centre, bias is not None, x_bias is not None, x.shape
+        return total.view(x.shape), y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, statistics = ctx.saved_tensors
+        d_total, dy = (flat_rows(grad) for grad in grads)
+        dx, d_weight, d_bias = _backward(dy, d_total, total, weight, statistics, ctx.centre, ctx.has_bias)
+        d_x_bias = column_sum(dx) if ctx.has_x_bias else None
+        return dx.view(ctx.shape), dx.view(ctx.shape), d_x_bias, d_weight, d_bias, None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -195,3 +279,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.numel() and x.shape[-1] <= WIDEST and use_fused("rms norm", x, weight):
         return _Norm.apply(x, weight, None, eps, False)
     return rms_norm_reference(x, weight, eps)
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: NormKind,
+    x_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(total, normed): total = residual + x + x_bias, and the norm of it, in one pass each way.
+
+    x, residual: [..., H]; x_bias (of the projection that made x), weight, bias: [H]. kind: model.norm; an rmsnorm
+    has no bias. The backward pass adds total's own gradient on the way, which saves the residual stream's addition.
+    """
+    fits = x.numel() and x.shape[-1] <= WIDEST and residual.dtype == x.dtype
+    if fits and use_fused("add norm", x, residual, weight, bias, x_bias):
+        return _AddNorm.apply(x, residual, x_bias, weight, bias, eps, kind == "layernorm")
+    return add_norm_reference(x, residual, weight, bias, eps, kind, x_bias)

@@ -129,7 +129,7 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tables(cos: Tensor, sin: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+def check_tables(cos: Tensor, sin: Tensor, positions: int) -> tuple[Tensor, Tensor]:
     if cos.shape != sin.shape or cos.shape[0] != positions:
         raise ValueError(f"rotary tables {tuple(cos.shape)}, {tuple(sin.shape)} do not have {positions} rows")
     return cos.contiguous(), sin.contiguous()
@@ -167,6 +167,27 @@ def packed(parts: tuple[Tensor, ...]) -> Tensor | None:
     return first.as_strided((S, B, heads, D), strides, first.storage_offset())
 
 
+def rotate_parts(
+    x_SBND: Tensor, heads: int, groups: int, tables: tuple[Tensor | None, Tensor | None], interleaved: bool
+) -> tuple[Tensor, ...]:
+    """Turn the queries and keys of [q | k | v] in place (if there are tables) and return the three views."""
+    cos, sin = tables
+    if cos is not None:
+        turning = x_SBND[:, :, : heads + groups]
+        _rotate(turning, turning, cos, sin, interleaved, inverse=False)
+    return x_SBND.split((heads, groups, groups), dim=2)
+
+
+def gather_gradients(
+    grads: tuple[Tensor, ...], whole_SBND: Tensor, tables: tuple[Tensor | None, Tensor | None], interleaved: bool
+) -> None:
+    """Write the gradients of q, k, v, turned back, into their places of `whole_SBND`."""
+    places = whole_SBND.split([grad.shape[2] for grad in grads], dim=2)
+    for i, (grad, place) in enumerate(zip(grads, places, strict=True)):
+        cos, sin = tables if i < 2 else (None, None)
+        _rotate(_adjacent(grad), place, cos, sin, interleaved, inverse=True)
+
+
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -179,28 +200,21 @@ class _SplitQKV(torch.autograd.Function):
         interleaved: bool,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.sizes, ctx.interleaved = (heads, groups, groups), interleaved
-        qkv_SBND = qkv_SBC.unflatten(-1, (heads + 2 * groups, -1))
-        turning = qkv_SBND[:, :, : heads + groups]
-        if cos is not None:
-            _rotate(turning, turning, cos, sin, interleaved, inverse=False)
-        return qkv_SBND.split(ctx.sizes, dim=2)
+        ctx.turning, ctx.interleaved = heads + groups, interleaved
+        return rotate_parts(qkv_SBC.unflatten(-1, (heads + 2 * groups, -1)), heads, groups, (cos, sin), interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         whole = packed(grads)
-        heads, groups, _ = ctx.sizes
-        if whole is not None:
-            turning = whole[:, :, : heads + groups]
-            if cos is not None:
-                _rotate(turning, turning, cos, sin, ctx.interleaved, inverse=True)
-        else:
+        if whole is None:
             S, B, _, D = grads[0].shape
-            whole = torch.empty((S, B, heads + 2 * groups, D), dtype=grads[0].dtype, device=grads[0].device)
-            for i, (grad, to) in enumerate(zip(grads, whole.split(ctx.sizes, dim=2), strict=True)):
-                tables = (cos, sin) if i < 2 else (None, None)
-                _rotate(_adjacent(grad), to, tables[0], tables[1], ctx.interleaved, inverse=True)
+            heads = sum(grad.shape[2] for grad in grads)
+            whole = torch.empty((S, B, heads, D), dtype=grads[0].dtype, device=grads[0].device)
+            gather_gradients(grads, whole, (cos, sin), ctx.interleaved)
+        elif cos is not None:
+            turning = whole[:, :, : ctx.turning]
+            _rotate(turning, turning, cos, sin, ctx.interleaved, inverse=True)
         return whole.flatten(2), None, None, None, None, None
 
 
@@ -211,7 +225,7 @@ def apply_rotary(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
     S positions of x (slice the tables to offset them: a cache, a sequence shard). Only the first
     2 x cos.shape[1] entries of a head turn. interleaved: neighbouring pairs (GPT-J) instead of halves.
     """
-    cos, sin = _tables(cos, sin, x_SBND.shape[0])
+    cos, sin = check_tables(cos, sin, x_SBND.shape[0])
     if use_fused("rotary", x_SBND, cos):
         return _Rotary.apply(x_SBND, cos, sin, interleaved)
     return apply_rotary_reference(x_SBND, cos, sin, interleaved)
@@ -233,7 +247,7 @@ def split_qkv(
     there by attention's backward) are taken without a copy. cos, sin, interleaved: as `apply_rotary`, or None.
     """
     if cos is not None and sin is not None:
-        cos, sin = _tables(cos, sin, qkv_SBC.shape[0])
+        cos, sin = check_tables(cos, sin, qkv_SBC.shape[0])
     if qkv_SBC.is_contiguous() and use_fused("split qkv", qkv_SBC, cos):
         return _SplitQKV.apply(qkv_SBC, heads, groups, cos, sin, interleaved)
     return split_qkv_reference(qkv_SBC, heads, groups, cos, sin, interleaved)

@@ -111,6 +111,7 @@ class FlatChunk:
         zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too.
         bucket_elements: size of a bucket; None for one bucket a chunk.
         pool: gradient buffers shared with the other chunks of this rank, for zero=2.
+        overlap: reduce buckets as they fill and gather ahead; without it both wait for each other.
     """
 
     def __init__(
@@ -121,8 +122,9 @@ class FlatChunk:
         zero: int = 1,
         bucket_elements: int | None = None,
         pool: GradientPool | None = None,
+        overlap: bool = True,
     ) -> None:
-        self.module = module
+        self.module, self.overlap = module, overlap
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
         meta = list(module.parameters())
@@ -180,8 +182,9 @@ class FlatChunk:
         if self.zero == 2:
             self.grads, self._reducing = self.pool.take(self)
             self._aim(self.grads)
-        self._reduces = (last or self.zero == 2) and any(self._calls)
-        self._left = [len(span.members) for span in self.layout.buckets]
+        self._reduces = self.overlap and (last or self.zero == 2) and any(self._calls)
+        # A parameter that gets no gradient (another chunk's copy in use) makes no call.
+        self._left = [sum(1 for i in span.members if self._calls[i]) for span in self.layout.buckets]
 
     def end_backward(self, last: bool) -> None:
         """After a micro-batch's backward: learn the calls, and reduce what has not gone on the wire by itself."""
@@ -196,6 +199,8 @@ class FlatChunk:
         for bucket in range(len(self.layout.buckets)):
             if bucket not in self._reducing:
                 self._reduce(bucket)
+                if not self.overlap:
+                    self._reducing[bucket].wait()
 
     def finish_reduction(self) -> None:
         """Wait until this rank's shards hold the sum over data-parallel ranks (and over a tied embedding's copies)."""
@@ -253,6 +258,8 @@ class FlatChunk:
         for bucket, span in enumerate(self.layout.buckets):
             start, stop = self.layout.shard(bucket, data.rank, data.size)
             self._gathering.append(all_gather_into(self.params[span.start : span.stop], self.params[start:stop], data))
+        if not self.overlap:
+            self.finish_gather()
 
     @property
     def gathering(self) -> bool:

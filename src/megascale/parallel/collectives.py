@@ -12,14 +12,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch 2.13 has new names for these two and warns of the old ones, on every rank.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the grid as this rank sees it: its process group, how many ranks, which one."""
+    """One axis of the grid as this rank sees it.
+
+    Attributes:
+        group: its process group, None for a group of one.
+        size, rank: how many ranks, and which one this is.
+        overlap: how tensor-parallel products hide their collective: "fused" (symmetric memory), "async" (the
+            collective runs beside independent products) or "off".
+    """
 
     group: Any = None
     size: int = 1
     rank: int = 0
+    overlap: str = "async"
 
 
 ALONE = Axis()
@@ -45,7 +57,7 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    return Pending(out, dist.all_gather_into_tensor(out, x, group=axis.group, async_op=True))
+    return Pending(out, _all_gather(out, x, group=axis.group, async_op=True))
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
@@ -54,7 +66,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return Pending(out, dist.reduce_scatter_tensor(out, x, group=axis.group, async_op=True))
+    return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True))
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
@@ -100,7 +112,7 @@ def all_gather_into(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Pend
     """Gather equal parts into `whole`; `part` may be this rank's slice of it."""
     if axis.size == 1:
         return Pending(whole)
-    return Pending(whole, dist.all_gather_into_tensor(whole, part, group=axis.group, async_op=True))
+    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True))
 
 
 def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
@@ -108,4 +120,4 @@ def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(whole)
     part = whole.view(axis.size, -1)[axis.rank]
-    return Pending(part, dist.reduce_scatter_tensor(part, whole, group=axis.group, async_op=True))
+    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True))

@@ -15,12 +15,18 @@ from typing import Any
 import torch
 
 from megascale.ops.linear import accumulate_mm, finish
-from megascale.parallel.collectives import Axis, all_gather, reduce_scatter
+from megascale.ops.reduce import column_sum
+from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
+from megascale.parallel.symmetric import gather_and_consume, produce_and_scatter
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` took it."""
-    dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dy_TO, x_TI = _flat(dy), _flat(x)
     main = getattr(weight, "main_grad", None)
     if main is None:
         return dy_TO.t() @ x_TI
@@ -34,9 +40,9 @@ def bias_gradient(bias: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor |
     if bias is None:
         return None
     main = getattr(bias, "main_grad", None)
+    found = column_sum(_flat(dy), main)
     if main is None:
-        return dy.reshape(-1, dy.shape[-1]).sum(0)
-    main.add_(dy.reshape(-1, dy.shape[-1]).sum(0, dtype=main.dtype))
+        return found
     finish(bias)
     return None
 
@@ -46,6 +52,71 @@ def _recomputed(produce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
         return leaf, produce(leaf)
+
+
+def _gathered_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis) -> torch.Tensor:
+    """linear(all-gathered x, weight, bias), the gather hidden as `axis.overlap` says."""
+    if axis.size == 1:
+        return torch.nn.functional.linear(x, weight, bias)
+    if axis.overlap == "off":
+        return torch.nn.functional.linear(all_gather(x, axis).wait(), weight, bias)
+    n = x.shape[0]
+    y = x.new_empty((axis.size * n, *x.shape[1:-1], weight.shape[0]))
+
+    def consume(shard: torch.Tensor, rank: int) -> None:
+        out = _flat(y[rank * n : (rank + 1) * n])
+        if bias is None:
+            torch.mm(_flat(shard), weight.t(), out=out)
+        else:
+            torch.addmm(bias, _flat(shard), weight.t(), out=out)
+
+    if axis.overlap == "fused":
+        gather_and_consume(x, axis, consume, keep=False)
+        return y
+    gathering = all_gather(x, axis)
+    consume(x, axis.rank)  # the own part needs no wire
+    whole = gathering.wait()
+    for start, stop in ((0, axis.rank), (axis.rank + 1, axis.size)):
+        if start < stop:
+            rows = _flat(whole[start * n : stop * n])
+            out = _flat(y[start * n : stop * n])
+            if bias is None:
+                torch.mm(rows, weight.t(), out=out)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=out)
+    return y
+
+
+def _sum_of_products(
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, rows: slice, out: torch.Tensor
+) -> None:
+    """out <- sum of x[rows] @ weight (or its transpose). A second product that accumulates costs no concatenation."""
+    for i, (x, weight) in enumerate(zip(xs, weights, strict=True)):
+        matrix = weight.t() if transposed else weight
+        if i == 0:
+            torch.mm(_flat(x[rows]), matrix, out=_flat(out))
+        else:
+            _flat(out).addmm_(_flat(x[rows]), matrix)
+
+
+def _scattered_products(
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis
+) -> Pending:
+    """Reduce-scatter of the sum of products: on its way, or done where fused."""
+    s = xs[0].shape[0]
+    columns = weights[0].shape[0 if transposed else 1]
+    if axis.size > 1 and axis.overlap == "fused":
+        n = s // axis.size
+        shape = (n, *xs[0].shape[1:-1], columns)
+
+        def produce(rank: int, out: torch.Tensor) -> None:
+            _sum_of_products(xs, weights, transposed, slice(rank * n, (rank + 1) * n), out)
+
+        return Pending(produce_and_scatter(axis, produce, shape, xs[0]))
+    y = xs[0].new_empty((s, *xs[0].shape[1:-1], columns))
+    _sum_of_products(xs, weights, transposed, slice(None), y)
+    pending = reduce_scatter(y, axis)
+    return Pending(pending.wait()) if axis.overlap == "off" else pending
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -61,9 +132,7 @@ class _GatherLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         # The parameters themselves, not saved copies: they carry main_grad.
         ctx.weight, ctx.bias, ctx.axis, ctx.produce = weight, bias, axis, produce
-        if produce is not None:
-            x = produce(x)
-        return torch.nn.functional.linear(all_gather(x, axis).wait(), weight, bias)
+        return _gathered_product(x if produce is None else produce(x), weight, bias, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -73,7 +142,10 @@ class _GatherLinear(torch.autograd.Function):
         if ctx.produce is not None:
             leaf, x = _recomputed(ctx.produce, x)
         gathering = all_gather(x.detach(), ctx.axis)
-        scattering = reduce_scatter(torch.matmul(dy, ctx.weight), ctx.axis)
+        if ctx.axis.overlap == "off":
+            gathering.wait()
+        # The scatter is on the wire (or already hidden in its own product) while the weight's gradient is computed.
+        scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis)
         dw = weight_gradient(ctx.weight, dy, gathering.wait())
         db = bias_gradient(ctx.bias, dy)
         dx: torch.Tensor | None = scattering.wait()
@@ -91,23 +163,15 @@ class _LinearScatter(torch.autograd.Function):
         xs, weights = inputs[0::2], inputs[1::2]
         ctx.save_for_backward(*xs)
         ctx.weights, ctx.axis, ctx.produces = weights, axis, produces
-        y: torch.Tensor | None = None
-        for x, weight, produce in zip(xs, weights, produces, strict=True):
-            x = x if produce is None else produce(x)
-            if y is None:
-                y = torch.nn.functional.linear(x, weight)
-            else:
-                # A second product that accumulates costs no concatenation of the two inputs.
-                y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
-        assert y is not None
-        return reduce_scatter(y, axis).wait()
+        made = [x if produce is None else produce(x) for x, produce in zip(xs, produces, strict=True)]
+        return _scattered_products(made, weights, True, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        dy = all_gather(grads[0], ctx.axis).wait()
+        xs, weights, axis = ctx.saved_tensors, ctx.weights, ctx.axis
+        dy, dxs = _gathered_input_gradients(grads[0], xs, weights, axis)
         out: list[Any] = [None, None]
-        for x, weight, produce in zip(ctx.saved_tensors, ctx.weights, ctx.produces, strict=True):
-            dx = torch.matmul(dy, weight)
+        for x, dx, weight, produce in zip(xs, dxs, weights, ctx.produces, strict=True):
             if produce is None:
                 out += [dx, weight_gradient(weight, dy, x)]
             else:
@@ -116,6 +180,23 @@ class _LinearScatter(torch.autograd.Function):
                 torch.autograd.backward(x, dx)
                 out += [leaf.grad, dw]
         return tuple(out)
+
+
+def _gathered_input_gradients(
+    dy: torch.Tensor, xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], axis: Axis
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
+    if axis.size == 1 or axis.overlap != "fused":
+        whole = all_gather(dy, axis).wait()
+        return whole, [torch.matmul(whole, weight) for weight in weights]
+    n = dy.shape[0]
+    dxs = [dy.new_empty((axis.size * n, *dy.shape[1:-1], weight.shape[1])) for weight in weights]
+
+    def consume(shard: torch.Tensor, rank: int) -> None:
+        for weight, dx in zip(weights, dxs, strict=True):
+            torch.mm(_flat(shard), weight, out=_flat(dx[rank * n : (rank + 1) * n]))
+
+    return gather_and_consume(dy, axis, consume, keep=True), dxs
 
 
 def gather_linear(

@@ -39,14 +39,18 @@ def vocabulary_loss(
     targets_SB: torch.Tensor,
     vocab: int,
     axis: Axis,
+    token_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` do not exist."""
+    """Cross-entropy of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` do not exist.
+
+    token_grad: what backward will send for each token, if known: gradients are then made in the forward pass.
+    """
     if axis.size == 1:
-        return linear_cross_entropy(x_SBH, weight, targets_SB, bias=bias, vocab=vocab)
+        return linear_cross_entropy(x_SBH, weight, targets_SB, bias=bias, vocab=vocab, token_grad=token_grad)
     shard = VocabShard(
         axis.rank * weight.shape[0],
         lambda x: all_reduce(x, axis, dist.ReduceOp.MAX).wait(),
         lambda x: all_reduce(x, axis).wait(),
     )
     whole = gather_sequence(x_SBH, axis)
-    return linear_cross_entropy(whole, weight, targets_SB, bias=bias, vocab=vocab, shard=shard)
+    return linear_cross_entropy(whole, weight, targets_SB, bias=bias, vocab=vocab, token_grad=token_grad, shard=shard)

@@ -1,6 +1,6 @@
 """The one global meeting of a start: everybody is here, and everybody means the same job.
 
-It costs each rank three small store calls whatever the size of the world, and rank 0 one read of all greetings.
+It costs each rank two small store calls whatever the size of the world, and rank 0 one read of all greetings.
 A rank that is missing, comes twice, has another world size or other settings is named on every rank that did come.
 Works on any torch Store.
 """
@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ _FAIL = "fail:"
 _ALARM = "!"
 # Ranks wait a little longer for rank 0's verdict than rank 0 waits for them, so that the verdict reaches them.
 _GRACE = 5.0
+_SEE_OFF = 10.0
 _EXPLAINED = 4  # at most so many differing ranks tell their settings
 
 
@@ -49,24 +51,17 @@ def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout
         TrainingError: ranks that did not come within `timeout`; names them.
     """
     deadline = time.monotonic() + timeout
+    facts = {"WORLD_SIZE": str(world), **facts}
     mark = digest(facts)
     hello = f"{mark} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
-    told = int(store.compare_set("start/world", "", str(world)))
-    if told != world:
-        _alarm(
-            store,
-            told,
-            f"rank {rank} on {socket.gethostname()} was started for a world of {world}, but others for {told}; "
-            "give every process the same WORLD_SIZE",
-        )
     if not 0 <= rank < world:
-        _alarm(store, told, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
+        _alarm(store, rank + 1, f"rank {rank} is outside a world of {world}; ranks count from 0 to {world - 1}")
     before = store.compare_set(f"start/hello/{rank}", "", hello).decode()
     if before != hello and before != _ALARM:
         _, host, pid, _ = before.split()
         _alarm(
             store,
-            told,
+            world,
             f"two processes claim rank {rank}: process {pid} on {host} and process {os.getpid()} on "
             f"{socket.gethostname()}; give each process its own RANK",
         )
@@ -74,8 +69,7 @@ def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout
         _judge(store, world, deadline, timeout)
     verdict = _await(store, VERDICT, deadline + _GRACE)
     if verdict is None:
-        came = [r for r in range(world) if store.check([f"start/hello/{r}"])]
-        raise _missing(world, came, timeout)
+        raise _missing(world, _came(store, world), timeout)
     if verdict.startswith("explain:"):
         speakers = json.loads(verdict.removeprefix("explain:"))
         if rank in speakers:
@@ -93,6 +87,19 @@ def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout
         raise TrainingError(message) if kind == "missing" else ConfigError(message)
 
 
+def see_off(store: Store, rank: int, world: int) -> None:
+    """After a start that failed: rank 0, who may serve the store, stays until the others have read why.
+
+    Without this a rank that comes a little later finds nobody and waits out its whole time.
+    """
+    store.set(f"start/told/{rank}", "1")
+    if rank == 0:
+        # An alarm has filled all places, also of ranks that are still on their way; absent ranks are not waited for.
+        expected = [f"start/told/{r}" for r in range(1, world) if store.check([f"start/hello/{r}"])]
+        with suppress(DistError):
+            store.wait(expected, timedelta(seconds=_SEE_OFF))
+
+
 def _judge(store: Store, world: int, deadline: float, timeout: float) -> None:
     """Rank 0: wait for all greetings, compare them, publish the verdict."""
     keys = [f"start/hello/{r}" for r in range(world)]
@@ -101,20 +108,23 @@ def _judge(store: Store, world: int, deadline: float, timeout: float) -> None:
     except DistError as error:
         if isinstance(error, StoreFault):
             raise
-        came = [r for r in range(world) if store.check([keys[r]])]
-        if len(came) < world:
+        came = _came(store, world)
+        values = store.multi_get([keys[r] for r in came])
+        if len({value.split()[0] for value in values}) == 1 and len(came) < world:
             store.compare_set(VERDICT, "", f"{_FAIL}missing:{_missing(world, came, timeout)}")
             return
-        values = store.multi_get(keys)
+    else:
+        came = list(range(world))
     hellos = [value.decode() for value in values]
     if _ALARM in hellos:
         return  # whoever raised the alarm publishes the verdict
     first: dict[str, int] = {}
-    for rank, hello in enumerate(hellos):
+    for rank, hello in zip(came, hellos, strict=True):
         first.setdefault(hello.split()[0], rank)
     if len(first) == 1:
         store.compare_set(VERDICT, "", "ok")
         return
+    # Also where ranks are missing: different settings, such as another WORLD_SIZE, may be why.
     store.compare_set(VERDICT, "", "explain:" + json.dumps(list(first.values())[:_EXPLAINED]))
 
 
@@ -125,8 +135,12 @@ def _difference(store: Store, world: int, speakers: list[int], deadline: float) 
         text = _await(store, f"start/facts/{speaker}", deadline)
         if text is not None:
             told[speaker] = json.loads(text)
-    hellos = [value.decode().split()[0] for value in store.multi_get([f"start/hello/{r}" for r in range(world)])]
-    ranks = {speaker: [r for r in range(world) if hellos[r] == hellos[speaker]] for speaker in speakers}
+    if len(told) < 2:
+        return f"config:ranks {ranges(speakers)} were started with different settings; start all of them alike"
+    came = _came(store, world)
+    hellos = store.multi_get([f"start/hello/{r}" for r in came])
+    marks = {r: hello.decode().split()[0] for r, hello in zip(came, hellos, strict=True)}
+    ranks = {speaker: [r for r in came if marks[r] == marks[speaker]] for speaker in told}
     usual = max(told, key=lambda speaker: (len(ranks[speaker]), -speaker))
     parts = []
     for speaker in sorted(told):
@@ -145,14 +159,18 @@ def _difference(store: Store, world: int, speakers: list[int], deadline: float) 
     )
 
 
+def _came(store: Store, world: int) -> list[int]:
+    return [rank for rank in range(world) if store.check([f"start/hello/{rank}"])]
+
+
 def _others(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
 
 
-def _alarm(store: Store, world: int, message: str) -> None:
+def _alarm(store: Store, places: int, message: str) -> None:
     """Publish a failure at once. Empty places are filled so that rank 0, who waits for them, wakes."""
     store.compare_set(VERDICT, "", f"{_FAIL}config:{message}")
-    for rank in range(world):
+    for rank in range(places):
         store.compare_set(f"start/hello/{rank}", "", _ALARM)
     raise ConfigError(message)
 
@@ -181,8 +199,8 @@ def _missing(world: int, came: list[int], timeout: float) -> TrainingError:
     absent = sorted(set(range(world)) - set(came))
     plural = "s" if len(absent) > 1 else ""
     return TrainingError(
-        f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={timeout:g} seconds "
-        f"({len(came)} did); look at {'their' if plural else 'its'} log and host, or raise --rendezvous.timeout"
+        f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={round(timeout, 1):g} "
+        f"seconds ({len(came)} did); look at {'their' if plural else 'its'} log and host, or raise --rendezvous.timeout"
     )
 
 

@@ -8,6 +8,7 @@ start-up print.
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,9 +21,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megascale.core.grid import Coordinate, Grid
+from megascale.errors import TrainingError
+from megascale.rendezvous.agree import ranges
+from megascale.rendezvous.faults import StoreFault
 from megascale.rendezvous.plan import DIRECTIONS, GroupSpec, plan_groups, rank_groups
 
-__all__ = ["GroupSpec", "Groups", "Lane", "make_groups", "plan_groups", "rank_groups", "shutdown"]
+__all__ = ["GroupSpec", "Groups", "Lane", "lost_peer", "make_groups", "plan_groups", "rank_groups", "shutdown"]
 
 
 @dataclass(frozen=True)
@@ -116,21 +120,51 @@ def make_groups(
     Collectives on these groups abort after `timeout`.
 
     Raises:
-        torch.distributed.DistError: a member did not come within `timeout`.
+        TrainingError: a member did not come within `timeout`, or ended; names the group's ranks.
     """
     device = torch.device(device)
     groups = Groups(grid, rank, grid.coordinate(rank), device, dist.group.WORLD, store=store)
     began = time.perf_counter()
     specs = rank_groups(grid, rank, virtual_stages, tied)
-    made = [(spec, _new_group(spec, device, timeout)) for spec in specs]
+    made = []
+    for spec in specs:
+        with _meeting(spec, rank, timeout):
+            made.append((spec, _new_group(spec, device, timeout)))
     groups.timings["groups"] = time.perf_counter() - began
     for spec, group in made:
         began = time.perf_counter()
-        _warm(spec, group, rank, device)
+        with _meeting(spec, rank, timeout):
+            _warm(spec, group, rank, device)
         phase = "warm lanes" if spec.kind in DIRECTIONS else f"warm {spec.kind}"
         groups.timings[phase] = groups.timings.get(phase, 0.0) + time.perf_counter() - began
         _place(groups, spec, group)
     return groups
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """Why torch could not reach another rank, in short; None if `error` is something else."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, StoreFault) or not (isinstance(error, dist.DistError) or "/gloo/" in text):
+        return None
+    # gloo puts its source file in front and advice behind.
+    return re.sub(r"^\[\S*\] ", "", text).split(". ")[0][:200]
+
+
+@contextmanager
+def _meeting(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator[None]:
+    """Tell whom this rank waited for, should the group not come about."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = lost_peer(error)
+        if why is None:
+            raise
+        others = ranges(set(spec.ranks) - {rank})
+        raise TrainingError(
+            f"rank {rank} could not meet rank{'s' * (len(spec.ranks) > 2)} {others} in group {spec.name} ({why}): one "
+            f"of them ended or hangs, or its network broke; look at its log, and where {timeout.total_seconds():g} "
+            "seconds are too few raise --rendezvous.group_timeout"
+        ) from error
 
 
 def _place(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:

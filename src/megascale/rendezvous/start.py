@@ -26,10 +26,12 @@ import torch.distributed as dist
 import megascale
 from megascale.config import Config
 from megascale.core.grid import Grid
-from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.agree import agree
+from megascale.errors import ConfigError, MegascaleError, TrainingError
+from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
-from megascale.rendezvous.groups import Groups, make_groups
+from megascale.rendezvous.groups import Groups, lost_peer, make_groups
+from megascale.rendezvous.redis_store import RedisStore
+from megascale.rendezvous.resp import Address
 
 PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
 # Seconds that the keys of a failed start stay, so that every rank can still read what went wrong.
@@ -71,6 +73,15 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         groups = _start_groups(config, store, rank, world, device, lap)
     except StoreFault as error:
         raise TrainingError(str(error)) from None
+    except RuntimeError as error:
+        why = lost_peer(error)
+        if why is None:
+            raise
+        raise TrainingError(
+            f"rank {rank} lost contact with another of the {world} ranks while they connected ({why}): one ended or "
+            "hangs, or its network broke; look at the log of the rank that stopped first, and where "
+            f"rendezvous.group_timeout={config.rendezvous.group_timeout:g} seconds are too few raise it"
+        ) from error
     groups.timings = {**timings, **groups.timings}
     atexit.register(_at_exit, weakref.ref(groups))
     return groups
@@ -97,6 +108,8 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
                 if not isinstance(error, Fenced):
                     redis_store.expire_soon(_AFTERLIFE)
                 redis_store.close()
+            elif isinstance(error, MegascaleError):
+                see_off(store, rank, world)
             if isinstance(error, Superseded):
                 continue
             if isinstance(error, dist.DistError):
@@ -167,12 +180,6 @@ def connect(config: Config, rank: int, world: int, timeout: float) -> dist.Store
 
 def _redis_store(config: Config, rank: int, timeout: float) -> dist.Store:
     """The Redis store, opened by rank 0."""
-    try:
-        from megascale.rendezvous.redis_store import Address, RedisStore
-    except ImportError:
-        raise ConfigError(
-            f"rendezvous.url={config.rendezvous.url!r} needs the package redis; run: pip install 'megascale[redis]'"
-        ) from None
     settings = config.rendezvous
     secret = settings.password.get_secret_value() if settings.password else os.environ.get(PASSWORD_VARIABLE)
     address = Address.parse(
@@ -226,11 +233,14 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
         )
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"MASTER_PORT={port!r} is not a port; use a free port from 1024 to 65535")
+    if os.environ.get("USE_LIBUV") == "0":
+        # That server does not wake ranks that wait for a key made by compare_set.
+        raise ConfigError("USE_LIBUV=0 asks for torch's old TCPStore server, which loses wake-ups; unset USE_LIBUV")
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     loopback = is_loopback(host)
     if loopback:
         stay_on_loopback()
-    listener = _listen(host, int(port)) if serve and loopback else None
+    listener = listen(host, int(port)) if serve and loopback else None
     try:
         store = dist.TCPStore(
             host,
@@ -249,13 +259,13 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
             ) from None
         raise TrainingError(
             f"rank {rank} could not reach the store of rank 0 at MASTER_ADDR={host} MASTER_PORT={port} within "
-            f"rendezvous.timeout={timeout:g} seconds: rank 0 did not come, or the address is wrong "
+            f"rendezvous.timeout={round(timeout, 1):g} seconds: rank 0 did not come, or the address is wrong "
             f"({_first_line(error)})"
         ) from None
     return store
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket on loopback only; torch's own would listen on every interface of the host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)

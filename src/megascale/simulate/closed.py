@@ -139,7 +139,9 @@ def stage_times(
 
     embedding = case.vocab * case.hidden / case.tensor
     parameters = layers * case.layer_parameters / case.tensor + embedding
-    local = np.maximum(1, np.minimum(case.data, cluster.gpus_per_host // np.minimum(case.tensor, cluster.gpus_per_host)))
+    local = np.maximum(
+        1, np.minimum(case.data, cluster.gpus_per_host // np.minimum(case.tensor, cluster.gpus_per_host))
+    )
     # The all-reduce of a replicated optimizer is a reduce-scatter and an all-gather of the gradients.
     scatter = network.collective(parameters * case.gradient_bytes, case.data, local)
     once = np.where(case.distributed_optimizer, network.collective(parameters * 2.0, case.data, local), scatter)

@@ -32,7 +32,9 @@ class Kernels(_Part):
 
     gemm: float = Field(gt=0, le=1, description="share of peak of a GEMM with whole waves and a long inner dimension")
     gemm_sustained: float = Field(
-        gt=0, le=1, description="share of peak that products hold for seconds on end, whatever their shape: the power limit"
+        gt=0,
+        le=1,
+        description="share of peak that products hold for seconds, whatever their shape: the power limit",
     )
     gemm_half_depth: float = Field(gt=0, description="inner dimension at which a GEMM reaches half of that")
     memory: float = Field(gt=0, le=1, description="share of the printed HBM bandwidth that streaming kernels reach")

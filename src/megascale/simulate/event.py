@@ -138,36 +138,31 @@ def _rest(case: Case) -> float:
 
 
 def blocking_waits(graph: Graph) -> np.ndarray:
-    """What compute waits for where exchanges block, [actions, 3]: Megatron-LM's way of January 2023.
+    """What compute waits for where exchanges block, [actions, 2]: Megatron-LM's way of January 2023.
 
     Warm-up and cool-down: the transfer of the compute before. Steady state with interleaved chunks: one exchange
     after each forward and backward, in which both results leave and both next inputs arrive. With one chunk: an
     exchange after each.
     """
-    extra = np.full((graph.actions, 3), -1)
+    extra = np.full((graph.actions, 2), -1)
     sends = np.full(graph.actions, -1)
-    compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+    m, v = graph.schedule.microbatches, graph.schedule.virtual
+    key = (graph.stage * v + graph.chunk) * m + graph.microbatch
     for kind, send in ((ActionKind.FORWARD, ActionKind.SEND_FORWARD), (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD)):
-        key = {
-            (graph.stage[n], graph.chunk[n], graph.microbatch[n]): n for n in np.flatnonzero(graph.kind == send).tolist()
-        }
-        for n in np.flatnonzero(graph.kind == kind).tolist():
-            sends[n] = key.get((graph.stage[n], graph.chunk[n], graph.microbatch[n]), -1)
-    interleaved = graph.schedule.virtual > 1
-    previous = {s: [] for s in range(graph.schedule.stages)}  # type: dict[int, list[int]]
-    for n in compute.tolist():
-        before = previous[int(graph.stage[n])]
-        if before:
-            last = before[-1]
-            forward_now = graph.kind[n] == ActionKind.FORWARD
-            forward_last = graph.kind[last] == ActionKind.FORWARD
-            if not interleaved or forward_now == forward_last:
-                extra[n, 0] = sends[last]
-            elif forward_now:
-                extra[n, 0] = sends[last]
-                if len(before) > 1:
-                    extra[n, 1] = sends[before[-2]]
-        before.append(n)
+        sent = np.flatnonzero(graph.kind == send)
+        by_key = np.full(graph.schedule.stages * v * m, -1)
+        by_key[key[sent]] = sent
+        done = np.flatnonzero(graph.kind == kind)
+        sends[done] = by_key[key[done]]
+    # The compute actions of a stage one after another, with the one before and the one before that.
+    compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+    now, last, before = compute[1:], compute[:-1], np.concatenate([compute[:1], compute[:-2]])
+    same = graph.stage[now] == graph.stage[last]
+    alike = graph.kind[now] == graph.kind[last]
+    after_both = ~alike & (graph.kind[now] == ActionKind.FORWARD)
+    extra[now, 0] = np.where(same & ((v == 1) | alike | after_both), sends[last], -1)
+    pair = same & (v > 1) & after_both & (graph.stage[before] == graph.stage[now])
+    extra[now, 1] = np.where(pair, sends[before], -1)
     return extra
 
 

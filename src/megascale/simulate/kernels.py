@@ -177,9 +177,17 @@ def _elementwise(cluster: Cluster, case: Case) -> tuple[Any, Any, Any]:
 
 def layer_times(cluster: Cluster, case: Case, overhead: float = 1.0) -> LayerTimes:
     """All kernels of one layer for one micro-batch; those that are no GEMMs take `overhead` times their seconds."""
-    attention = [overhead * x for x in _attention(cluster, case)]
+    gemm, attention = _gemms(cluster, case), _attention(cluster, case)
     forward, backward, kernels = _elementwise(cluster, case)
-    return LayerTimes(*_gemms(cluster, case), *attention, overhead * forward, overhead * backward, kernels)
+    return LayerTimes(
+        gemm[0],
+        gemm[1],
+        overhead * attention[0],
+        overhead * attention[1],
+        overhead * forward,
+        overhead * backward,
+        kernels,
+    )
 
 
 def logits_seconds(cluster: Cluster, case: Case) -> tuple[Any, Any]:

@@ -64,15 +64,19 @@ class Prediction:
         return configuration.load(None, self.settings)
 
 
-def measure(folder: Path) -> Measured:
-    """Median step of a run folder. DataError if it is none or too short."""
+def measure(folder: Path, gpus: int | None = None) -> Measured:
+    """Median step of a run folder.
+
+    `gpus`: ranks of the run; default: what its records, its log files or parallel.data say. DataError if the folder is
+    no run, too short, or does not tell on how many ranks it ran.
+    """
     try:
         config = configuration.load(folder / "config.toml")
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except (OSError, ConfigError) as error:
         raise DataError(f"{folder} is no run folder: {error}; name one such as runs/NAME") from None
     records: dict[int, float] = {}
-    gpus = None
+    world = gpus
     for line in lines:
         try:
             record = json.loads(line)
@@ -80,7 +84,7 @@ def measure(folder: Path) -> Measured:
             continue  # the last line of a run that died
         if isinstance(record, dict) and "seconds" in record and "step" in record:
             records[int(record["step"])] = float(record["seconds"])
-            gpus = record.get("world", gpus)
+            world = world or record.get("world")
     steps = [seconds for step, seconds in sorted(records.items())][WARM_UP:]
     if len(steps) < LEAST_STEPS:
         raise DataError(
@@ -88,11 +92,15 @@ def measure(folder: Path) -> Measured:
             f"{LEAST_STEPS}: run more steps"
         )
     parallel = config.parallel
-    world = int(gpus or parallel.tensor * parallel.pipeline * (parallel.data or 1))
+    world = world or len(list((folder / "logs").glob("rank-*.log")))
+    if not world and parallel.data:
+        world = parallel.tensor * parallel.pipeline * parallel.data
+    if not world:
+        raise DataError(f"{folder} does not say on how many GPUs it ran; give --gpus")
     ordered = sorted(steps)
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     middle = statistics.median(steps)
-    return Measured(folder, config, world, middle, (high - low) / (2 * middle), len(steps))
+    return Measured(folder, config, int(world), middle, (high - low) / (2 * middle), len(steps))
 
 
 def shipped_predictions() -> list[str]:
@@ -136,7 +144,7 @@ def matching(predictions: list[Prediction], runs: Path) -> list[tuple[Prediction
         folder = runs / prediction.name
         if not (folder / "metrics.jsonl").is_file():
             continue
-        measured = measure(folder)
+        measured = measure(folder, prediction.gpus)
         for section in ("model", "parallel"):
             asked, ran = getattr(prediction.config(), section), getattr(measured.config, section)
             asked, ran = (x.model_copy(update={"preset": None} if section == "model" else {}) for x in (asked, ran))

@@ -146,9 +146,17 @@ class Result:
         }
 
 
+# kernels.attention -> the kernel whose rates price it; what is not here is the stack's own.
+ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "flash_window": "flash2", "sdpa": "flash2"}
+
+
 def own_software(config: Config, base: Software) -> Software:
-    """`base` with what the configuration itself decides: block, window, ZeRO, recomputation."""
-    model, parallel = config.model, config.parallel
+    """`base` with what the configuration itself decides.
+
+    Block, window, ZeRO and recomputation are the configuration's; overlaps and fused operators that it switches off
+    are off; an attention kernel that it names is taken.
+    """
+    model, parallel, overlap, kernels = config.model, config.parallel, config.overlap, config.kernels
     return replace(
         base,
         parallel_block=model.block == "parallel",
@@ -156,6 +164,10 @@ def own_software(config: Config, base: Software) -> Software:
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
         recompute=parallel.recompute,
+        tp_overlap=base.tp_overlap and overlap.tensor in ("auto", "fused"),
+        dp_overlap=base.dp_overlap and overlap.data,
+        fused_operators=base.fused_operators and kernels.mode != "reference",
+        attention=ATTENTION.get(kernels.attention, base.attention),
     )
 
 
@@ -229,4 +241,3 @@ def run(
         seconds = event.seconds
     low, high = scenario.calibration.band(seconds)
     return Result(scenario, level, seconds, low, high, shares, memory, event)
-

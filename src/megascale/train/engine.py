@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megascale.core.layout import Layout
 from megascale.core.spans import Recorder
+from megascale.errors import ConfigError
 from megascale.model.transformer import EVALUATION, Chunk, Step
 from megascale.ops import dispatch
 from megascale.optim.optimizer import ShardedOptimizer
+from megascale.parallel import symmetric
 from megascale.parallel.buffers import TIED, Axes, FlatChunk, GradientPool
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.parameters import initialise
@@ -54,10 +56,11 @@ class Engine:
     ) -> None:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
-        dispatch.configure(config.kernels.mode)
+        dispatch.configure(config.kernels.mode, config.kernels.attention)
         at = grid.coordinate(rank)
         self.data_rank = at.data
-        self.tensor = _axis(groups, "tensor", grid.tensor, at.tensor)
+        self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
+        self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline
         self.first, self.last = stage == 0, stage == stages - 1
@@ -85,7 +88,7 @@ class Engine:
             )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
             self.chunks.append(chunk)
-            self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket, pool))
+            self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket, pool, config.overlap.data))
             initialise(chunk, config.train.seed)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
@@ -100,6 +103,26 @@ class Engine:
         train = config.train
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
         self.pipeline = PipelineExecutor(schedule, stage, _lanes(groups), shape, dtype, device, recorder)
+
+    def _tensor_axis(self, axis: Axis) -> Axis:
+        """The tensor axis with the overlap that works here; ConfigError if the one asked for does not."""
+        if axis.size == 1:
+            return axis
+        wanted, config = self.config.overlap.tensor, self.config
+        if wanted in ("async", "off"):
+            self.active["tensor overlap"] = wanted
+            return replace(axis, overlap=wanted)
+        model, train = config.model, config.train
+        element = torch.empty(0, dtype=DTYPES[train.precision]).element_size()
+        message = 2 * model.sequence_length // axis.size * train.micro_batch * model.hidden * element
+        reason = symmetric.prepare(axis, message, self.device)
+        if reason is not None and wanted == "fused":
+            raise ConfigError(
+                f"overlap.tensor=fused cannot be had: {reason}; set --overlap.tensor=auto or async, "
+                "or keep a tensor-parallel group on one host whose GPUs reach each other"
+            )
+        self.active["tensor overlap"] = "fused" if reason is None else f"async (not fused: {reason})"
+        return replace(axis, overlap="fused" if reason is None else "async")
 
     # training ---------------------------------------------------------------------------------------------------
 
@@ -119,6 +142,12 @@ class Engine:
         train, model = self.config.train, self.config.model
         tokens = train.global_batch * model.sequence_length
         first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
+        # Every token counts the same, so the loss can make its gradients while its logits are there; under ZeRO-2
+        # gradients have no place before backward.
+        token_grad = None
+        if self.flats[-1].zero < 2:
+            wide = torch.float64 if train.precision == "float64" else torch.float32
+            token_grad = torch.full((), 1 / tokens, dtype=wide, device=self.device)
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,11 +158,11 @@ class Engine:
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             module = self.chunks[chunk]
-            where = Step(dropout_key=train.seed + step, sample_start=first_sample + i * train.micro_batch)
+            where = Step(train.seed + step, first_sample + i * train.micro_batch, token_grad)
             inputs = batch(i)[0] if x is None else x
             if not module.last:
                 return module(inputs, None, where)
-            return module(inputs, batch(i)[1], where).sum() / tokens
+            return (module(inputs, batch(i)[1], where) * (1 / tokens)).sum()
 
         last = self.layout.microbatches - 1
         for flat in self.flats:

@@ -103,29 +103,37 @@ def launch(words: list[str], world: int, logs: Path) -> int:
 def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interrupted) -> int:
     first: tuple[int, int] | None = None
     deadline = float("inf")
-    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+    while sum(p.poll() is None for p in ranks) and time.monotonic() < deadline:  # any() would not ask them all
         if first is None:
-            first = next(((r, p.returncode) for r, p in enumerate(ranks) if p.returncode), None)
+            first = _first_failed(ranks)
             if first is not None:
                 deadline = time.monotonic() + GRACE_SECONDS
         time.sleep(0.05)
-    first = first or next(((r, p.returncode) for r, p in enumerate(ranks) if p.returncode), None)
+    first = first or _first_failed(ranks)
     if first is None:
         return 0
     rank, code = first
     if interrupted() and all(p.returncode in (0, EXIT_INTERRUPTED) for p in ranks):
         return EXIT_INTERRUPTED
-    if rank > 0:
-        # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
-        log = logs / f"rank-{rank}.log"
-        if ranks[0].returncode != code:
-            tail = log.read_text(errors="replace").splitlines()[-15:]
-            print(f"rank {rank} ended with {_named(code)}; the end of {log}:", *tail, sep="\n  ", file=sys.stderr)
+    # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
+    if code < 0 or (rank > 0 and ranks[0].returncode != code):
+        tail = (logs / f"rank-{rank}.log").read_text(errors="replace").splitlines()[-15:] if rank > 0 else []
+        said = [f"; the end of {logs / f'rank-{rank}.log'}:", *(f"\n  {line}" for line in tail)] if tail else []
+        print(f"rank {rank} was the first to end, with {_named(code)}", *said, sep="", file=sys.stderr)
     return code if code > 0 else 1
 
 
+def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+    """(rank, code) of one that failed; one that a signal ended goes first, as the others fail for want of it."""
+    failed = [(r, p.returncode) for r, p in enumerate(ranks) if p.returncode]
+    return min(failed, key=lambda item: (item[1] > 0, item[0]), default=None)
+
+
 def _named(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"signal {signal.Signals(-code).name}{hint}"
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:

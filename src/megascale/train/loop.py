@@ -20,10 +20,12 @@ from megascale.core.layout import lay_out
 from megascale.core.status import StatusFile
 from megascale.data.samples import SampleSource
 from megascale.errors import MegascaleError, TrainingError
-from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal
+from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
+from megascale.ops import dispatch
 from megascale.optim.schedule import learning_rate
-from megascale.rendezvous.groups import shutdown
+from megascale.rendezvous.groups import lost_peer, shutdown
 from megascale.rendezvous.start import initialise
+from megascale.train.clock import StepClock
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluate import Evaluation, evaluate_file
 from megascale.train.processes import Place, memory_gib
@@ -98,7 +100,8 @@ class Trainer:
         self.sinks: list[Sink] = []
         self._unread: tuple[dict[str, Any], StepResult] | None = None
         self._stopping = False  # agreed by all ranks
-        self._started = self._read_at = 0.0
+        self._told = False
+        self.clock = StepClock(place.device)
         self._loss: float | None = None
 
     # the run ----------------------------------------------------------------------------------------------------
@@ -125,7 +128,7 @@ class Trainer:
                         self._save()
                         last_saved = self.step
                 self._flush()
-                if self.step > last_saved:
+                if self.step > last_saved and self.config.checkpoint.at_end:
                     self._save()
                 if self._stopping:
                     self._event(Event.INTERRUPTED, step=self.step)
@@ -137,9 +140,20 @@ class Trainer:
             self.status.update("done", self.step)
             return Result(self.step, finished, self._loss, evaluation)
         except MegascaleError as error:
-            self.status.update("failed", self.step, message=str(error))
-            self._event(Event.RUN_FAILED, step=self.step, message=str(error))
+            self._failed(error)
             raise
+        except RuntimeError as error:
+            why = lost_peer(error)
+            if why is None:
+                raise
+            lost = TrainingError(
+                f"rank {self.place.rank} lost contact with another rank in step {self.step + 1} ({why}): a rank ended, "
+                f"hung for rendezvous.group_timeout={self.config.rendezvous.group_timeout:g} seconds, or its network "
+                f"broke. The log of the rank that stopped first tells why ({self.folder.logs}); {self._kept()}. "
+                "Start the same command again to go on"
+            )
+            self._failed(lost)
+            raise lost from error
         finally:
             for sink in self.sinks:
                 sink.close()
@@ -148,17 +162,29 @@ class Trainer:
                 failure = sys.exc_info()[0]
                 shutdown(self.groups, failed=failure is not None and failure is not KeyboardInterrupt)
 
+    def _failed(self, error: MegascaleError) -> None:
+        self.status.update("failed", self.step, message=str(error))
+        self._event(Event.RUN_FAILED, step=self.step, message=str(error))
+
+    def _kept(self) -> str:
+        last = checkpoint.latest(self.folder.checkpoints)
+        return f"the checkpoint of step {last} is kept" if last is not None else "no checkpoint had been saved yet"
+
     # one step ---------------------------------------------------------------------------------------------------
 
     def _train_step(self, wants_stop: bool) -> None:
         train = self.config.train
-        step, first, started = self.step + 1, self.consumed, time.perf_counter()
+        step, first = self.step + 1, self.consumed
         self.status.update("train", step)
         rate = learning_rate(self.config.lr, step, train.steps)
+        self.clock.start()
         self.engine.start_gather()
         result = self.engine.step(self._batches(first), step, rate, wants_stop)
+        self.clock.stop()
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
+        if not self._told:
+            self._tell_active()
         self.step, self.consumed = step, first + train.global_batch
         record = {
             "step": step,
@@ -172,7 +198,6 @@ class Trainer:
             ids = self.source.ids(first, train.global_batch)
             digest = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
             append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": digest})
-        self._started = started
         if self.place.device.type == "cpu":
             self._flush()  # nothing runs ahead on a CPU
 
@@ -196,9 +221,7 @@ class Trainer:
         (record, result), self._unread = self._unread, None
         loss, norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
-        now = time.perf_counter()
-        seconds = now - max(self._started, self._read_at)
-        self._read_at = now
+        seconds = self.clock.read()
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
         record["memory_gib"] = memory_gib(self.place.device)
@@ -208,10 +231,8 @@ class Trainer:
             sink.write(record)
         if loss != loss or loss in (float("inf"), float("-inf")):
             self._event(Event.NONFINITE_LOSS, step=record["step"], loss=str(loss))
-            last = checkpoint.latest(self.folder.checkpoints)
-            kept = f"the checkpoint of step {last} is kept" if last is not None else "no checkpoint had been saved yet"
             raise TrainingError(
-                f"the loss of step {record['step']} is {loss} and training stopped; {kept}. "
+                f"the loss of step {record['step']} is {loss} and training stopped; {self._kept()}. "
                 f"Lower --lr.peak (now {self.config.lr.peak:g}), lengthen --lr.warmup_steps (now "
                 f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
             )
@@ -235,24 +256,27 @@ class Trainer:
             self._event(Event.CHECKPOINT_FAILED, step=self.step, message=str(error))
             raise
         self._event(Event.CHECKPOINT_SAVED, step=self.step, path=path.name, seconds=time.perf_counter() - started)
-        self._read_at = time.perf_counter()
+        self.clock.pause()
 
     def _resume(self) -> None:
         attempt = 0
-        if self.config.checkpoint.resume and checkpoint.latest(self.folder.checkpoints) is not None:
+        done = checkpoint.latest(self.folder.checkpoints) if self.config.checkpoint.resume else None
+        if done is not None:
             self.status.update("load", 0)
-            state = checkpoint.load(self.folder.checkpoints, self._shards())
+            # Before the first step the optimizer's moments are zero: an imported model comes without them.
+            shards = self._shards() if done else [s for s in self._shards() if s.name.startswith("model.")]
+            state = checkpoint.load(self.folder.checkpoints, shards)
             self.engine.loaded()
             self.step, self.consumed = state["step"], state["samples"]
             attempt = 1
         if not self.leader:
             return
         if attempt:
-            self._event(Event.RESUMED, step=self.step, samples=self.consumed)
+            self._event(Event.RESUMED, world=self.place.world, step=self.step, samples=self.consumed)
         elif self.config.checkpoint.resume is False and self.folder.metrics.exists():
-            self.folder.event(Event.RUN_STARTED, note="checkpoint.resume=false: starting over")
+            self._event(Event.RUN_STARTED, world=self.place.world, note="checkpoint.resume=false: starting over")
         else:
-            self._event(Event.RUN_STARTED, flops_convention=CONVENTION)
+            self._event(Event.RUN_STARTED, world=self.place.world, flops_convention=CONVENTION)
         self.folder.rewind(self.step)
 
     def _evaluate(self, samples: int | None) -> Evaluation | None:
@@ -273,7 +297,7 @@ class Trainer:
         for sink in self.sinks:
             sink.write(record)
         self._event(Event.EVALUATED, step=self.step, loss=found.loss, bits_per_byte=found.bits_per_byte)
-        self._read_at = time.perf_counter()
+        self.clock.pause()
         return found
 
     # telling ----------------------------------------------------------------------------------------------------
@@ -286,8 +310,21 @@ class Trainer:
         self.sinks = [JsonLines(self.folder.metrics), self.terminal]
         if observe.tensorboard:
             self.sinks.append(TensorBoard(self.folder.path / "tensorboard", self.step))
+        if observe.wandb is not None:
+            self.sinks.append(Wandb(observe.wandb, self.folder.path, self.config.model_dump(exclude_none=True)))
         if self.step:
             self._say(f"resuming {self.folder.path} after step {self.step}")
+
+    def _tell_active(self) -> None:
+        """After the first step it is known which overlaps and kernels run: say it, nothing is off in silence."""
+        self._told = True
+        active = self.engine.active | dispatch.active()
+        self._event(Event.ACTIVE, **active)
+        by_choice: dict[str, list[str]] = {}
+        for what, choice in active.items():
+            by_choice.setdefault(choice, []).append(what)
+        for choice, names in by_choice.items():
+            self._say(f"active: {', '.join(names)}: {choice}")
 
     def _say(self, text: str) -> None:
         if self.leader:

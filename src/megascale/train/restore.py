@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 
 from megascale import checkpoint
-from megascale.config import Config, ParallelConfig, load
+from megascale.config import Config, ParallelConfig
 from megascale.core.layout import lay_out
-from megascale.errors import DataError
-from megascale.train.engine import Engine
+from megascale.model.transformer import Chunk
+from megascale.ops import dispatch
+from megascale.parallel.parameters import materialise, piece_views, spec_of
+from megascale.train.engine import DTYPES, Engine
+from megascale.train.run_folder import run_config
 
 
 def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Engine, Config]:
@@ -18,16 +21,34 @@ def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tupl
 
     Raises DataError if `run` is no run folder or has no committed checkpoint.
     """
-    file = run / "config.toml"
-    if not file.exists():
-        raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    config = load(file)
+    config = run_config(run)
     parallel = ParallelConfig()
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
     config = config.model_copy(update={"parallel": parallel, "train": train})
-    engine = Engine(lay_out(config, 1), None, torch.device(kind))
+    engine = Engine(lay_out(config, 1), None, _device(device))
     shards = [checkpoint.Shard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
     checkpoint.load(run / "checkpoints", shards, step=step)
     engine.loaded()
     return engine, config
+
+
+@torch.no_grad()
+def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Chunk, Config]:
+    """As `restore`, the model alone: no master weights, gradients or moments, a fraction of an engine's memory."""
+    config, place = run_config(run), _device(device)
+    dispatch.configure(config.kernels.mode)
+    dtype = DTYPES[config.train.precision]
+    chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, dtype=dtype)
+    # Rows that only fill up the vocabulary are in no checkpoint.
+    materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=place) for p in chunk.parameters()})
+    shards = [
+        checkpoint.Shard(f"model.{piece.name}", piece.shape, piece.box.offsets, view)
+        for p in chunk.parameters()
+        for piece, view in piece_views(spec_of(p), p.data)
+    ]
+    checkpoint.load(run / "checkpoints", shards, step=step)
+    return chunk.requires_grad_(False), config
+
+
+def _device(name: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megascale.config import Config, load
 from megascale.core.events import Event
 from megascale.errors import DataError
 
@@ -44,6 +45,14 @@ class RunFolder:
             temporary = file.with_suffix(".tmp")
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, file)
+
+
+def run_config(run: Path) -> Config:
+    """The resolved configuration that a run folder keeps; DataError if it is no run folder."""
+    file = run / "config.toml"
+    if not file.exists():
+        raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
+    return load(file)
 
 
 def append(file: Path, record: dict[str, Any], sync: bool = False) -> None:

@@ -183,4 +183,3 @@ def vtrain(folder: Path) -> Rows:
     except (OSError, ValueError, IndexError) as error:
         raise DataError(f"{path} cannot be read as vTrain's table: {error}; take a fresh copy") from None
     return _rows(names, cases, seconds, [True] * len(names), "vTrain (KAIST, MICRO 2024), multi-node sample")
-

@@ -1,0 +1,200 @@
+"""`megascale bench train`: steps of a model on random tokens through the engine that training uses.
+
+Prints tokens/s and MFU with its convention, beside the rate that plain products sustain on the same cards right before
+and after: cards and power limits differ, so a share of that rate is what can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from megascale.config import Config
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench."""
+
+    @app.command(context_settings=OVERRIDES)
+    def train(
+        context: typer.Context,
+        preset: str = typer.Argument(..., help="A shipped model shape, such as gpt-1.3b."),
+        steps: int = typer.Option(20, min=1, help="Timed steps."),
+        warmup: int = typer.Option(5, min=1, help="Steps before them."),
+        profile: Path | None = typer.Option(None, help="Write a Chrome trace of one step and a table of its kernels."),
+        out: Path | None = typer.Option(None, help="Write the figures as JSON."),
+    ) -> None:
+        """Step time, tokens/s and MFU of a model on random tokens, with any setting as --section.key=value.
+
+        Starts one process a GPU as training does.
+
+        Example: megascale bench train gpt-1.3b --train.micro_batch=8 --train.global_batch=64
+        """
+        from megascale.cli.common import load
+        from megascale.core.layout import lay_out
+        from megascale.train import launch
+
+        defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
+        config = load(None, [*defaults, *context.args])
+        if config.model.vocab_size is None:
+            config = load(None, [*defaults, *context.args, "--model.vocab_size=50304"])
+        if not launch.started_by_launcher():
+            import torch
+
+            world = launch.processes_wanted(config, torch.cuda.device_count())
+            if world > 1:
+                lay_out(config, world)
+                raise typer.Exit(launch.launch(sys.argv[1:], world, Path("runs/bench-train/logs")))
+        result = measure(config, steps, warmup, profile)
+        if result is not None:
+            show(result)
+            if out is not None:
+                out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def gemm_rate(device: torch.device, seconds: float) -> float:
+    """FLOP/s of bf16 products of a layer's size, held for `seconds`."""
+    import torch
+
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    began, calls = time.perf_counter(), 0
+    torch.cuda.synchronize(device)
+    while time.perf_counter() - began < seconds:
+        for _ in range(20):
+            torch.mm(a, b, out=out)
+        torch.cuda.synchronize(device)
+        calls += 20
+    return calls * 2 * 8192**3 / (time.perf_counter() - began)
+
+
+def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> dict[str, Any] | None:
+    """Run the steps; the figures on rank 0, None elsewhere."""
+    import torch
+
+    import megascale
+    from megascale.core.flops import CONVENTION, device_peak, mfu
+    from megascale.core.layout import lay_out
+    from megascale.ops import dispatch
+    from megascale.rendezvous.groups import shutdown
+    from megascale.rendezvous.start import initialise
+    from megascale.train.engine import Engine
+    from megascale.train.processes import find_place
+
+    place = find_place(config)
+    groups = None
+    if place.world > 1:
+        groups = initialise(
+            config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device
+        )
+    cuda = place.device.type == "cuda"
+    before = gemm_rate(place.device, 2.0) if cuda else None
+    began = time.perf_counter()
+    engine = Engine(lay_out(config, place.world), groups, place.device)
+    model, train = config.model, config.train
+    generator = torch.Generator().manual_seed(7 + engine.data_rank)
+    rows = torch.randint(0, model.vocab, (model.sequence_length + 1, train.micro_batch), generator=generator)
+    rows = rows.to(place.device)
+    start_seconds = time.perf_counter() - began
+    seconds, losses = [], []
+    for step in range(1, warmup + steps + 1):
+        if cuda:
+            torch.cuda.synchronize(place.device)
+        began = time.perf_counter()
+        engine.start_gather()
+        result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4)
+        if cuda:
+            torch.cuda.synchronize(place.device)
+        losses.append(float(result.loss))
+        if step > warmup:
+            seconds.append(time.perf_counter() - began)
+    peak_memory = torch.cuda.max_memory_allocated(place.device) / 2**30 if cuda else None
+    after = gemm_rate(place.device, 2.0) if cuda else None
+    if profile is not None:
+        _profile(engine, rows, warmup + steps + 1, profile, place.rank, cuda)
+    if groups is not None:
+        shutdown(groups)
+    if place.rank:
+        return None
+    step_seconds = statistics.median(seconds)
+    rate = train.global_batch * model.sequence_length / step_seconds
+    name = torch.cuda.get_device_name(place.device) if cuda else "CPU"
+    peak = config.observe.peak_tflops or device_peak(name)
+    return {
+        "model": model.preset,
+        "settings": {"parallel": config.parallel.model_dump(), "micro_batch": train.micro_batch},
+        "global_batch": train.global_batch,
+        "sequence_length": model.sequence_length,
+        "date": date.today().isoformat(),
+        "device": f"{place.world} x {name}",
+        "versions": {"megascale": megascale.__version__, "torch": torch.__version__},
+        "step_seconds": step_seconds,
+        "step_seconds_min_max": [min(seconds), max(seconds)],
+        "tokens_per_second_per_device": rate / place.world,
+        "mfu": mfu(model, rate, place.world, peak) if peak else None,
+        "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
+        "gemm_flop_per_s": None if before is None or after is None else [before, after],
+        "peak_memory_gib": peak_memory,
+        "start_seconds": start_seconds,
+        "losses": [losses[0], losses[-1]],
+        "active": engine.active | dispatch.active(),
+    }
+
+
+def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool) -> None:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as recorded:
+        engine.start_gather()
+        engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4)
+        if cuda:
+            torch.cuda.synchronize()
+    if rank:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    key = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    table = recorded.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=70)
+    out.with_suffix(".txt").write_text(table)
+    if not os.environ.get("MEGASCALE_NO_TRACE"):
+        recorded.export_chrome_trace(str(out))
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    low, high = result["step_seconds_min_max"]
+    rows = [
+        ("model", f"{result['model']}, {result['global_batch']} x {result['sequence_length']} tokens a step"),
+        ("device", f"{result['device']}, torch {result['versions']['torch']}, {result['date']}"),
+        ("step", f"{result['step_seconds']:.4f} s (median; {low:.4f} to {high:.4f})"),
+        ("tokens/s a device", f"{result['tokens_per_second_per_device']:,.0f}"),
+        ("loss", f"{result['losses'][0]:.4f} -> {result['losses'][1]:.4f}"),
+    ]
+    if result["mfu"] is not None:
+        rows.append(("MFU", f"{100 * result['mfu']:.1f}% ({result['mfu_convention']})"))
+    if result["gemm_flop_per_s"] is not None:
+        before, after = (x / 1e12 for x in result["gemm_flop_per_s"])
+        rows.append(("sustained GEMM", f"{before:.0f} TFLOP/s before, {after:.0f} after, in the same run"))
+        rows.append(("peak memory", f"{result['peak_memory_gib']:.1f} GiB"))
+    rows += [("active", f"{op}: {what}") for op, what in result["active"].items()]
+    for label, value in rows:
+        table.add_row(f"[dim]{label}[/dim]", value)
+    Console(highlight=False, width=160).print(table)

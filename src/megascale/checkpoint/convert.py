@@ -1,0 +1,267 @@
+"""Checkpoints to and from other forms: safetensors, torch files, foreign torch distributed checkpoints, other cuts.
+
+Everything goes tensor by tensor (or chunk by chunk), so memory holds the largest tensor, never the model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megascale.checkpoint import archive
+from megascale.checkpoint import folder as folders
+from megascale.checkpoint.archive import crc32
+from megascale.checkpoint.index import TensorInfo
+from megascale.checkpoint.layout import CHUNK_BYTES, split
+from megascale.checkpoint.plan import data_file, make_offer, make_plan
+from megascale.checkpoint.saver import dtype_name, host_bytes
+from megascale.checkpoint.storage import Storage
+from megascale.checkpoint.torch_index import torch_metadata
+from megascale.checkpoint.whole import Whole
+from megascale.core.tensors import Box
+from megascale.errors import DataError
+
+# A source of logical tensors: their shapes and types, and a way to read a box of one.
+Source = tuple[Mapping[str, TensorInfo], Callable[[str, Box], torch.Tensor]]
+Told = Callable[[str], None]
+Found = tuple[str, TensorInfo, Callable[[], torch.Tensor]]
+
+_SAFE = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def write_checkpoint(storage: Storage, step: int, source: Source, state: dict[str, Any], files: int, told: Told) -> int:
+    """Commit a step with the tensors of `source` in `files` files of about equal size; its bytes."""
+    tensors, read = source
+    total = sum(info.nbytes for info in tensors.values())
+    limit = min(CHUNK_BYTES, max(total // (4 * files), 64))  # small enough that files come out about equal
+    pieces = [
+        (name, info.shape, info.dtype, box)
+        for name, info in sorted(tensors.items())
+        for box in split(Box((0,) * len(info.shape), info.shape), archive.element_size(info.dtype), limit)
+    ]
+    sizes = np.cumsum([box.count * archive.element_size(dtype) for _, _, dtype, box in pieces])
+    which = np.minimum(sizes * files // max(int(sizes[-1]), 1), files - 1) if len(sizes) else []
+    shares: list[list[Any]] = [[] for _ in range(files)]
+    for piece, file in zip(pieces, which, strict=True):
+        shares[int(file)].append(piece)
+    plan = make_plan([make_offer(share) for share in shares])
+    generation = folders.new_generation(storage)
+    crcs, names = [], {}
+    for rank, (part, share) in enumerate(zip(plan.parts, shares, strict=True)):
+        if not part.size:
+            continue
+        name = f"{generation}-{data_file(rank)}"
+        told(name)
+        sink = storage.create(f"{folders.step_name(step)}/{name}")
+        whole = 0
+        try:
+            for number, length in zip(part.chunks.tolist(), part.length.tolist(), strict=True):
+                tensor, _, dtype, box = share[number]
+                data = host_bytes(read(tensor, box))
+                crc = crc32(data)
+                head, tail = archive.wrap(dtype, box.sizes, crc, length)
+                for run in (head, data, tail):
+                    sink.write(run)
+                    whole = crc32(run, whole)
+                crcs.append(crc)
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            folders.withdraw(storage, step, generation)
+            raise
+        names[name] = (part.size, whole)
+    index = plan.index.committed(generation, np.array(crcs, np.uint32))
+    return folders.commit_save(storage, step, generation, index, names, torch_metadata(index), state).size
+
+
+def source_of(whole: Whole) -> Source:
+    """A checkpoint as a source."""
+    return whole.tensors, whole.box
+
+
+def export_safetensors(
+    whole: Whole, folder: Path, names: Mapping[str, str], shard_bytes: int, told: Told
+) -> list[Path]:
+    """Write tensors as `.safetensors` files of at most about `shard_bytes`, with an index where there are several.
+
+    Args:
+        names: which tensors, and what each is called in the file.
+    """
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in names:
+        size = whole.tensors[name].nbytes
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    folder.mkdir(parents=True, exist_ok=True)
+    many = len(groups) > 1
+    paths, weight_map = [], {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else "model.safetensors"
+        told(file)
+        _write_safetensors(whole, folder / file, {name: names[name] for name in group})
+        weight_map.update({names[name]: file for name in group})
+        paths.append(folder / file)
+    if many:
+        total = sum(whole.tensors[name].nbytes for name in names)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        paths.append(folder / "model.safetensors.index.json")
+        paths[-1].write_text(json.dumps(index, indent=1))
+    return paths
+
+
+def _write_safetensors(whole: Whole, path: Path, names: Mapping[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, called in names.items():
+        info = whole.tensors[name]
+        header[called] = {"dtype": _SAFE[info.dtype], "shape": info.shape, "data_offsets": [at, at + info.nbytes]}
+        at += info.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            file.write(host_bytes(whole.tensor(name)))
+
+
+def export_torch(whole: Whole, path: Path, names: Mapping[str, str]) -> Path:
+    """Write tensors as one `torch.save` file (a flat dictionary; all of it is held in memory)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({called: whole.tensor(name) for name, called in names.items()}, path)
+    return path
+
+
+def read_foreign(path: Path, prefix: str) -> Source:
+    """Tensors of a `.safetensors` file or folder of them, a `torch.save` file, or a torch distributed checkpoint.
+
+    Nested dictionaries become dotted names; `prefix` is put before each. Nothing but tensors is unpickled. DataError
+    if it is none of these.
+    """
+    if path.is_dir() and (path / folders.METADATA).is_file():
+        found = _from_distributed(path)
+    elif path.is_dir() or path.suffix == ".safetensors":
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files:
+            raise DataError(f"{str(path)!r} holds neither .safetensors files nor a torch distributed checkpoint")
+        found = _from_safetensors(files)
+    else:
+        found = _from_torch(path)
+    tensors, readers = {}, {}
+    for name, info, reader in found:
+        tensors[prefix + name], readers[prefix + name] = info, reader
+    if not tensors:
+        raise DataError(f"{str(path)!r} holds no tensors")
+    held: dict[str, torch.Tensor] = {}
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        if name not in held:
+            held.clear()
+            held[name] = readers[name]()
+        where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        return held[name][where] if where else held[name]
+
+    return tensors, read
+
+
+def _from_safetensors(files: list[Path]) -> Iterator[Found]:
+    from safetensors import SafetensorError, safe_open
+
+    dtypes = {safe: name for name, safe in _SAFE.items()}
+    for file in files:
+        try:
+            opened = safe_open(file, framework="pt")
+            names = list(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{str(file)!r} is not a safetensors file: {error}") from None
+        for name in names:
+            part = opened.get_slice(name)
+            if part.get_dtype() not in dtypes:
+                raise DataError(f"{str(file)!r}: {name} is of type {part.get_dtype()}, which a checkpoint cannot hold")
+            yield name, TensorInfo(tuple(part.get_shape()), dtypes[part.get_dtype()]), partial(opened.get_tensor, name)
+
+
+def _from_torch(path: Path) -> Iterator[Found]:
+    try:
+        tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise DataError(f"there is no file {str(path)!r}") from None
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise DataError(f"{str(path)!r} is not a file of tensors that torch.save wrote: {first}") from None
+    for name, tensor in _flatten("", tree):
+        yield name, TensorInfo(tuple(tensor.shape), dtype_name(tensor)), partial(torch.Tensor.detach, tensor)
+
+
+def _flatten(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield prefix.removesuffix("."), tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flatten(f"{prefix}{key}.", value)
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from _flatten(f"{prefix}{i}.", value)
+
+
+_ALLOWED = {
+    "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes that a torch distributed index consists of, and no others: a pickle could else do anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = _ALLOWED.get(module, set())
+        if allowed is None or name in allowed:
+            return super().find_class(module, name)
+        raise DataError(f"the checkpoint's .metadata names {module}.{name}, which an index has no use for; not loaded")
+
+
+def _from_distributed(path: Path) -> Iterator[Found]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return metadata
+
+    def read(name: str, entry: TensorStorageMetadata) -> torch.Tensor:
+        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        dcp.load(state, storage_reader=Reader(path), no_dist=True)
+        return state[name]
+
+    metadata = _Unpickler(io.BytesIO((path / folders.METADATA).read_bytes())).load()
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = dtype_name(torch.empty(0, dtype=entry.properties.dtype))
+            yield name, TensorInfo(tuple(entry.size), dtype), partial(read, name, entry)

@@ -1,0 +1,464 @@
+"""`megascale simulate`: what a step takes on a machine you do not have. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megascale.cli.common import OVERRIDES, load
+from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, validate
+
+if TYPE_CHECKING:
+    from megascale.config import Config
+    from megascale.simulate.software import Software
+    from megascale.simulate.step import Result, Scenario
+
+TOKENS = 300e9
+
+_HELP = """Predict step time, MFU, days and memory of any layout on thousands of GPUs, without one.
+
+Two levels behind one interface: a closed form (milliseconds), and the schedule's own actions event by event
+(--level event). Constants come from measurements, each with its source; `validate` prints how well they predict.
+
+  megascale simulate step examples/gpt-175b.toml --gpus 12288
+
+  megascale simulate search examples/gpt-175b.toml --gpus 1024:16384 --days 2
+
+  megascale simulate validate
+"""
+
+# Options that several commands share.
+FILE = typer.Argument(None, metavar="[FILE.toml]", help="Configuration; settings follow as --section.key=value.")
+GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="GPUs to lay the model over.")
+CLUSTER = typer.Option("a100-roce", "--cluster", help="Shipped cluster (a100-roce, a100-hdr, h200-host) or TOML file.")
+LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
+CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")
+PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.")
+HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, help="Tokens of the whole run, for days.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group."""
+    group = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="markdown")
+    for name, command in (
+        ("step", step),
+        ("ablate", ablate),
+        ("sweep", sweep),
+        ("search", search),
+        ("effective", effective),
+        ("calibrate", calibrate),
+        ("compare", compare),
+        ("validate", validate),
+    ):
+        takes_overrides = name in ("step", "ablate", "sweep", "search", "effective")
+        group.command(name, context_settings=OVERRIDES if takes_overrides else {})(command)
+    app.add_typer(group, name="simulate")
+
+
+def _config(context: typer.Context, file: Path | None) -> Config:
+    extra = list(context.args)
+    if file is not None and str(file).startswith("--"):
+        # Without FILE the first override lands in its place.
+        extra.insert(0, str(file))
+        file = None
+    return load(file, extra)
+
+
+def _scenario(config: Config, gpus: int, cluster: str, calibration: str | None, software: str | None) -> Scenario:
+    """The configuration under MegaScale's stack for the GPU, or the one named; block and window are the file's own."""
+    from megascale.simulate.calibration import load_calibration
+    from megascale.simulate.cluster import load_cluster
+    from megascale.simulate.software import stack
+    from megascale.simulate.step import Scenario, own_software
+
+    machine = load_cluster(cluster)
+    name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
+    constants = load_calibration(calibration, machine.name)
+    return Scenario(config, gpus, machine, constants, own_software(config, stack(name)), name)
+
+
+def _baseline(scenario: Scenario, name: str | None) -> Scenario:
+    """The same layout under a stack without MegaScale's techniques."""
+    from dataclasses import replace
+
+    from megascale.simulate.software import stack
+    from megascale.simulate.step import baseline_software
+
+    if name is None:
+        name = "megatron-2023" if "flash1" in scenario.cluster.kernels.attention else "megatron-core-h200"
+    software: Software = baseline_software(scenario.config, stack(name))
+    return replace(scenario, software=software, label=name)
+
+
+def _level(name: str) -> Any:
+    from megascale.errors import ConfigError
+
+    if name not in ("closed", "event"):
+        raise ConfigError(f"--level={name!r} is unknown; closed or event")
+    return name
+
+
+def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    import csv
+
+    flat = [
+        {
+            **{k: v for k, v in row.items() if not isinstance(v, dict)},
+            **{f"part_{k}": v for k, v in row["parts"].items()},
+        }
+        for row in rows
+    ]
+    keys = list(dict.fromkeys(key for row in flat for key in row))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, keys)
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def step(
+    context: typer.Context,
+    file: Path | None = FILE,
+    gpus: int = GPUS,
+    cluster: str = CLUSTER,
+    calibration: str | None = CALIBRATION,
+    software: str | None = SOFTWARE,
+    against: str | None = typer.Option(
+        None, "--against", help="Stack to set beside it (default: Megatron-LM's of the paper); none: only the one."
+    ),
+    level: str = LEVEL,
+    slow_hosts: float | None = typer.Option(
+        None, "--slow-hosts", min=0, max=1, help="Share of hosts that are slow; default: the cluster's figure."
+    ),
+    seed: int = typer.Option(0, "--seed", help="Event level: which hosts are slow, and the jitter."),
+    tokens: float = HOW_MANY,
+    as_json: bool = JSON,
+    csv: Path | None = CSV,
+    plot: Path | None = PLOT,
+    trace: Path | None = typer.Option(
+        None, "--trace", metavar="FILE.json", help="Event level: timeline for ui.perfetto.dev (.gz compresses)."
+    ),
+) -> None:
+    """Time of one step, where it goes, days of a run, memory; MegaScale's stack beside Megatron-LM's.
+
+    Exit 3, with the reason, for what does not divide or does not fit the memory.
+
+    Examples:
+
+      megascale simulate step examples/gpt-175b.toml --gpus 12288
+
+      megascale simulate step examples/gpt-175b.toml --gpus 1024 --train.global_batch=768 --level event --trace t.json
+
+      megascale simulate step --model.preset=gpt-13b --gpus 8 --cluster h200-host --parallel.tensor=2 --json
+    """
+    from megascale.errors import ConfigError
+    from megascale.simulate import perfetto, plots, render
+    from megascale.simulate.step import run
+
+    level = _level("event" if trace is not None else level)
+    scenario = _scenario(_config(context, file), gpus, cluster, calibration, software)
+    if slow_hosts is not None:
+        stragglers = scenario.cluster.stragglers.model_copy(update={"slow_hosts": slow_hosts})
+        from dataclasses import replace
+
+        scenario = replace(scenario, cluster=scenario.cluster.model_copy(update={"stragglers": stragglers}))
+    scenarios = [scenario] if against == "none" else [_baseline(scenario, against), scenario]
+    results: list[Result] = [run(s, level, fleet=seed, seed=seed) for s in scenarios]  # type: ignore[arg-type]
+    if as_json:
+        typer.echo(json.dumps([r.as_dict() for r in results], indent=2))
+    else:
+        console = _console()
+        render.headline(results, tokens, console)
+        render.waterfall(results, console)
+        _say_slow(results, console)
+    if csv is not None:
+        _write_csv([r.as_dict() for r in results], csv)
+    if plot is not None:
+        plots.waterfall(results, plot)
+    if trace is not None:
+        if results[-1].event is None:
+            raise ConfigError("--trace needs --level event")
+        count = perfetto.write(results[-1], trace)
+        if not as_json:
+            typer.echo(f"{count:,} events in {trace}; open it at https://ui.perfetto.dev")
+
+
+def _say_slow(results: list[Result], console: Any) -> None:
+    for result in results:
+        if result.event is not None:
+            slow = int((result.event.slow > 1).sum())
+            console.print(
+                f"[dim]{result.scenario.label}: {slow} of {result.event.slow.size:,} (replica, stage) pairs on a slow "
+                f"host; it costs {result.parts['stragglers'] / result.seconds:.2%} of the step[/dim]"
+            )
+
+
+def ablate(
+    context: typer.Context,
+    file: Path | None = FILE,
+    gpus: int = GPUS,
+    cluster: str = CLUSTER,
+    calibration: str | None = CALIBRATION,
+    level: str = LEVEL,
+    off: str | None = typer.Option(
+        None, "--off", help="Only these techniques, comma-separated: how much slower without each."
+    ),
+    as_json: bool = JSON,
+    csv: Path | None = CSV,
+    plot: Path | None = PLOT,
+) -> None:
+    """What each MegaScale technique is worth here: switched on one after another, and each left out of the whole.
+
+    Techniques: parallel-block, window, tp-overlap, pp-overlap, dp-overlap, operators, data.
+
+    Example:
+
+      megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ladder.png
+    """
+    from megascale.simulate import plots, render
+    from megascale.simulate.series import cumulative, leave_one_out
+    from megascale.simulate.software import LADDER
+
+    scenario = _scenario(_config(context, file), gpus, cluster, calibration, None)
+    names = [n.strip() for n in off.split(",")] if off else list(LADDER)
+    up = cumulative(_baseline(scenario, None), scenario, names, _level(level))
+    down = leave_one_out(scenario, names, _level(level))
+    if as_json:
+        both = {"cumulative": up, "leave_one_out": down}
+        typer.echo(
+            json.dumps({k: [{"technique": n, "change": c, **r.as_dict()} for n, r, c in v] for k, v in both.items()})
+        )
+    else:
+        console = _console()
+        render.ladder(up, f"one after another, {gpus:,} GPUs", "time saved", console)
+        render.ladder(down, "each left out of the whole", "slower by", console)
+    if csv is not None:
+        _write_csv([{"technique": n, **r.as_dict()} for n, r, _ in [*up, *down]], csv)
+    if plot is not None:
+        plots.ladder([n for n, _, _ in up], [100 * r.mfu for _, r, _ in up], plot)
+
+
+def sweep(
+    context: typer.Context,
+    file: Path | None = FILE,
+    vary: list[str] = typer.Option(
+        ..., "--vary", metavar="KEY=VALUES", help="gpus, section.key or cluster.part.key; a,b,c or a:b (doubling)."
+    ),
+    gpus: int = typer.Option(8, "--gpus", min=1, help="GPUs where they are not varied."),
+    cluster: str = CLUSTER,
+    calibration: str | None = CALIBRATION,
+    software: str | None = SOFTWARE,
+    against: str | None = typer.Option("none", "--against", help="Stack to set beside it; none: only the one."),
+    level: str = LEVEL,
+    as_json: bool = JSON,
+    csv: Path | None = CSV,
+    plot: Path | None = PLOT,
+) -> None:
+    """Steps over a range of anything: GPUs, a setting, a figure of the cluster. What cannot run is left out, and said.
+
+    Examples:
+
+      megascale simulate sweep examples/gpt-175b.toml --vary gpus=768:12288 --against megatron-2023 --plot scaling.png
+
+      megascale simulate sweep examples/gpt-175b.toml --gpus 3072 --vary cluster.between.gbs=12.5,25,50 --csv nic.csv
+    """
+    from megascale.simulate import plots
+    from megascale.simulate.series import parse_vary, sweep_rows
+
+    base = _scenario(_config(context, file), gpus, cluster, calibration, software)
+    axes = [parse_vary(text) for text in vary]
+    stacks = [None] if against == "none" else [against or "megatron-2023", None]
+    rows, left_out = sweep_rows(base, axes, [_baseline(base, s) if s else base for s in stacks], _level(level))
+    keys = [key for key, _ in axes]
+    if as_json:
+        typer.echo(json.dumps({"rows": rows, "left_out": left_out}, indent=2))
+    else:
+        _show_sweep(rows, keys, left_out)
+    if csv is not None and rows:
+        _write_csv(rows, csv)
+    if plot is not None and rows:
+        plots.sweep(rows, keys, plot)
+
+
+def _show_sweep(rows: list[dict[str, Any]], keys: list[str], left_out: list[str]) -> None:
+    from rich.table import Table
+
+    table = Table()
+    for key in [*keys, "software", "step, s", "P10 to P90", "MFU", "tokens/s", "memory, GiB"]:
+        table.add_column(key, justify="right")
+    for row in rows:
+        table.add_row(
+            *(str(row[k]) for k in keys),
+            row["label"],
+            f"{row['seconds']:.3f}",
+            f"{row['p10']:.2f} to {row['p90']:.2f}",
+            f"{100 * row['mfu']:.1f}%",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['memory_gib']:.1f}",
+        )
+    console = _console()
+    console.print(table)
+    for text in left_out:
+        console.print(f"[yellow]left out[/yellow] {text}", soft_wrap=True)
+
+
+def search(
+    context: typer.Context,
+    file: Path | None = FILE,
+    gpus: str = typer.Option(..., "--gpus", metavar="N|A:B", help="GPUs, or the range to look in."),
+    days: float | None = typer.Option(None, "--days", min=0, help="Deadline: the fewest GPUs that meet it."),
+    tokens: float = HOW_MANY,
+    share: float = typer.Option(
+        1.0, "--effective", min=0.01, max=1, help="Share of time spent stepping (`simulate effective` estimates it)."
+    ),
+    cluster: str = CLUSTER,
+    calibration: str | None = CALIBRATION,
+    software: str | None = SOFTWARE,
+    as_json: bool = JSON,
+    csv: Path | None = CSV,
+    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw what the answer hangs on."),
+) -> None:
+    """The best layouts for N GPUs, or the fewest GPUs that meet a deadline; memory is checked; sensitivities.
+
+    The batch stays what the file says: change it with --train.global_batch.
+
+    Examples:
+
+      megascale simulate search examples/gpt-175b.toml --gpus 12288
+
+      megascale simulate search examples/gpt-175b.toml --gpus 64:16384 --days 2 --effective 0.94
+    """
+    from megascale.errors import ConfigError
+    from megascale.simulate import plots, render
+    from megascale.simulate import search as finder
+
+    low, _, high = gpus.partition(":")
+    try:
+        ends = (int(low), int(high or low))
+    except ValueError:
+        raise ConfigError(f"--gpus={gpus!r} is neither a number nor a range such as 1024:16384") from None
+    config = _config(context, file)
+    scenario = _scenario(config, ends[1], cluster, calibration, software)
+    found = finder.search(config, scenario.cluster, scenario.calibration, scenario.software, *ends)
+    if days is not None:
+        least = finder.fewest(found, config, scenario, tokens, days, share)
+        title = f"fewest GPUs for {tokens:.3g} tokens in {days:g} days, {share:.0%} of the time stepping"
+        results = [least, *finder.best(found, config, scenario, least.scenario.gpus, 4)[1:]]
+    else:
+        fastest = int(found.gpus.max())
+        title = f"fastest layouts of {len(found):,} that divide, {fastest:,} GPUs"
+        results = finder.best(found, config, scenario, fastest)
+    changes = finder.sensitivities(results[0].scenario)
+    if as_json:
+        typer.echo(json.dumps({"layouts": [r.as_dict() for r in results], "sensitivities": changes}, indent=2))
+    else:
+        console = _console()
+        render.layouts(results, tokens / share, console, title)
+        for name, (lower, higher) in changes.items():
+            console.print(f"  {name:26s} -20%: step {lower:+.1%}   +20%: step {higher:+.1%}")
+    if csv is not None:
+        _write_csv([r.as_dict() for r in results], csv)
+    if plot is not None:
+        plots.tornado(changes, 0.2, plot, f"{results[0].scenario.gpus:,} GPUs, {results[0].seconds:.2f} s a step")
+
+
+def effective(
+    context: typer.Context,
+    file: Path | None = FILE,
+    gpus: int = GPUS,
+    cluster: str = CLUSTER,
+    calibration: str | None = CALIBRATION,
+    software: str | None = SOFTWARE,
+    tokens: float = HOW_MANY,
+    host_mtbf: float | None = typer.Option(None, "--host-mtbf", min=0.1, help="Days between faults of one host."),
+    detect: float | None = typer.Option(None, "--detect", min=0, help="Seconds to detect a fault and name the host."),
+    restart: float | None = typer.Option(None, "--restart", min=0, help="Seconds from there to the first step."),
+    spares: int | None = typer.Option(None, "--spares", min=0, help="Hosts that stand by."),
+    repair: float | None = typer.Option(None, "--repair", min=0, help="Days until a faulty host is a spare again."),
+    save_stall: float | None = typer.Option(None, "--save-stall", min=0, help="Seconds a checkpoint holds the step."),
+    interval: float | None = typer.Option(
+        None, "--interval", min=1, help="Seconds between checkpoints; else the best."
+    ),
+    trials: int = typer.Option(400, "--trials", min=10, help="Simulated runs."),
+    seed: int = typer.Option(0, "--seed"),
+    as_json: bool = JSON,
+    plot: Path | None = PLOT,
+) -> None:
+    """Share of the time spent stepping when hosts fail: faults, detection, spares, checkpoints; the best interval.
+
+    Example:
+
+      megascale simulate effective examples/gpt-175b.toml --gpus 12288 --spares 4 --plot effective.png
+    """
+    from dataclasses import replace
+
+    from megascale.simulate import effective as monte_carlo
+    from megascale.simulate import plots
+    from megascale.simulate.step import run
+
+    given = {
+        "host_mtbf_days": host_mtbf,
+        "detect": detect,
+        "restart": restart,
+        "spares": spares,
+        "repair_days": repair,
+        "save_stall": save_stall,
+    }
+    faults = replace(monte_carlo.Faults(), **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    result = run(_scenario(_config(context, file), gpus, cluster, calibration, software))
+    hosts = max(1, gpus // result.scenario.cluster.gpus_per_host)
+    work = result.days(tokens) * monte_carlo.DAY
+    best, curve = monte_carlo.best_interval(work, hosts, faults, max(50, trials // 2), seed)
+    outcome = monte_carlo.simulate_run(work, hosts, faults, interval or best, trials, seed)
+    first_order = monte_carlo.young_daly(faults, hosts)
+    wall = outcome.wall / monte_carlo.DAY
+    record = {
+        "gpus": gpus,
+        "hosts": hosts,
+        "faults": {k: getattr(faults, k) for k in monte_carlo.SOURCES},
+        "step_seconds": result.seconds,
+        "stepping_days": work / monte_carlo.DAY,
+        "best_interval_s": best,
+        "young_daly_s": first_order,
+        "interval_s": outcome.interval,
+        "effective": float(outcome.effective.mean()),
+        "effective_p10": outcome.quantile(0.1),
+        "effective_p90": outcome.quantile(0.9),
+        "wall_days": float(wall.mean()),
+        "wall_days_p90": float(sorted(wall)[int(0.9 * len(wall))]),
+        "faults_a_run": float(outcome.faults.mean()),
+        "curve": curve,
+    }
+    if as_json:
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        _show_effective(record, monte_carlo.SOURCES)
+    if plot is not None:
+        marks = {"best": best, "Young-Daly": first_order}
+        plots.effective(curve, marks, plot, f"{gpus:,} GPUs, a fault of a host every {faults.host_mtbf_days:g} days")
+
+
+def _show_effective(record: dict[str, Any], sources: dict[str, str]) -> None:
+    console = _console()
+    console.print(
+        f"stepping {record['stepping_days']:.2f} days at {record['step_seconds']:.2f} s a step on {record['hosts']:,} "
+        f"hosts; {record['faults_a_run']:.1f} faults a run"
+    )
+    console.print(
+        f"[bold]effective time {record['effective']:.1%}[/bold] (P10 {record['effective_p10']:.1%}, P90 "
+        f"{record['effective_p90']:.1%}); wall-clock {record['wall_days']:.2f} days, P90 {record['wall_days_p90']:.2f}"
+    )
+    console.print(
+        f"checkpoint every {record['interval_s']:.0f} s (best of the grid {record['best_interval_s']:.0f} s, "
+        f"Young-Daly {record['young_daly_s']:.0f} s)"
+    )
+    for key, value in record["faults"].items():
+        console.print(f"[dim]  {key} = {value:g}: {sources[key]}[/dim]", soft_wrap=True)

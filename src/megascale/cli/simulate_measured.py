@@ -1,0 +1,160 @@
+"""The commands of `megascale simulate` that hold it against measurements: calibrate, compare, validate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
+SOFTWARE = typer.Option(
+    None, "--software", help="Stack: megascale, megatron-2023, megatron-core, ...; default: MegaScale's for the GPU."
+)
+GPUS = typer.Option(None, "--gpus", min=1, help="GPUs that the run had, where its folder does not say.")
+JSON = typer.Option(False, "--json", help="Print JSON instead of tables.")
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def calibrate(
+    run: list[Path] = typer.Option([], "--run", metavar="FOLDER", help="Run folders to fit to; may be repeated."),
+    anchor: str | None = typer.Option(None, "--anchor", help="Fit to a shipped table instead: paper or h200-peers."),
+    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs ran on."),
+    software: str | None = SOFTWARE,
+    fit: str = typer.Option("compute", "--fit", help="Constants, comma-separated: compute, overhead, fixed, ..."),
+    start: str | None = typer.Option(None, "--start", help="Calibration that gives the constants not fitted."),
+    name: str | None = typer.Option(None, "--name", help="Name of the calibration; default: the cluster's."),
+    gpus: int | None = GPUS,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="Where to write it; default: print it."),
+) -> None:
+    """Fit constants to measured steps and write them with errors, evidence and what could not be told apart.
+
+    A run folder's measurement is its median step after the first five. One run decides one constant: a warning
+    names what the runs cannot decide.
+
+    Examples:
+
+      megascale simulate calibrate --run runs/a7-1.3b-mb4 --run runs/a7-13b-tp2 --fit compute,fixed --out mine.toml
+
+      megascale simulate calibrate --anchor paper --cluster a100-roce --fit compute,fixed
+    """
+    from megascale.simulate.calibrating import calibrate as fit_rows
+
+    calibration, table = fit_rows(run, anchor, cluster, software, fit, start, name, gpus)
+    if out is not None:
+        out.write_text(calibration.to_toml())
+        console = _console()
+        for row, measured, predicted in table:
+            console.print(
+                f"{row}: measured {measured:.3f} s, fitted {predicted:.3f} s ({predicted / measured - 1:+.1%})"
+            )
+        for key, error in (calibration.fitted or {}).items():
+            console.print(f"{key} = {getattr(calibration.constants, key):.4g} ± {error:.2g}")
+        for warning in calibration.warnings:
+            console.print(f"[yellow]warning[/yellow]: {warning}", soft_wrap=True)
+        console.print(f"written to {out}; use it with --calibration {out}")
+    else:
+        typer.echo(calibration.to_toml())
+
+
+def compare(
+    first: Path | None = typer.Argument(None, help="JSON of `simulate step --json`, or a run folder."),
+    second: Path | None = typer.Argument(None, help="The same, to compare with."),
+    runs: Path | None = typer.Option(None, "--runs", help="Folder of run folders: all that were predicted."),
+    predictions: str = typer.Option("h200", "--predictions", help="Shipped predictions or a TOML file."),
+    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that a run folder ran on."),
+    calibration: str | None = CALIBRATION,
+    software: str | None = SOFTWARE,
+    gpus: int | None = GPUS,
+    as_json: bool = JSON,
+) -> None:
+    """Two predictions part by part; a run against its prediction, with what would explain the gap; or all at once.
+
+    Examples:
+
+      megascale simulate compare before.json after.json
+
+      megascale simulate compare runs/a7-1.3b-mb4
+
+      megascale simulate compare --runs runs --predictions h200
+    """
+    from megascale.errors import ConfigError
+    from megascale.simulate import comparing
+
+    if runs is not None:
+        rows = comparing.predicted_and_measured(runs, predictions)
+    elif first is not None and first.is_dir():
+        rows = comparing.explain_run(first, cluster, calibration, software, gpus)
+    elif first is not None and second is not None:
+        rows = comparing.two_results(first, second)
+    else:
+        raise ConfigError("give two JSON files of `simulate step --json`, one run folder, or --runs FOLDER")
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    from rich.table import Table
+
+    table = Table()
+    for key in rows[0]:
+        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{v:,.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+    _console().print(table)
+
+
+def validate(
+    data: Path | None = typer.Option(
+        None, "--data", help="Folder with data of others; default: MEGASCALE_ANCHORS, else ../shared/data."
+    ),
+    runs: Path | None = typer.Option(None, "--runs", help="Folder of own run folders, for A7."),
+    only: str | None = typer.Option(None, "--only", help="Checks, comma-separated, such as A1,A5."),
+    rows: bool = typer.Option(False, "--rows", help="List every row, fitted and held out."),
+    as_json: bool = JSON,
+    plot: Path | None = typer.Option(None, "--plot", metavar="FOLDER", help="Draw measured against predicted."),
+) -> None:
+    """How well the simulator predicts: checks A1 to A9, reached beside target, pass or miss. Exit 1 if one misses.
+
+    Each names what was fitted on which rows and what could not be identified. Checks whose data are not here are
+    skipped, and say so.
+
+    Example:
+
+      megascale simulate validate --data ../shared/data --rows
+    """
+    from megascale.simulate import plots, render
+    from megascale.simulate.validation.anchors import data_folder
+    from megascale.simulate.validation.report import validate as run_checks
+
+    checks = run_checks(data_folder(data), runs, only.split(",") if only else None)
+    if as_json:
+        records = [
+            {
+                "key": c.key,
+                "what": c.what,
+                "figures": {n: {"reached": a, "target": t, "unit": u.strip()} for n, (a, t, u) in c.figures.items()},
+                "passed": c.passed,
+                "fitted": c.fitted,
+                "skipped": c.skipped,
+                "notes": c.notes,
+                "rows": [{"row": n, "measured": m, "predicted": p, "fitted": f} for n, m, p, f in c.rows],
+            }
+            for c in checks
+        ]
+        typer.echo(json.dumps(records, indent=2))
+    else:
+        render.checks(checks, _console(), rows)
+    if plot is not None:
+        for check in checks:
+            if check.rows:
+                plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.what}")
+            if check.bars:
+                names, printed, predicted = zip(*check.bars, strict=True)
+                plots.ladder(names, predicted, plot / f"{check.key.lower()}-mfu.png", printed)
+    if any(check.passed is False for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,179 @@
+"""cuDNN's attention through its own frontend (package nvidia-cudnn-frontend): windows at cuDNN's speed, and
+gradients written straight into one [q | k | v] tensor, which `split_qkv` takes without a copy.
+
+torch's cuDNN attention has neither. A graph is built once a shape and layout; calls only hand over pointers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Names of a graph's tensors; cuDNN knows them by number.
+UIDS = {name: number for number, name in enumerate(("q", "k", "v", "o", "stats", "d_o", "d_q", "d_k", "d_v"), start=1)}
+
+
+@functools.cache
+def _library() -> Any:
+    import cudnn  # raises ImportError where the wheel is not installed: the chooser then says so
+
+    return cudnn
+
+
+@functools.cache
+def _handle(device: int) -> Any:
+    with torch.cuda.device(device):
+        return _library().create_handle()
+
+
+class Layout:
+    """A tensor as cuDNN sees it: [B, N, S, D] with the strides of its [S, B, N, D] memory."""
+
+    def __init__(self, x_SBND: Tensor) -> None:
+        S, B, N, D = x_SBND.shape
+        s, b, n, d = x_SBND.stride()
+        if d != 1:
+            raise NotImplementedError("cuDNN attention needs adjacent elements of a head")
+        self.dim, self.stride = [B, N, S, D], [b, n, s, 1]
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return (*self.dim, *self.stride)
+
+
+class Plan:
+    """One built cuDNN graph and the workspace it needs."""
+
+    def __init__(self, graph: Any, handle: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
+        cudnn = _library()
+        for name, tensor in {**inputs, **outputs}.items():
+            tensor.set_uid(UIDS[name])
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        self.graph, self.handle, self.workspace = graph, handle, graph.get_workspace_size()
+
+    def run(self, **tensors: Tensor) -> None:
+        """Run on the current stream; tensors lie as the graph was told."""
+        device = next(iter(tensors.values())).device
+        _library().set_stream(handle=self.handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        workspace = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=device)
+        pointers = {UIDS[name]: tensor.data_ptr() for name, tensor in tensors.items()}
+        self.graph.execute(pointers, workspace.data_ptr(), handle=self.handle)
+
+
+def new_graph(dtype: torch.dtype, handle: Any) -> Any:
+    """An empty graph for tensors of `dtype` with float32 inside."""
+    cudnn = _library()
+    kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
+    return cudnn.pygraph(
+        io_data_type=kind,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=handle,
+    )
+
+
+def mask_options(window: int | None) -> dict[str, Any]:
+    """Causal, top left; cuDNN's left bound counts the token itself, as our windows do."""
+    bound = {} if window is None else {"diagonal_band_left_bound": window}
+    alignment = _library().diagonal_alignment.TOP_LEFT
+    return {"diagonal_alignment": alignment, "diagonal_band_right_bound": 0, **bound}
+
+
+def add_forward(graph: Any, q: Layout, k: Layout, v: Layout, o: Layout, window: int | None) -> tuple[dict, dict]:
+    """Attention with softmax statistics; returns the graph's inputs and outputs by name."""
+    inputs = {name: graph.tensor(dim=t.dim, stride=t.stride) for name, t in (("q", q), ("k", k), ("v", v))}
+    out, stats = graph.sdpa(
+        name="attention",
+        q=inputs["q"],
+        k=inputs["k"],
+        v=inputs["v"],
+        generate_stats=True,
+        attn_scale=q.dim[3] ** -0.5,
+        **mask_options(window),
+    )
+    out.set_output(True).set_dim(o.dim).set_stride(o.stride)
+    B, N, S, _ = q.dim
+    stats.set_output(True).set_data_type(_library().data_type.FLOAT).set_dim([B, N, S, 1]).set_stride([N * S, S, 1, 1])
+    return inputs, {"o": out, "stats": stats}
+
+
+def add_backward(
+    graph: Any, q: Layout, k: Layout, v: Layout, o: Layout, grads: tuple[Layout, ...], window: int | None
+) -> tuple[dict, dict]:
+    """Gradients of queries, keys and values, each in its own layout."""
+    layouts = {"q": q, "k": k, "v": v, "o": o, "d_o": o}
+    inputs = {name: graph.tensor(dim=t.dim, stride=t.stride) for name, t in layouts.items()}
+    B, N, S, _ = q.dim
+    inputs["stats"] = graph.tensor(dim=[B, N, S, 1], stride=[N * S, S, 1, 1], data_type=_library().data_type.FLOAT)
+    outputs = graph.sdpa_backward(
+        name="attention backward",
+        q=inputs["q"],
+        k=inputs["k"],
+        v=inputs["v"],
+        o=inputs["o"],
+        dO=inputs["d_o"],
+        stats=inputs["stats"],
+        attn_scale=q.dim[3] ** -0.5,
+        **mask_options(window),
+    )
+    for tensor, layout in zip(outputs, grads, strict=True):
+        tensor.set_output(True).set_dim(layout.dim).set_stride(layout.stride)
+    return inputs, dict(zip(("d_q", "d_k", "d_v"), outputs, strict=True))
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def _plan(backward: bool, layouts: tuple[Layout, ...], window: int | None, like: Tensor) -> Plan:
+    key = (backward, like.dtype, like.device, window, *(layout.key for layout in layouts))
+    if key not in _plans:
+        handle = _handle(like.device.index)
+        graph = new_graph(like.dtype, handle)
+        if backward:
+            q, k, v, o, *grads = layouts
+            inputs, outputs = add_backward(graph, q, k, v, o, tuple(grads), window)
+        else:
+            q, k, v, o = layouts
+            inputs, outputs = add_forward(graph, q, k, v, o, window)
+        _plans[key] = Plan(graph, handle, inputs, outputs)
+    return _plans[key]
+
+
+class _CudnnAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        S, B, N, D = q.shape
+        out = torch.empty((S, B, N, D), dtype=q.dtype, device=q.device)
+        stats = torch.empty((B, N, S, 1), dtype=torch.float32, device=q.device)
+        layouts = tuple(Layout(t) for t in (q, k, v, out))
+        _plan(False, layouts, window, q).run(q=q, k=k, v=v, o=out, stats=stats)
+        ctx.save_for_backward(q, k, v, out, stats)
+        ctx.window = window
+        return out.view(S, B, N * D)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, stats = ctx.saved_tensors
+        S, B, N, D = q.shape
+        G = k.shape[2]
+        d_out = upstream[0].contiguous().view(S, B, N, D)
+        whole = torch.empty((S, B, N + 2 * G, D), dtype=q.dtype, device=q.device)
+        grads = whole.split((N, G, G), dim=2)
+        layouts = tuple(Layout(t) for t in (q, k, v, out, *grads))
+        plan = _plan(True, layouts, ctx.window, q)
+        plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
+        return *grads, None
+
+
+def cudnn_frontend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
+    """Causal attention [S, B, N*D], with or without a window; ImportError where the frontend is not installed."""
+    if q_SBND.shape[0] != k_SBGD.shape[0]:
+        raise NotImplementedError("the training kernel takes as many keys as queries")
+    return _CudnnAttention.apply(q_SBND, k_SBGD, v_SBGD, window)

@@ -1,0 +1,75 @@
+"""Fits to this project's runs or to a shipped table, as a calibration with its evidence."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megascale.errors import ConfigError
+from megascale.simulate.calibration import BOUNDS, Calibration, load_calibration
+from megascale.simulate.case import Case
+from megascale.simulate.closed import step_parts
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.fitting import fit
+from megascale.simulate.runs import measure
+from megascale.simulate.software import stack
+from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.validation.anchors import h200_peers, strong_scaling
+
+
+def calibrate(
+    runs: Sequence[Path],
+    anchor: str | None,
+    cluster: str,
+    software: str | None,
+    fitted: str,
+    start: str | None,
+    name: str | None,
+    gpus: int | None = None,
+) -> tuple[Calibration, list[tuple[str, float, float]]]:
+    """Fit to run folders or to a shipped table: (calibration, [(row, measured, fitted seconds)])."""
+    machine = load_cluster(cluster)
+    names = [n.strip() for n in fitted.split(",")]
+    unknown = [n for n in names if n not in BOUNDS]
+    if unknown:
+        raise ConfigError(f"--fit={fitted}: {unknown[0]!r} is no constant; known: {', '.join(BOUNDS)}")
+    begin = load_calibration(start, machine.name).constants if start else Calibration("", "").constants
+    if anchor is not None:
+        tables = {"paper": strong_scaling, "h200-peers": h200_peers}
+        if anchor not in tables:
+            raise ConfigError(f"--anchor={anchor!r} is unknown; known: {', '.join(tables)}")
+        rows = tables[anchor]()
+        labels, cases, seconds = list(rows.names), rows.cases, rows.seconds
+        how = f"--anchor {anchor}"
+    elif runs:
+        measured = [measure(folder, gpus) for folder in runs]
+        base = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
+        uncalibrated = Calibration("uncalibrated", machine.name)
+        scenarios = [
+            Scenario(m.config, m.gpus, machine, uncalibrated, own_software(m.config, stack(base))) for m in measured
+        ]
+        labels = [f"{m.folder.name}, {m.gpus} GPUs, {m.steps} steps, ±{m.spread:.1%}" for m in measured]
+        cases = Case.stack([s.case() for s in scenarios])
+        seconds = np.array([m.seconds for m in measured])
+        how = " ".join(f"--run {folder.name}" for folder in runs)
+    else:
+        raise ConfigError("nothing to fit to: give --run FOLDER (once or more) or --anchor paper|h200-peers")
+    result = fit(names, lambda k: np.asarray(step_parts(machine, cases, k).total), seconds, begin)
+    warnings = list(result.warnings)
+    if len(seconds) < len(names):
+        warnings.insert(0, f"{len(seconds)} rows cannot decide {len(names)} constants")
+    calibration = Calibration(
+        name or machine.name,
+        machine.name,
+        result.constants,
+        result.errors,
+        tuple(f"{label}: {s:.4g} s" for label, s in zip(labels, seconds, strict=True)),
+        tuple(result.residuals.tolist()),
+        tuple(warnings),
+        f"{datetime.date.today()}, megascale simulate calibrate {how} --cluster {cluster} --fit {','.join(names)}",
+    )
+    predicted = seconds * np.exp(result.residuals)
+    return calibration, list(zip(labels, seconds.tolist(), predicted.tolist(), strict=True))

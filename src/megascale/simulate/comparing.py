@@ -1,0 +1,105 @@
+"""What lies between two predictions, or between a prediction and a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascale.errors import DataError
+from megascale.simulate.calibration import BOUNDS, load_calibration
+from megascale.simulate.closed import step_parts
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.runs import load_predictions, matching, measure
+from megascale.simulate.software import stack
+from megascale.simulate.step import Scenario, own_software, run
+
+Row = dict[str, Any]
+
+
+def two_results(first: Path, second: Path) -> list[Row]:
+    """Part by part: seconds of both and the difference. The last result of each file is taken."""
+    one, two = _result(first), _result(second)
+    rows: list[Row] = []
+    for part in dict.fromkeys([*one["parts"], *two["parts"]]):
+        a, b = float(one["parts"].get(part, 0.0)), float(two["parts"].get(part, 0.0))
+        if max(abs(a), abs(b)) > 1e-4:
+            rows.append(_row(part, one, a, two, b))
+    rows.append(_row("step", one, float(one["seconds"]), two, float(two["seconds"])))
+    return rows
+
+
+def _row(part: str, one: dict[str, Any], a: float, two: dict[str, Any], b: float) -> Row:
+    first, second = f"{one['label']} (first), s", f"{two['label']} (second), s"
+    return {"part": part, first: a, second: b, "difference, s": b - a}
+
+
+def _result(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text())
+        last = tree[-1] if isinstance(tree, list) else tree
+        float(last["seconds"])
+        dict(last["parts"])
+        str(last["label"])
+        return last
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{path} is not the output of `simulate step --json`: {error}") from None
+
+
+def explain_run(
+    folder: Path, cluster: str, calibration: str | None, software: str | None, gpus: int | None = None
+) -> list[Row]:
+    """Predicted and measured step of a run, and for each constant the value that alone would close the gap."""
+    measured, machine = measure(folder, gpus), load_cluster(cluster)
+    name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
+    fitted = load_calibration(calibration, machine.name)
+    scenario = Scenario(measured.config, measured.gpus, machine, fitted, own_software(measured.config, stack(name)))
+    result = run(scenario, check_memory=False)
+    gap = result.seconds / measured.seconds - 1.0
+    inside = "inside" if result.low <= measured.seconds <= result.high else "outside"
+    rows: list[Row] = [
+        {
+            "what": "measured step",
+            "value": measured.seconds,
+            "remark": f"{measured.steps} steps, ±{measured.spread:.1%}",
+        },
+        {"what": "predicted step", "value": result.seconds, "remark": f"{gap:+.1%}, measured lies {inside} P10-P90"},
+    ]
+    case = scenario.case()
+    for constant, (low, high, _) in BOUNDS.items():
+        grid = np.linspace(low, high, 201)
+        seconds = np.array(
+            [float(step_parts(machine, case, replace(fitted.constants, **{constant: float(x)})).total) for x in grid]
+        )
+        if seconds.max() - seconds.min() < 1e-3 * measured.seconds:
+            continue
+        best = int(np.abs(seconds - measured.seconds).argmin())
+        now = getattr(fitted.constants, constant)
+        closes = abs(seconds[best] / measured.seconds - 1.0) < 0.01
+        said = "closes the gap" if closes else f"leaves {seconds[best] / measured.seconds - 1:+.1%}"
+        was = "the cluster's figure" if now is None else f"{now:.3g}"
+        rows.append({"what": f"{constant} alone at", "value": float(grid[best]), "remark": f"{said}; now {was}"})
+    return rows
+
+
+def predicted_and_measured(runs: Path, predictions: str) -> list[Row]:
+    """All predictions with their measurement where the run folder exists."""
+    _, said = load_predictions(predictions)
+    measured = {p.name: m for p, m in matching(said, runs)}
+    rows: list[Row] = []
+    for p in said:
+        m = measured.get(p.name)
+        rows.append(
+            {
+                "run": p.name,
+                "GPUs": p.gpus,
+                "predicted, s": p.seconds,
+                "P10 to P90": f"{p.low:.3f} to {p.high:.3f}",
+                "measured, s": m.seconds if m else "not measured",
+                "error": f"{p.seconds / m.seconds - 1:+.1%}" if m else "",
+            }
+        )
+    return rows

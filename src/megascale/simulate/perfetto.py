@@ -1,0 +1,66 @@
+"""A simulated step as a trace that ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megascale.core.replay import LANES
+from megascale.core.schedule import ActionKind
+from megascale.simulate.step import Result
+
+_MICRO = 1e6
+
+
+def write(result: Result, path: Path) -> int:
+    """Write the event level's timeline, one process a stage and one track a lane; .gz compresses. Events written."""
+    assert result.event is not None, "only the event level has a timeline"
+    timeline, event = result.event.timeline, result.event
+    graph = timeline.graph
+    records: list[dict[str, object]] = []
+    for stage in range(graph.schedule.stages):
+        records.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
+        for number, lane in enumerate(LANES):
+            records.append({"ph": "M", "pid": stage, "tid": number, "name": "thread_name", "args": {"name": lane}})
+    receives = np.isin(graph.kind, (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD))
+    lengths = timeline.end - timeline.moving
+    for n in np.flatnonzero(~receives & (lengths > 0)).tolist():
+        kind = ActionKind(int(graph.kind[n]))
+        records.append(
+            {
+                "ph": "X",
+                "pid": int(graph.stage[n]),
+                "tid": int(graph.lane[n]),
+                "name": kind.label,
+                "ts": float(timeline.moving[n]) * _MICRO,
+                "dur": float(lengths[n]) * _MICRO,
+                "args": {"chunk": int(graph.chunk[n]), "microbatch": int(graph.microbatch[n])},
+            }
+        )
+    # Without overlap, and while waiting for other replicas, reductions run after the pipeline's own timeline.
+    for stage, reduced in enumerate(event.reduced):
+        mine = (graph.stage == stage) & (graph.kind <= ActionKind.BACKWARD)
+        last = float(timeline.end[mine].max())
+        if reduced > last:
+            records.append(
+                {
+                    "ph": "X",
+                    "pid": stage,
+                    "tid": LANES.index("reduce"),
+                    "name": "gradients of all replicas",
+                    "ts": last * _MICRO,
+                    "dur": (float(reduced) - last) * _MICRO,
+                    "args": {},
+                }
+            )
+    text = json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".gz":
+        with gzip.open(path, "wt") as out:
+            out.write(text)
+    else:
+        path.write_text(text)
+    return len(records)

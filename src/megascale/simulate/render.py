@@ -1,0 +1,147 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megascale.core import flops
+from megascale.simulate.step import Result
+from megascale.simulate.validation.score import Check
+
+BAR = 28
+PART_NAMES = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "elementwise": "element-wise",
+    "recompute": "recomputation",
+    "host": "kernel launches",
+    "tensor": "exposed tensor comm.",
+    "pipeline": "exposed pipeline comm.",
+    "data": "exposed data comm.",
+    "logits": "logits imbalance",
+    "bubble": "pipeline bubble",
+    "stragglers": "stragglers and skew",
+    "optimizer": "optimizer",
+    "fixed": "fixed (data, host)",
+    "interplay": "interplay of events",
+}
+
+
+def shown_parts(results: Sequence[Result]) -> list[str]:
+    """Parts that any of the results spends more than a ten-thousandth of its step on, in step order."""
+    return [part for part in PART_NAMES if any(abs(r.parts.get(part, 0.0)) > 1e-4 * r.seconds for r in results)]
+
+
+def headline(results: Sequence[Result], tokens: float, console: Console) -> None:
+    """Layout, time, MFU, days, memory: a column a result."""
+    first = results[0].scenario
+    parallel, train = first.config.parallel, first.config.train
+    console.print(
+        f"[bold]{train.name}[/bold] on {first.gpus:,} GPUs of {first.cluster.name}: tensor {parallel.tensor} x "
+        f"pipeline {parallel.pipeline} (x{parallel.virtual_stages}) x data {first.layout.grid.data}, "
+        f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
+        soft_wrap=True,
+    )
+    table = Table()
+    table.add_column("")
+    for result in results:
+        table.add_column(result.scenario.label, justify="right")
+    table.add_row("step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results))
+    table.add_row("P10 to P90", *(f"{r.low:.3f} to {r.high:.3f}" for r in results))
+    table.add_row("tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results))
+    table.add_row("MFU", *(f"{100 * r.mfu:.1f}%" for r in results))
+    table.add_row(f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results))
+    table.add_row("memory of the fullest rank", *(f"{r.memory_gib:.1f} GiB" for r in results))
+    if len(results) > 1:
+        table.add_row("time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results))
+    console.print(table)
+    scenario = results[0].scenario
+    console.print(
+        f"[dim]{results[0].level} level, calibration {scenario.calibration.name} "
+        f"({len(scenario.calibration.rows)} rows, spread {scenario.calibration.spread:.1%}); MFU: {flops.CONVENTION}; "
+        "days without failures (see `simulate effective`)[/dim]",
+        soft_wrap=True,
+    )
+
+
+def waterfall(results: Sequence[Result], console: Console) -> None:
+    """Where the step goes: seconds and a bar for each part."""
+    table = Table(title="where the step goes, seconds", title_justify="left")
+    table.add_column("part")
+    for result in results:
+        table.add_column(result.scenario.label, justify="right")
+        table.add_column("", no_wrap=True)
+    longest = max(max(r.parts.values()) for r in results)
+    colours = ("cyan", "green", "magenta", "yellow")
+    for part in shown_parts(results):
+        cells = []
+        for i, result in enumerate(results):
+            value = result.parts.get(part, 0.0)
+            filled = max(0, round(BAR * value / longest))
+            cells += [f"{value:.3f}", f"[{colours[i % 4]}]{'█' * filled or '▏'}[/]"]
+        table.add_row(PART_NAMES[part], *cells)
+    console.print(table)
+
+
+def ladder(rows: Sequence[tuple[str, Result, float]], title: str, change: str, console: Console) -> None:
+    """Techniques one by one: step, MFU, and what each changes (named by `change`)."""
+    table = Table(title=title, title_justify="left")
+    for name in ("", "step, s", "MFU", change):
+        table.add_column(name, justify="left" if not name else "right")
+    for i, (name, result, changed) in enumerate(rows):
+        table.add_row(name, f"{result.seconds:.3f}", f"{100 * result.mfu:.1f}%", f"{changed:.1%}" if i else "")
+    console.print(table)
+
+
+def layouts(results: Sequence[Result], tokens: float, console: Console, title: str) -> None:
+    """Layouts side by side."""
+    table = Table(title=title, title_justify="left")
+    for name in ("GPUs", "tensor", "pipeline", "chunks", "data", "micro-batch", "step, s", "P10 to P90", "MFU"):
+        table.add_column(name, justify="right")
+    table.add_column("memory, GiB", justify="right")
+    table.add_column("days", justify="right")
+    for r in results:
+        p, t = r.scenario.config.parallel, r.scenario.config.train
+        table.add_row(
+            f"{r.scenario.gpus:,}",
+            str(p.tensor),
+            str(p.pipeline),
+            str(p.virtual_stages),
+            str(r.scenario.layout.grid.data),
+            str(t.micro_batch),
+            f"{r.seconds:.3f}",
+            f"{r.low:.2f} to {r.high:.2f}",
+            f"{100 * r.mfu:.1f}%",
+            f"{r.memory_gib:.1f}",
+            f"{r.days(tokens):.2f}",
+        )
+    console.print(table)
+
+
+def checks(results: Sequence[Check], console: Console, rows: bool) -> None:
+    """The validation table, then what was fitted, skipped and could not be identified."""
+    table = Table(title="validation: scored on seconds unless it says points", title_justify="left", show_lines=True)
+    for name in ("", "what", "reached", "target", "verdict"):
+        table.add_column(name, overflow="fold")
+    words = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: "[yellow]skipped[/yellow]"}
+    for check in results:
+        reached = "\n".join(f"{n} {a:.2f}{u}" for n, (a, _, u) in check.figures.items())
+        target = "\n".join(f"{n} {t:g}{u}" for n, (_, t, u) in check.figures.items())
+        table.add_row(check.key, check.what, reached or check.skipped, target, words[check.passed])
+    console.print(table)
+    for check in results:
+        console.print(f"[bold]{check.key}[/bold] fitted: {check.fitted}", soft_wrap=True, highlight=False)
+        for note in check.notes:
+            console.print(f"   {note}", soft_wrap=True, highlight=False)
+        if rows:
+            for name, measured, predicted, used in check.rows:
+                mark = "fitted" if used else "held out"
+                console.print(
+                    f"   {name:48s} measured {measured:8.3f} s, predicted {predicted:8.3f} s "
+                    f"({100 * (predicted / measured - 1):+5.1f}%, {mark})",
+                    highlight=False,
+                    soft_wrap=True,
+                )

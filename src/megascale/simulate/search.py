@@ -1,0 +1,211 @@
+"""Many layouts at once: the best one for N GPUs, the fewest GPUs for a deadline, and what the answer hangs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megascale.config import Config, from_tree
+from megascale.errors import FitError
+from megascale.simulate.calibration import Calibration, Constants
+from megascale.simulate.case import Case
+from megascale.simulate.closed import step_parts
+from megascale.simulate.cluster import Cluster
+from megascale.simulate.software import Software
+from megascale.simulate.step import Result, Scenario, run
+
+# Layouts priced in one pass of array arithmetic: arrays that stay in the caches.
+BLOCK = 16384
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Layouts that divide, with their times, fastest first for each number of GPUs.
+
+    Attributes:
+        gpus, tensor, pipeline, virtual, data, micro: arrays [layouts].
+        seconds: of a step.
+    """
+
+    gpus: np.ndarray
+    tensor: np.ndarray
+    pipeline: np.ndarray
+    virtual: np.ndarray
+    data: np.ndarray
+    micro: np.ndarray
+    seconds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+
+def divisors(n: int) -> list[int]:
+    """Divisors in rising order."""
+    small = [i for i in range(1, int(n**0.5) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
+
+
+def layouts(config: Config, cluster: Cluster, low: int, high: int) -> dict[str, np.ndarray]:
+    """All layouts of `config` on low to high GPUs that divide, whole hosts only: arrays by name."""
+    model, batch = config.model, config.train.global_batch
+    tensors = [t for t in divisors(model.heads) if t <= cluster.gpus_per_host]
+    rows = []
+    for t in tensors:
+        for p in divisors(model.layers):
+            for v in divisors(model.layers // p):
+                if v > 1 and p == 1:
+                    continue
+                for b in MICRO_BATCHES:
+                    if batch % b:
+                        continue
+                    for d in divisors(batch // b):
+                        gpus = t * p * d
+                        whole = gpus % cluster.gpus_per_host == 0 or gpus < cluster.gpus_per_host
+                        if low <= gpus <= high and whole:
+                            rows.append((t, p, v, d, b))
+    if not rows:
+        raise FitError(
+            f"no layout of {model.layers} layers, {model.heads} heads and batch {batch} has between {low:,} and "
+            f"{high:,} GPUs in whole hosts of {cluster.gpus_per_host}; change --gpus or train.global_batch"
+        )
+    columns = np.array(rows, dtype=np.int64).T
+    return dict(zip(("tensor", "pipeline", "virtual", "data", "micro"), columns, strict=True))
+
+
+def price(case_of: Callable[[slice], Case], count: int, cluster: Cluster, constants: Constants) -> np.ndarray:
+    """Seconds of `count` layouts, block by block."""
+    out = np.empty(count)
+    for start in range(0, count, BLOCK):
+        part = slice(start, min(count, start + BLOCK))
+        out[part] = step_parts(cluster, case_of(part), constants).total
+    return out
+
+
+def search(
+    config: Config, cluster: Cluster, calibration: Calibration, software: Software, low: int, high: int
+) -> Found:
+    """Every layout that divides, priced in closed form, sorted by GPUs and then by time. Memory is not looked at."""
+    arrays = layouts(config, cluster, low, high)
+    count = len(arrays["tensor"])
+
+    def case_of(part: slice) -> Case:
+        chosen = {k: v[part] for k, v in arrays.items()}
+        return Case.of(config.model, software, batch=config.train.global_batch, **chosen)
+
+    everything = case_of(slice(0, count))
+    fits = np.asarray(everything.fits()) & np.ones(count, dtype=bool)
+    arrays = {k: v[fits] for k, v in arrays.items()}
+    count = int(fits.sum())
+    if not count:
+        raise FitError("no layout divides the model's widths; give model.vocab_multiple a multiple of parallel.tensor")
+    seconds = price(case_of, count, cluster, calibration.constants)
+    gpus = arrays["tensor"] * arrays["pipeline"] * arrays["data"]
+    order = np.lexsort((seconds, gpus))
+    columns = {k: v[order] for k, v in arrays.items()}
+    return Found(gpus=gpus[order], seconds=seconds[order], **columns)
+
+
+def with_layout(config: Config, tensor: int, pipeline: int, virtual: int, data: int, micro: int) -> Config:
+    """The configuration with another layout."""
+    tree = config.model_dump(exclude_none=True)
+    own = {"tensor": tensor, "pipeline": pipeline, "virtual_stages": virtual, "data": data}
+    tree["parallel"] = {k: v for k, v in tree["parallel"].items() if k != "layer_split"} | own
+    tree["train"] = tree["train"] | {"micro_batch": micro}
+    tree["model"].pop("preset", None)
+    return from_tree(tree)
+
+
+def feasible(found: Found, chosen: Sequence[int] | np.ndarray, config: Config, scenario: Scenario) -> Iterator[Result]:
+    """The chosen layouts that fit the memory, in the order given, priced on the closed level."""
+    for i in chosen:
+        layout = with_layout(
+            config,
+            int(found.tensor[i]),
+            int(found.pipeline[i]),
+            int(found.virtual[i]),
+            int(found.data[i]),
+            int(found.micro[i]),
+        )
+        try:
+            yield run(replace(scenario, config=layout, gpus=int(found.gpus[i])))
+        except FitError:
+            continue
+
+
+def best(found: Found, config: Config, scenario: Scenario, gpus: int, count: int = 4) -> list[Result]:
+    """The fastest layouts for exactly `gpus` that fit the memory, fastest first. FitError if none does."""
+    chosen = np.flatnonzero(found.gpus == gpus)
+    results: list[Result] = []
+    for result in feasible(found, chosen, config, scenario):
+        results.append(result)
+        if len(results) == count:
+            break
+    if not results:
+        raise FitError(
+            f"none of the {len(chosen)} layouts of {gpus:,} GPUs that divide fits {scenario.cluster.gpu.memory_gib:g} "
+            "GiB; use more GPUs, --parallel.recompute=full or --parallel.zero=2"
+        )
+    return results
+
+
+def fewest(
+    found: Found, config: Config, scenario: Scenario, tokens: float, days: float, effective: float = 1.0
+) -> Result:
+    """The fewest GPUs that see `tokens` in `days`, with `effective` of the time spent stepping; best layout on them.
+
+    FitError naming the shortest time there is if the deadline cannot be met.
+    """
+    per_step = config.train.global_batch * config.model.sequence_length
+    needed = tokens / per_step * found.seconds / 86400.0 / effective
+    fast = needed <= days
+    for gpus in np.unique(found.gpus[fast]):
+        chosen = np.flatnonzero(fast & (found.gpus == gpus))
+        for result in feasible(found, chosen, config, scenario):
+            return result
+    raise FitError(
+        f"{tokens:.3g} tokens in {days:g} days cannot be done with train.global_batch={config.train.global_batch} on "
+        f"up to {int(found.gpus.max()):,} GPUs: the fastest layout needs {needed.min():.2f} days; raise --gpus, the "
+        "deadline or train.global_batch"
+    )
+
+
+# Figures whose influence a tornado shows: name -> (cluster part, key).
+FIGURES = {
+    "GPU peak": ("gpu", "peak_tflops"),
+    "HBM bandwidth": ("gpu", "memory_gbs"),
+    "NVLink bandwidth": ("inside", "bus"),
+    "NIC bandwidth": ("between", "gbs"),
+    "share of slow hosts": ("stragglers", "slow_hosts"),
+    "how slow they are": ("stragglers", "slow_by"),
+    "TP overlap residual": ("overlap", "tp_residual"),
+    "collectives slow compute": ("overlap", "slowdown"),
+}
+
+
+def scaled(cluster: Cluster, part: str, key: str, factor: float) -> Cluster:
+    """The cluster with one figure multiplied; link bandwidths of a link move together."""
+    section = getattr(cluster, part)
+    change: dict[str, object] = {}
+    if part in ("inside", "between") and key in ("gbs", "bus"):
+        change = {
+            "gbs": section.gbs * factor,
+            "bus": [[ranks, gbs * factor] for ranks, gbs in section.bus],
+            "p2p_gbs": section.p2p_gbs * factor,
+        }
+    else:
+        change = {key: getattr(section, key) * factor}
+    return cluster.model_copy(update={part: section.model_copy(update=change)})
+
+
+def sensitivities(scenario: Scenario, by: float = 0.2) -> dict[str, tuple[float, float]]:
+    """Relative change of the step when a figure falls and rises by `by`: name -> (lower, higher), largest first."""
+    base = run(scenario, check_memory=False).seconds
+    out = {}
+    for name, (part, key) in FIGURES.items():
+        changed = [replace(scenario, cluster=scaled(scenario.cluster, part, key, f)) for f in (1 - by, 1 + by)]
+        lower, higher = (run(one, check_memory=False).seconds / base - 1 for one in changed)
+        out[name] = (lower, higher)
+    return dict(sorted(out.items(), key=lambda item: -max(abs(x) for x in item[1])))

@@ -1,0 +1,129 @@
+"""Scenarios in series: techniques one by one, sweeps over settings and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from megascale.config import Config, from_tree
+from megascale.errors import ConfigError, FitError
+from megascale.simulate.search import scaled
+from megascale.simulate.software import switch
+from megascale.simulate.step import Level, Result, Scenario, run
+
+Ladder = list[tuple[str, Result, float]]
+
+
+def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: Level) -> Ladder:
+    """(technique, result, share of the step before that it saves), each on top of those before.
+
+    Block and window end up as `full` has them: a technique that its configuration does not use is left out.
+    """
+    rows: Ladder = [("baseline", run(baseline, level, check_memory=False), 0.0)]
+    software = baseline.software
+    for name in names:
+        changed = switch(software, [name], True)
+        if name == "window":
+            changed = replace(changed, window=full.software.window)
+        if name == "parallel-block":
+            changed = replace(changed, parallel_block=full.software.parallel_block)
+        if name == "operators":
+            changed = replace(changed, attention=full.software.attention)
+        if changed == software:
+            continue
+        software = changed
+        result = run(replace(baseline, software=software, label=name), level, check_memory=False)
+        rows.append((f"+ {name}", result, 1.0 - result.seconds / rows[-1][1].seconds))
+    return rows
+
+
+def leave_one_out(full: Scenario, names: Sequence[str], level: Level) -> Ladder:
+    """(technique, result without it, how much slower that is), the whole first."""
+    whole = run(full, level, check_memory=False)
+    rows: Ladder = [("all on", whole, 0.0)]
+    for name in names:
+        software = switch(full.software, [name], False)
+        if software.attention not in full.cluster.kernels.attention:
+            software = replace(software, attention=full.software.attention)
+        if software == full.software:
+            continue
+        result = run(replace(full, software=software, label=f"without {name}"), level, check_memory=False)
+        rows.append((f"without {name}", result, whole.seconds / result.seconds - 1.0))
+    return rows
+
+
+def parse_vary(text: str) -> tuple[str, list[Any]]:
+    """("gpus", [256, 512]) from "gpus=256:512" (doubling) or "gpus=256,512". ConfigError if it is neither."""
+    key, equals, values = text.partition("=")
+    if not (equals and key and values):
+        raise ConfigError(f"--vary {text!r} is not KEY=VALUES, such as gpus=256:12288 or train.micro_batch=1,2,4")
+    if ":" in values:
+        try:
+            low, high = (float(x) for x in values.split(":"))
+        except ValueError:
+            raise ConfigError(f"--vary {text!r}: a range is LOW:HIGH, such as 256:12288") from None
+        if low <= 0 or high < low:
+            raise ConfigError(f"--vary {text!r}: a range rises from a positive number, doubling each time")
+        points = [low]
+        while points[-1] * 2 <= high * (1 + 1e-9):
+            points.append(points[-1] * 2)
+        return key, [_number(f"{p:.12g}") for p in points]
+    return key, [_number(v) for v in values.split(",")]
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _varied(scenario: Scenario, key: str, value: Any) -> Scenario:
+    """The scenario with one thing changed."""
+    if key == "gpus":
+        return replace(scenario, gpus=int(value))
+    parts = key.split(".")
+    if parts[0] == "cluster":
+        if len(parts) != 3 or not hasattr(getattr(scenario.cluster, parts[1], None), parts[2]):
+            raise ConfigError(f"--vary {key}: no such figure; write cluster.PART.KEY, such as cluster.between.gbs")
+        now = getattr(getattr(scenario.cluster, parts[1]), parts[2])
+        if not isinstance(now, int | float):
+            raise ConfigError(f"--vary {key}: only numbers can be varied, this is {now!r}")
+        if parts[1] in ("inside", "between") and parts[2] == "gbs":
+            return replace(scenario, cluster=scaled(scenario.cluster, parts[1], "gbs", float(value) / now))
+        section = getattr(scenario.cluster, parts[1]).model_copy(update={parts[2]: value})
+        return replace(scenario, cluster=scenario.cluster.model_copy(update={parts[1]: section}))
+    if len(parts) != 2:
+        raise ConfigError(f"--vary {key}: write gpus, section.key or cluster.part.key")
+    tree = scenario.config.model_dump(exclude_none=True)
+    if parts[0] not in tree:
+        raise ConfigError(f"--vary {key}: there is no section {parts[0]!r}")
+    tree["model"].pop("preset", None)
+    tree[parts[0]][parts[1]] = value
+    config: Config = from_tree(tree)
+    return replace(scenario, config=config)
+
+
+def sweep_rows(
+    base: Scenario, axes: Sequence[tuple[str, list[Any]]], scenarios: Sequence[Scenario], level: Level
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """(a row a point and stack, why others were left out)."""
+    rows, left_out = [], []
+    for values in product(*(points for _, points in axes)):
+        here = list(zip((key for key, _ in axes), values, strict=True))
+        for scenario in scenarios:
+            try:
+                point = scenario
+                for key, value in here:
+                    point = _varied(point, key, value)
+                # On the event level one random fleet, the same for every point.
+                result = run(point, level, fleet=0)
+            except FitError as error:
+                left_out.append(f"{', '.join(f'{k}={v}' for k, v in here)}: {str(error).splitlines()[0]}")
+                continue
+            rows.append({**dict(here), **result.as_dict()})
+    return rows, list(dict.fromkeys(left_out))

@@ -1,0 +1,297 @@
+"""Saving in the background: the service outlives trainers, memory comes before storage, copies survive a lost host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.checkpoint import Checkpointer, latest, load, service, steps, wire
+from megascale.checkpoint.local import LocalStorage
+from megascale.checkpoint.memory import ask
+from megascale.checkpoint.pending import finish_pending
+from megascale.checkpoint.replica import partners
+from megascale.config import CheckpointConfig
+
+from .conftest import assert_same, blank, context, cut, logical_state, run_group, whole
+
+
+def _config(**keys: Any) -> CheckpointConfig:
+    return CheckpointConfig(**{"background": True, "linger": 20.0, **keys})
+
+
+def _await(condition: Any, seconds: float = 20.0) -> Any:
+    """Wait for another process; fails if it does not come."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
+    return value
+
+
+def _service_pid(run: Path) -> int:
+    sock = service.connect(wire.private_folder(run))
+    pid = ask(sock, {"do": "hello"})["pid"]
+    sock.close()
+    return pid
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """A run folder; its service (and those of host-* folders in it) is stopped afterwards."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    yield folder
+    for host in (folder, *folder.glob("host-*")):
+        place = wire.private_folder(host)
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(str(place / "checkpoint.sock"))
+            os.kill(ask(sock, {"do": "hello"})["pid"], signal.SIGKILL)
+        except OSError:
+            pass
+        finally:
+            sock.close()
+
+
+def test_saves_what_was_there_when_it_began(run: Path) -> None:
+    tensors = logical_state(1)
+    checkpointer = Checkpointer(_config(), run, whole(tensors))
+    assert checkpointer.load() is None
+    for step in (1, 2, 3):
+        assert checkpointer.save(step, {"step": step}, wait=True)
+        checkpointer.before_update()
+        for t in tensors.values():
+            t.copy_(logical_state(step + 1)[next(n for n, u in tensors.items() if u is t)])
+    outcomes = checkpointer.finish()
+    assert [(o.step, o.committed, o.why) for o in outcomes] == [(1, True, ""), (2, True, ""), (3, True, "")]
+    assert steps(run / "checkpoints") == [2, 3]
+    got = blank(tensors)
+    assert load(run / "checkpoints", whole(got)) == {"step": 3}
+    assert_same(got, logical_state(3))
+    # Nothing but what the commit names is left beside it.
+    place = run / "checkpoints" / "step-3"
+    assert sorted(p.name.split("-")[-1] for p in place.iterdir()) == [
+        ".metadata",
+        "00000.distcp",
+        "COMMIT",
+        "index.npz",
+    ]
+
+
+def _large(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((2048, 4096), float(step)), "b": torch.arange(10) + step}
+
+
+def _die_when_staged(run: str, step: int) -> None:
+    """Save and be killed as soon as the service has the whole image, while it is still being written."""
+    checkpointer = Checkpointer(_config(), Path(run), whole(_large(step)))
+    checkpointer.load()
+    torch.set_num_threads(1)
+    checkpointer.shards = whole(_large(step))
+    checkpointer.save(step, {"step": step})
+    sock = service.connect(wire.private_folder(run))
+    while not any(h["step"] == step for h in ask(sock, {"do": "list"})["held"]):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_staged_state_is_saved_and_found_after_the_trainer_was_killed(run: Path) -> None:
+    for step in (1, 2):
+        trainer = context.Process(target=_die_when_staged, args=(str(run), step))
+        trainer.start()
+        trainer.join(60)
+        assert trainer.exitcode == -signal.SIGKILL
+        _await(lambda step=step: latest(run / "checkpoints") == step)
+        got = blank(_large(0))
+        assert load(run / "checkpoints", whole(got)) == {"step": step}
+        assert_same(got, _large(step))
+    got = blank(_large(0))
+    checkpointer = Checkpointer(_config(), run, whole(got))
+    assert checkpointer.load() == {"step": 2}
+    assert checkpointer.loaded_from == "memory"
+    assert_same(got, _large(2))
+
+
+def _save_in_memory(rank: int, size: int, run: Path, how: str) -> None:
+    checkpointer = Checkpointer(_config(memory_interval=1), run, cut(logical_state(5), how, rank, size))
+    checkpointer.load()
+    assert checkpointer.save(5, {"step": 5})
+    checkpointer.before_update()
+    checkpointer.finish(over=False)
+
+
+def _load_from_memory(rank: int, size: int, run: Path, how: str) -> tuple[str, dict]:
+    got = blank(logical_state())
+    checkpointer = Checkpointer(_config(), run, cut(got, how, rank, size))
+    state = checkpointer.load()
+    for a, b in zip(cut(got, how, rank, size), cut(logical_state(5), how, rank, size), strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+    return checkpointer.loaded_from, state
+
+
+def test_memory_loads_on_another_layout(run: Path) -> None:
+    run_group(3, _save_in_memory, run, "flat")
+    assert run_group(2, _load_from_memory, run, "columns") == [("memory", {"step": 5})] * 2
+    # The folder gone, the memory of its run is of no account.
+    for path in sorted((run / "checkpoints").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert Checkpointer(_config(), run, whole(blank(logical_state()))).load() is None
+
+
+def _on_two_hosts(rank: int, size: int, run: Path, save_it: bool) -> Any:
+    """Ranks 0, 1 on one host, 2, 3 on another: each host is a run folder, hence a service, of its own."""
+    tensors = logical_state(5) if save_it else blank(logical_state())
+    config = _config(replicas=True, location=str(run / "checkpoints"))
+    host = run / f"host-{rank // 2}"
+    host.mkdir(exist_ok=True)
+    checkpointer = Checkpointer(config, host, cut(tensors, "flat", rank, size))
+    state = checkpointer.load()
+    if save_it:
+        checkpointer.save(4, {"step": 4})
+        checkpointer.save(5, {"step": 5}, persist=False, wait=True)
+        outcomes = checkpointer.finish(over=False)
+        return sorted((o.step, o.committed, o.why, o.replica) for o in outcomes)
+    for a, b in zip(cut(tensors, "flat", rank, size), cut(logical_state(5), "flat", rank, size), strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+    return checkpointer.loaded_from, state
+
+
+def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
+    outcomes = run_group(4, _on_two_hosts, run, True)
+    assert outcomes[0] == [(4, True, "", None), (5, False, "", None)]
+    assert outcomes[3] == [(4, False, "", None), (5, False, "", None)]
+    assert run_group(4, _on_two_hosts, run, False) == [("memory", {"step": 5})] * 4
+    os.kill(_service_pid(run / "host-1"), signal.SIGKILL)
+    assert run_group(4, _on_two_hosts, run, False) == [("a peer's memory", {"step": 5})] * 4
+    for host in ("host-0", "host-1"):
+        os.kill(_service_pid(run / host), signal.SIGKILL)
+    # Both gone: only step 4 was written.
+    got = blank(logical_state())
+    checkpointer = Checkpointer(_config(location=str(run / "checkpoints")), run / "host-0", whole(got))
+    assert checkpointer.load() == {"step": 4}
+    assert checkpointer.loaded_from == "storage"
+
+
+def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:
+    tensors = logical_state(1)
+    checkpointer = Checkpointer(_config(), run, whole(tensors))
+    checkpointer.save(1, {})
+    checkpointer.before_update()
+    _await(lambda: any(o.committed for o in checkpointer.poll()))
+    os.kill(_service_pid(run), signal.SIGKILL)
+    checkpointer.save(2, {}, wait=True)
+    checkpointer.before_update()
+    failed = _await(checkpointer.poll)
+    assert "ended" in failed[0].why or "pipe" in failed[0].why
+    assert checkpointer.save(3, {}, wait=True)
+    assert [(o.step, o.committed) for o in checkpointer.finish()] == [(3, True)]
+
+
+def test_full_disk_is_an_outcome_and_costs_nothing(run: Path, small_disk: Path) -> None:
+    tensors = {"w": torch.zeros(100_000)}
+    checkpointer = Checkpointer(_config(location=str(small_disk / "c")), run, whole(tensors))
+    checkpointer.save(1, {"step": 1})
+    big = Checkpointer(_config(location=str(small_disk / "c")), run, whole({"w": torch.zeros(1 << 20)}))
+    assert [o.committed for o in checkpointer.finish(over=False)] == [True]
+    big.save(2, {})
+    (outcome,) = big.finish()
+    assert not outcome.committed
+    assert "is full: a checkpoint needs 4,198,400 bytes" in outcome.why
+    assert sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID", "step-1"]
+
+
+def _parts_only(rank: int, size: int, run: Path) -> None:
+    """Save, with a first process whose service never looks for the others' parts."""
+    checkpointer = Checkpointer(_config(), run / f"host-{rank}", cut(logical_state(3), "rows", rank, size))
+    (run / f"host-{rank}").mkdir(exist_ok=True)
+    checkpointer.folder = run / "checkpoints"
+    checkpointer.save(3, {"step": 3})
+    checkpointer.finish(over=False)
+
+
+def test_whole_save_without_commit_is_finished_at_the_next_start(run: Path) -> None:
+    run_group(2, _parts_only, run)
+    storage = LocalStorage(run / "checkpoints")
+    assert latest(storage) == 3
+    _uncommit(storage)
+    assert latest(storage) is None
+    got = blank(logical_state())
+    checkpointer = Checkpointer(_config(background=False), run, whole(got))
+    assert checkpointer.load() == {"step": 3}
+    assert_same(got, logical_state(3))
+    assert finish_pending(storage) == []
+
+
+def _uncommit(storage: LocalStorage) -> None:
+    """Put a committed save back to what it was just before its commit."""
+    import json
+
+    from megascale.checkpoint import folder as folders
+    from megascale.checkpoint import pending
+    from megascale.checkpoint.torch_index import torch_metadata
+
+    commit = folders.read_commit(storage, 3)
+    index = folders.read_index(storage, commit)
+    storage.remove("step-3/COMMIT")
+    generation = commit.generation
+    plan = type(index)(index.tensors, [f.removeprefix(f"{generation}-") for f in index.files], index.columns)
+    metadata = torch_metadata(plan.committed(pending.BLANK, index.columns["crc"]))
+    pending.begin(storage, 3, generation, 2, 2, json.loads(json.dumps(commit.state)), plan.to_bytes(), metadata)
+    for rank, name in enumerate(plan.files):
+        size, crc = commit.files[f"{generation}-{name}"]
+        crcs = index.columns["crc"][index.columns["in_file"] == rank].tolist()
+        pending.add_part(storage, 3, generation, {rank: pending.Written(size, crc, crcs)})
+
+
+def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
+    checkpointer = Checkpointer(_config(), run, whole(_large(1)))
+    begun = [checkpointer.save(step, {}) for step in range(1, 6)]
+    outcomes = checkpointer.finish()
+    assert begun[0]
+    assert len(outcomes) == sum(begun)
+    assert all(o.committed for o in outcomes)
+    assert not all(begun), "five saves of 33 MB began within their own copying"
+
+
+def test_the_token_is_asked_for() -> None:
+    here, there = socket.socketpair()
+    errors: list[Exception] = []
+
+    def other(token: bytes) -> None:
+        try:
+            wire.prove(there, token, server=True)
+        except ConnectionError as error:
+            errors.append(error)
+
+    for token, good in ((b"right", True), (b"wrong", False)):
+        thread = threading.Thread(target=other, args=(token,))
+        thread.start()
+        if good:
+            wire.prove(here, b"right", server=False)
+        else:
+            with pytest.raises(ConnectionError, match="token"):
+                wire.prove(here, b"right", server=False)
+        thread.join()
+    assert len(errors) == 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=40))
+def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> None:
+    found = partners(domains)
+    assert sorted(found) == list(range(len(domains)))
+    assert all(host != other for host, other in enumerate(found))
+    largest = max(domains.count(d) for d in domains)
+    same = sum(domains[host] == domains[other] for host, other in enumerate(found))
+    # Of a domain with more than half of the hosts, some must pair among themselves.
+    assert same <= max(0, 2 * largest - len(domains))

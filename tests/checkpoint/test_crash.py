@@ -1,0 +1,109 @@
+"""A sample of the chaos bench: power cuts, failing disks, killed processes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megascale.bench.checkpoint_chaos import KINDS, check, shards_of, state_of, strike
+from megascale.bench.checkpoint_crash import FaultyDisk, JournalDisk, after_power_cut
+from megascale.checkpoint import steps
+from megascale.checkpoint.local import LocalStorage
+from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.saver import save_to
+from megascale.errors import DataError, TrainingError
+
+
+def _save(storage: LocalStorage, step: int) -> None:
+    save_to(storage, step, shards_of(state_of(step)), {"step": step}, 2, Peers())
+
+
+def test_blows_to_the_disk(tmp_path: Path) -> None:
+    blows = strike(40, tmp_path, 5, lambda blow: None, ("power cut", "full disk", "disk error", "short write"))
+    assert [blow.note for blow in blows if not blow.held] == []
+    assert len(blows) == 40
+
+
+def test_blows_to_processes(tmp_path: Path) -> None:
+    blows = strike(4, tmp_path, 7, lambda blow: None, ("trainer", "service", "both", "hang"))
+    assert [(blow.kind, blow.note) for blow in blows if not blow.held] == []
+    assert [blow.kind for blow in blows] == ["trainer", "service", "both", "hang", "leaks"]
+    assert set(KINDS) >= {blow.kind for blow in blows[:-1]}
+
+
+@pytest.mark.parametrize("kind", ["full", "error"])
+def test_a_disk_that_fails_at_any_change(tmp_path: Path, kind: str) -> None:
+    """Not a sample: each change that a save makes fails once, the save before stays and the next succeeds."""
+    failures = 0
+    for when in range(1, 60):
+        root = tmp_path / f"{kind}-{when}"
+        root.mkdir()
+        _save(LocalStorage(root), 1)
+        disk = FaultyDisk(kind, when)
+        try:
+            _save(LocalStorage(root, disk), 2)
+            least = 2
+        except TrainingError:
+            failures += 1
+            least = 1
+        assert check(root, least) in (1, 2)
+        _save(LocalStorage(root), 3)
+        assert check(root, 3) == 3
+        if disk.count < when:
+            break
+    else:
+        pytest.fail("the save makes more changes than were tried")
+    assert failures > 5
+
+
+def test_the_power_cut_would_find_a_writer_that_does_not_sync(tmp_path: Path) -> None:
+    """The adversary is no paper tiger: without its syncs the same writer loses committed steps."""
+
+    def losses(forget: tuple[str, ...]) -> int:
+        lost = 0
+        for seed in range(30):
+            root = tmp_path / f"{'-'.join(forget)}-{seed}"
+            disk = JournalDisk(root / "disk")
+            (root / "disk").mkdir(parents=True)
+            for step in (1, 2):
+                _save(LocalStorage(root / "disk", disk), step)
+            journal = [change for change in disk.journal if change[0] not in forget]
+            after_power_cut(journal, root / "disk", root / "after", random.Random(seed))
+            try:
+                check(root / "after", 2)
+            except (DataError, ValueError):
+                lost += 1
+        return lost
+
+    assert losses(()) == 0
+    assert losses(("sync",)) > 10
+    assert losses(("sync_folder",)) > 10
+
+
+def test_steps_survive_every_prefix_of_changes(tmp_path: Path) -> None:
+    """With all changes lasting at once (a killed process, not a power cut), at every single point of three saves."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    disk = JournalDisk(root)
+    returned = [0]
+    for step in (1, 2, 3):
+        _save(LocalStorage(root, disk), step)
+        returned.append(len(disk.journal))
+
+    class Everything(random.Random):
+        """Everything pending happened."""
+
+        def randint(self, low: int, high: int) -> int:
+            return high
+
+        def random(self) -> float:
+            return 0.0
+
+    for cut in range(returned[1], len(disk.journal) + 1):
+        target = tmp_path / f"cut-{cut}"
+        after_power_cut(disk.journal[:cut], root, target, Everything())
+        least = sum(changes <= cut for changes in returned) - 1
+        assert check(target, least) >= least
+        assert steps(target)

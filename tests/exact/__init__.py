@@ -1,0 +1,1 @@
+"""Every layout against the one-process run, in real processes over gloo."""

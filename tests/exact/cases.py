@@ -1,0 +1,211 @@
+"""Configurations of the differential suite: the known-hard ones by name, and a strategy for all others.
+
+A case is a nested dictionary as a TOML file gives it, and the number of processes it runs on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+PROCESSES = 8
+SMALL = {
+    "model": {
+        "layers": 4,
+        "hidden": 16,
+        "heads": 4,
+        "sequence_length": 8,
+        "vocab_size": 21,
+        "vocab_multiple": 8,
+        # Wide enough that softmax and norms are far from linear.
+        "init_std": 0.2,
+    },
+    "optimizer": {"clip": 0.3},
+    "lr": {"peak": 1e-2, "warmup_steps": 2},
+    "train": {"micro_batch": 1, "precision": "float64"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration and its world."""
+
+    tree: dict[str, Any]
+    world: int
+
+    @property
+    def twin(self) -> dict[str, Any]:
+        """The same training on one process, all samples of a step at once."""
+        whole = {**self.tree["train"], "micro_batch": self.tree["train"]["global_batch"]}
+        return {**self.tree, "parallel": {}, "train": whole}
+
+
+def case(
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    *,
+    microbatches: int,
+    virtual: int = 1,
+    zero: int = 1,
+    parallel: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+) -> Case:
+    """`microbatches` is what a data-parallel rank runs in a step."""
+    tree = {
+        **SMALL,
+        "model": {**SMALL["model"], **(model or {})},
+        "optimizer": {**SMALL["optimizer"], **(optimizer or {})},
+        "train": {**SMALL["train"], **(train or {})},
+        "parallel": {
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "data": data,
+            "virtual_stages": virtual,
+            "zero": zero,
+            **(parallel or {}),
+        },
+    }
+    tree["train"]["global_batch"] = tree["train"]["micro_batch"] * data * microbatches
+    return Case(tree, tensor * pipeline * data)
+
+
+HARD = {
+    # Padding: 17 tokens in 32 rows over 4 ranks leave one row to the third and none to the fourth.
+    "vocabulary not divisible, a rank of padding only": case(
+        4, 1, 2, microbatches=2, model={"vocab_size": 17, "vocab_multiple": 16, "head_bias": True}
+    ),
+    "vocabulary not divisible, tied over stages": case(
+        2, 2, 2, microbatches=3, zero=2, model={"vocab_size": 19, "vocab_multiple": 16}
+    ),
+    # Rounds of interleaved 1F1B of unequal size, and larger than the pipeline.
+    "uneven rounds, 2 stages of 3": case(1, 2, 2, virtual=3, microbatches=5, model={"layers": 6}),
+    "uneven rounds, 4 stages of 2": case(1, 4, 2, virtual=2, microbatches=7, zero=2, model={"layers": 9}),
+    "uneven rounds, 4 stages of 3, one layer each": case(
+        2, 4, 1, virtual=3, microbatches=5, model={"layers": 12, "block": "parallel"}
+    ),
+    "fewer micro-batches than stages": case(1, 4, 2, microbatches=2, zero=2),
+    "fewer micro-batches than stages, interleaved": case(1, 4, 2, virtual=2, microbatches=3, model={"layers": 8}),
+    "one micro-batch": case(2, 2, 2, virtual=2, microbatches=1, zero=1),
+    "one layer a stage": case(2, 4, 1, microbatches=4, model={"tied_embeddings": False}),
+    "uneven split of layers": case(
+        2, 2, 2, virtual=2, microbatches=4, model={"layers": 7}, parallel={"layer_split": [1, 3, 1, 2]}
+    ),
+    "embedding and logits in chunks of their own": case(
+        1, 2, 2, virtual=2, microbatches=4, zero=2, parallel={"layer_split": [0, 2, 2, 0]}
+    ),
+    **{
+        f"tied over stages, ZeRO-{zero}, {name}": case(
+            1, 2, 4, microbatches=3, zero=zero, parallel={"bucket_elements": 700}, optimizer={"name": name}
+        )
+        for zero in (0, 1, 2)
+        for name in ("adamw", "lamb")
+    },
+    **{
+        f"many small buckets, ZeRO-{zero}": case(
+            2,
+            2,
+            2,
+            virtual=2,
+            microbatches=4,
+            zero=zero,
+            parallel={"bucket_elements": 130, "recompute": recompute},
+            model={"layers": 5, "block": "parallel", "dropout": 0.1, "window": 3, "kv_heads": 2},
+            optimizer={"name": "lamb"},
+            train={"micro_batch": 2},
+        )
+        for zero, recompute in ((0, "none"), (1, "selective"), (2, "full"))
+    },
+    "clipping counts every parameter once": case(2, 2, 2, microbatches=2, zero=0, optimizer={"clip": 1e-3}),
+    "no clipping, no decay, no bias correction": case(
+        2,
+        2,
+        2,
+        microbatches=2,
+        zero=2,
+        optimizer={
+            "name": "lamb",
+            "clip": 0.0,
+            "weight_decay": 0.0,
+            "lamb_bias_correction": False,
+            "trust_min": 0.5,
+            "trust_max": 2.0,
+        },
+    ),
+    "bias on one half of a parallel block": case(
+        2, 1, 4, microbatches=2, zero=2, model={"block": "parallel", "attention_bias": False, "positions": "rotary"}
+    ),
+    "parallel block with two norms": case(
+        4, 2, 1, microbatches=3, model={"block": "parallel", "parallel_norms": 2, "norm": "rmsnorm"}
+    ),
+    "one key/value head a rank, part of a head rotary": case(
+        2,
+        1,
+        4,
+        microbatches=1,
+        model={"kv_heads": 2, "positions": "rotary", "rotary_fraction": 0.5, "activation": "swiglu", "window": 2},
+    ),
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any layout within PROCESSES processes, of any model, optimizer and amount of work."""
+    pick = lambda *values: draw(st.sampled_from(values))
+    layouts = [(t, p, d) for t in (1, 2, 4) for p in (1, 2, 4) for d in (1, 2, 4) if 1 < t * p * d <= PROCESSES]
+    tensor, pipeline, data = draw(st.sampled_from(layouts))
+    virtual = pick(1, 2, 3) if pipeline > 1 else 1
+    chunks = pipeline * virtual
+    layers = draw(st.integers(max(1, chunks), max(2, chunks + 2)))
+    positions = pick("learned", "rotary", "none")
+    model = {
+        "layers": layers,
+        "block": pick("serial", "parallel"),
+        "parallel_norms": pick(1, 2),
+        "norm": pick("layernorm", "rmsnorm"),
+        "activation": pick("gelu", "gelu_tanh", "swiglu"),
+        "kv_heads": draw(st.sampled_from([k for k in (1, 2, 4) if k % tensor == 0])),
+        "head_dim": pick(4, 6),
+        "ffn_hidden": pick(64, 20),
+        "sequence_length": pick(8, 12),
+        "positions": positions,
+        "rotary_fraction": pick(1.0, 0.5) if positions == "rotary" else 1.0,
+        "rotary_interleaved": pick(False, True),
+        "attention_bias": pick(True, False),
+        "mlp_bias": pick(True, False),
+        "head_bias": pick(False, True),
+        "tied_embeddings": pick(True, False),
+        "window": pick(None, 3),
+        "window_pattern": pick("S", "SL"),
+        "dropout": pick(0.0, 0.2),
+        "vocab_size": pick(21, 32),
+    }
+    if model["head_dim"] * model["rotary_fraction"] % 2:
+        model["head_dim"] = 4
+    split = None
+    if chunks > 1 and draw(st.booleans()):
+        # Only the first and the last chunk may be without layers.
+        inner = [1] * (chunks - 2)
+        cuts = sorted(draw(st.lists(st.integers(0, layers - len(inner)), min_size=chunks - 1, max_size=chunks - 1)))
+        spare = [b - a for a, b in zip([0, *cuts], [*cuts, layers - len(inner)], strict=True)]
+        split = [a + b for a, b in zip(spare, [0, *inner, 0], strict=True)]
+    return case(
+        tensor,
+        pipeline,
+        data,
+        virtual=virtual,
+        microbatches=draw(st.integers(1, 7 if pipeline > 1 else 3)),
+        zero=pick(0, 1, 2),
+        parallel={
+            "layer_split": split,
+            "bucket_elements": pick(40_000_000, 900),
+            "recompute": pick("none", "selective", "full"),
+        },
+        model=model,
+        optimizer={"name": pick("adamw", "lamb"), "clip": pick(0.3, 0.0)},
+        train={"micro_batch": pick(1, 2), "seed": pick(1, 2)},
+    )

@@ -1,0 +1,78 @@
+"""Norm-wise comparison of what a layout told with what one process told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from megascale.config import ModelConfig
+
+from .training import Boxed, Told, boxes_of
+
+TOLERANCE = 1e-10
+
+
+def whole(boxes: Iterable[Boxed]) -> dict[str, np.ndarray]:
+    """Logical tensors from boxes that one process told; each element must be told once."""
+    tensors: dict[str, np.ndarray] = {}
+    for box in boxes:
+        target = tensors.setdefault(box.name, np.full(box.shape, np.nan))[_where(box)]
+        assert np.isnan(target).all(), f"{box.name} at {box.offsets} is told twice"
+        target[...] = box.values
+    for name, tensor in tensors.items():
+        assert not np.isnan(tensor).any(), f"{name} is not whole"
+    return tensors
+
+
+def differences(reference: Told, told: list[Told], model: ModelConfig) -> dict[str, float]:
+    """Relative 2-norm of the difference of everything, by name.
+
+    Replicas all count: a tensor that four ranks hold must be right on each. Raises AssertionError if an element is
+    told by no rank, or a tensor is unknown to the reference.
+    """
+    found: dict[str, float] = {}
+    for step, (loss, norm) in enumerate(zip(reference.losses, reference.norms, strict=True)):
+        for rank, one in enumerate(told):
+            for what, is_, should in (("loss", one.losses[step], loss), ("norm", one.norms[step], norm)):
+                found[f"step {step + 1} {what} on rank {rank}"] = abs(is_ - should) / abs(should)
+    for (kind, boxes), (_, one_process) in zip(boxes_of(told), boxes_of([reference]), strict=True):
+        expected = whole(one_process)
+        seen = {name: np.zeros(tensor.shape, bool) for name, tensor in expected.items()}
+        squares = dict.fromkeys(expected, 0.0)
+        ignored = {name: zero_by_mathematics(model, name, tensor.shape) for name, tensor in expected.items()}
+        for box in boxes:
+            where = _where(box)
+            apart = np.where(ignored[box.name][where], 0.0, box.values - expected[box.name][where])
+            squares[box.name] += float(np.square(apart).sum())
+            seen[box.name][where] = True
+        for name, tensor in expected.items():
+            assert seen[name].all(), f"{kind} {name}: {np.sum(~seen[name])} elements are on no rank"
+            scale = float(np.linalg.norm(np.where(ignored[name], 0.0, tensor)))
+            # Where all is zero (an excluded tensor), equal means exactly equal.
+            found[f"{kind} {name}"] = squares[name] ** 0.5 / scale if scale else squares[name] ** 0.5
+    return found
+
+
+def assert_equal(reference: Told, told: list[Told], model: ModelConfig) -> None:
+    """Everything within TOLERANCE, or an AssertionError that lists the worst."""
+    found = differences(reference, told, model)
+    bad = {name: value for name, value in found.items() if not value <= TOLERANCE}
+    worst = sorted(bad.items(), key=lambda item: -item[1])[:12]
+    assert not bad, f"{len(bad)} of {len(found)} differ: " + ", ".join(f"{name} {value:.1e}" for name, value in worst)
+
+
+def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Elements of a logical tensor whose gradient is zero whatever the data, so that only rounding is left of it.
+
+    The bias of keys, where positions do not rotate it: it adds the same to all scores of a query, and softmax does
+    not see that. With rotary positions on a part of each head, the rest of the head.
+    """
+    if not name.endswith("attention.key.bias"):
+        return np.zeros(shape, bool)
+    turned = int(model.head_size * model.rotary_fraction) if model.positions == "rotary" else 0
+    return np.tile(np.arange(model.head_size) >= turned, model.kv)
+
+
+def _where(box: Boxed) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))

@@ -1,0 +1,34 @@
+"""One pool of worker processes for the whole run; tests that use it share an xdist group, so that there is one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from .pool import Pool
+from .training import STEPS, Told, train
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Up to eight workers."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def one_process(pool: Pool) -> Callable[..., Told]:
+    """What one process tells of a configuration after some steps, trained once."""
+    known: dict[str, Told] = {}
+
+    def run(tree: dict[str, Any], steps: int = STEPS) -> Told:
+        key = json.dumps([tree, steps], sort_keys=True)
+        if key not in known:
+            [known[key]] = pool.run(train, 1, tree, steps)
+        return known[key]
+
+    return run

@@ -1,0 +1,117 @@
+"""Real ranks of the command line: started one by one under torchrun's variables, or by `megascale train` itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+LIMIT = 200.0  # seconds for what takes some; the machine may be busy
+
+
+@dataclass(frozen=True)
+class Start:
+    """One process: its rank, the world it believes in, its own overrides, and Python run before the command."""
+
+    rank: int
+    world: int
+    words: tuple[str, ...] = ()
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended; `said` is all it printed, as one line."""
+
+    code: int
+    said: str
+
+
+@contextmanager
+def ranks(file: Path, common: list[str], starts: list[Start]) -> Iterator[list[subprocess.Popen[str]]]:
+    """`megascale train FILE` as several ranks of this host; none outlives the context."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    processes = []
+    for start in starts:
+        code = f"{start.before}\nfrom megascale.cli.main import main\nmain()"
+        variables = {
+            "RANK": start.rank,
+            "LOCAL_RANK": start.rank,
+            "WORLD_SIZE": start.world,
+            "LOCAL_WORLD_SIZE": start.world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, "train", str(file), *common, *start.words],
+                env=os.environ | ENVIRONMENT | {name: str(value) for name, value in variables.items()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def end(process: subprocess.Popen[str]) -> Ended:
+    """Wait for a process."""
+    text, _ = process.communicate(timeout=LIMIT)
+    return Ended(process.returncode, " ".join(text.split()))
+
+
+def run_ranks(file: Path, common: list[str], starts: list[Start]) -> list[Ended]:
+    """Start ranks and wait for all of them."""
+    with ranks(file, common, starts) as processes:
+        return [end(process) for process in processes]
+
+
+@contextmanager
+def launched(file: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[int, psutil.Process]]]:
+    """`megascale train FILE`, and the ranks that it started, once the first step is in the metrics."""
+    from megascale.config import load
+
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "megascale.cli.main", "train", str(file), *words],
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    children: list[psutil.Process] = []
+    try:
+        wait_for_step(load(file, words).run_folder, 1, launcher)
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        yield launcher, {int(child.environ()["RANK"]): child for child in children}
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Return once `step` stands in the metrics, or the process has ended."""
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + LIMIT
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no step {step}: {process.communicate(timeout=5) if process.poll() is not None else 'slow'}")

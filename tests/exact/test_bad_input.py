@@ -1,0 +1,111 @@
+"""What cannot run ends on every rank, before the first step, with one paragraph that names rank, value and remedy."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from .processes import Start, end, ranks, run_ranks, wait_for_step
+
+PAIR = ["--parallel.tensor=2", "--rendezvous.timeout=60"]
+
+
+def assert_told(ended, code, *parts):
+    for one in ended:
+        assert one.code == code, one
+        assert "Traceback" not in one.said
+        for part in parts:
+            assert part in one.said, one
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--parallel.tensor=3"], ["model.heads=4", "parallel.tensor=3", "--parallel.tensor=2"]),
+        (["--parallel.pipeline=3"], ["model.layers=2", "parallel.pipeline=3", "at most 2"]),
+        (["--parallel.virtual_stages=2"], ["virtual_stages=2", "parallel.pipeline of at least 2"]),
+        (
+            ["--parallel.pipeline=2", "--parallel.layer_split=2,1"],
+            ["layer_split=[2, 1]", "adds up to 3", "model.layers=2"],
+        ),
+        (["--parallel.data=3"], ["train.global_batch=4", "2 x 3", "--train.global_batch=6"]),
+        (["--parallel.tensor=2", "--model.vocab_multiple=1", "--model.vocab_size=65"], ["65", "vocab_multiple=2"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_what_does_not_divide_is_said_once_before_any_process_starts(words, parts, tiny, megascale, tmp_path):
+    found = megascale("train", tiny, *words)
+    assert found.returncode == 3, found.stderr
+    assert "Traceback" not in found.stderr
+    for part in parts:
+        assert part in " ".join(found.stderr.split()), found.stderr
+    assert found.stderr.count("error:") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_does_not_divide_is_said_by_ranks_that_somebody_else_started(tiny):
+    ended = run_ranks(tiny, ["--train.global_batch=6"], [Start(0, 2), Start(1, 2)])
+    assert_told(ended, 3, "train.global_batch=6", "2 x 2", "--train.global_batch=8")
+
+
+def test_another_world_size(tiny):
+    six = ["--train.micro_batch=1", "--train.global_batch=6", "--rendezvous.timeout=60"]
+    ended = run_ranks(tiny, six, [Start(0, 2), Start(1, 3)])
+    assert_told(ended, 2, "WORLD_SIZE", "for a world of", "2", "3")
+
+
+def test_a_rank_that_comes_after_the_start_has_failed(tiny):
+    """Rank 2 raises the alarm at once; rank 0 stays until rank 1 has heard of it too."""
+    late = "import time; time.sleep(4)"
+    few = ["--train.micro_batch=1", "--train.global_batch=12", "--rendezvous.timeout=60"]
+    ended = run_ranks(tiny, few, [Start(0, 3), Start(1, 3, before=late), Start(2, 4)])
+    assert_told(ended, 2, "WORLD_SIZE", "for a world of")
+
+
+def test_other_settings(tiny):
+    ended = run_ranks(tiny, PAIR, [Start(0, 2), Start(1, 2, ("--lr.peak=0.5",))])
+    assert_told(ended, 2, "lr.peak is 0.5 on rank 1 but 0.01 on rank 0", "the same configuration file")
+
+
+def test_other_versions(tiny):
+    newer = "import megascale; megascale.__version__ = '99.9'"
+    ended = run_ranks(tiny, PAIR, [Start(0, 2), Start(1, 2, before=newer)])
+    assert_told(ended, 2, "megascale is 99.9 on rank 1", "installed versions")
+
+
+def test_a_rank_that_never_comes(tiny):
+    few = ["--parallel.tensor=2", "--parallel.data=2", "--rendezvous.timeout=12"]
+    ended = run_ranks(tiny, few, [Start(0, 4), Start(1, 4), Start(3, 4)])
+    assert_told(ended, 1, "rank 2 of 4 did not come", "rendezvous.timeout=12", "look at its log")
+
+
+def test_rank_0_never_comes(tiny):
+    ended = run_ranks(tiny, ["--parallel.tensor=2", "--rendezvous.timeout=5"], [Start(1, 2)])
+    assert_told(ended, 1, "rank 0 did not come", "rendezvous.timeout=5", "MASTER_ADDR=127.0.0.1")
+
+
+def test_a_rank_that_dies_while_groups_are_made(tiny):
+    dies = (
+        "import os, megascale.rendezvous.start as start\n"
+        "start.make_groups = lambda *args, **options: os.kill(os.getpid(), 9)"
+    )
+    few = [*PAIR, "--parallel.pipeline=2", "--rendezvous.group_timeout=10"]
+    first, second, killed, fourth = run_ranks(
+        tiny, few, [Start(0, 4), Start(1, 4), Start(2, 4, before=dies), Start(3, 4)]
+    )
+    assert killed.code == -signal.SIGKILL
+    assert_told([first, second, fourth], 1, "could not meet rank", "group", "--rendezvous.group_timeout")
+    assert "rank 3 could not meet rank 2 in group tensor/2" in fourth.said
+
+
+def test_a_rank_that_hangs_in_a_step(tiny, tmp_path):
+    """Neither rank waits for ever: the one that waits gives up, and the one that hung finds itself alone."""
+    words = [*PAIR, "--rendezvous.group_timeout=10", "--train.steps=100000"]
+    with ranks(tiny, words, [Start(0, 2), Start(1, 2)]) as (waiting, hanging):
+        wait_for_step(tmp_path / "runs" / "tiny", 2, waiting)
+        hanging.send_signal(signal.SIGSTOP)
+        first = end(waiting)
+        hanging.send_signal(signal.SIGCONT)
+        ended = [first, end(hanging)]
+    assert_told(ended, 1, "lost contact with another rank in step", "group_timeout=10")

@@ -1,0 +1,94 @@
+"""A checkpoint knows nothing of the layout that wrote it: any other loads it and goes on as if it had been there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascale import checkpoint
+from megascale.config import from_tree
+from megascale.train.engine import Engine
+
+from .cases import Case, case
+from .compare import assert_equal
+from .training import STEPS, Told, make_engine, observe, run_step, state_of
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+MODEL = {"layers": 6, "block": "parallel", "kv_heads": 2, "dropout": 0.1, "vocab_size": 19, "head_bias": True}
+LAMB = {"name": "lamb"}
+
+
+def layout(
+    tensor: int, pipeline: int, data: int, virtual: int = 1, zero: int = 1, *, tied: bool, **parallel: Any
+) -> Case:
+    """Four samples a step in any layout."""
+    return case(
+        tensor,
+        pipeline,
+        data,
+        virtual=virtual,
+        zero=zero,
+        microbatches=4 // data,
+        model={**MODEL, "tied_embeddings": tied},
+        optimizer=LAMB,
+        parallel=parallel,
+    )
+
+
+def shards(engine: Engine) -> list[checkpoint.Shard]:
+    return [checkpoint.Shard(*parts) for parts in engine.optimizer.logical()]
+
+
+def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
+    """All steps but the last, saved; what is told is the state then."""
+    engine, told = make_engine(rank, world, tree), Told()
+    observe(engine, told)
+    for step in range(1, STEPS):
+        run_step(engine, step, told)
+    checkpoint.save(folder, STEPS - 1, shards(engine), {"samples": 8}, keep=1)
+    told.state = state_of(engine)
+    return told
+
+
+def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Told, Told]:
+    """The state as it was loaded, and what the last step made of it."""
+    engine, loaded, told = make_engine(rank, world, tree), Told(), Told()
+    for state in engine.optimizer.states:
+        for tensor in (state.master, state.exp_avg, state.exp_avg_sq):
+            tensor.normal_(generator=torch.Generator().manual_seed(rank))
+    assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
+    engine.loaded()
+    loaded.state = state_of(engine)
+    observe(engine, told)
+    run_step(engine, STEPS, told)
+    told.state = state_of(engine)
+    return loaded, told
+
+
+PAIRS = {
+    "one process to eight": (layout(1, 1, 1, tied=True), layout(2, 2, 2, 2, 2, tied=True)),
+    "eight to one": (layout(2, 2, 2, 2, 2, tied=True, bucket_elements=700), layout(1, 1, 1, tied=True)),
+    "tensor to pipeline": (layout(2, 1, 2, zero=2, tied=False), layout(1, 4, 2, zero=1, tied=False)),
+    "pipeline to data": (layout(1, 2, 2, 3, tied=True), layout(1, 1, 4, zero=2, tied=True, bucket_elements=900)),
+    "another split of layers and buckets": (
+        layout(2, 2, 1, 2, tied=False, bucket_elements=500, layer_split=[0, 4, 1, 1]),
+        layout(2, 2, 2, 1, 0, tied=False, layer_split=[5, 1], recompute="full"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_saved_by_one_layout_loaded_by_another(name, pool, one_process, tmp_path):
+    saver, loader = PAIRS[name]
+    model, folder = from_tree(saver.tree).model, tmp_path / "checkpoints"
+    saved = pool.run(save, saver.world, saver.tree, folder)
+    assert_equal(one_process(saver.twin, STEPS - 1), saved, model)
+    loaded, told = zip(*pool.run(load, loader.world, loader.tree, folder), strict=True)
+    before, whole = one_process(saver.twin, STEPS - 1), one_process(saver.twin)
+    assert_equal(Told(state=before.state), list(loaded), model)
+    last = Told(whole.losses[-1:], whole.norms[-1:], whole.gradients[-1:], whole.state)
+    assert_equal(last, list(told), model)

@@ -1,0 +1,52 @@
+"""`megascale train` with several ranks: they end together, whoever is killed, and an interruption stops them alike."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+from tests.conftest import lines
+
+from megascale import checkpoint
+from megascale.core.status import read_status
+
+from .processes import LIMIT, end, launched, wait_for_step
+
+FOUR = ("--parallel.tensor=2", "--parallel.pipeline=2", "--train.steps=100000", "--checkpoint.interval=0")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_ends_all(victim, tiny):
+    with launched(tiny, *FOUR) as (launcher, ranks):
+        ranks[victim].kill()
+        ended = end(launcher)
+        assert ended.code == 1
+        assert f"rank {victim} was the first to end, with signal SIGKILL" in ended.said
+        assert "Traceback" not in ended.said
+        assert not any(rank.is_running() for rank in ranks.values())
+    if victim:
+        assert "rank 0 lost contact with another rank" in ended.said
+
+
+def test_an_interruption_stops_every_rank_after_the_same_step_and_saves(tiny, tmp_path):
+    run = tmp_path / "runs" / "tiny"
+    with launched(tiny, *FOUR) as (launcher, ranks):
+        wait_for_step(run, 3, launcher)
+        launcher.send_signal(signal.SIGINT)
+        ended = end(launcher)
+        assert not any(rank.is_running() for rank in ranks.values())
+    assert ended.code == 130, ended
+    assert "is saved" in ended.said
+    last = [record["step"] for record in lines(run / "metrics.jsonl")][-1]
+    assert checkpoint.latest(run / "checkpoints") == last
+    status = [read_status(run / "status" / f"rank-{rank}.status") for rank in range(4)]
+    assert [s.step for s in status if s is not None] == [last] * 4
+
+
+def test_no_orphan_outlives_a_killed_launcher(tiny):
+    with launched(tiny, *FOUR) as (launcher, ranks):
+        launcher.kill()
+        gone, alive = psutil.wait_procs(list(ranks.values()), timeout=LIMIT)
+        assert len(gone) == 4
+        assert not alive

@@ -1,0 +1,171 @@
+"""The suite itself can fail: bugs put in on purpose are found and named, and a job that fails leaves a working pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megascale.config import from_tree
+from megascale.model import transformer
+from megascale.optim import optimizer
+from megascale.parallel import buffers
+from megascale.parallel.collectives import Axis, Pending
+from megascale.parallel.vocabulary import vocabulary_loss
+
+from .cases import case
+from .compare import TOLERANCE, assert_equal, differences
+from .pool import JobFailed
+from .training import train
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+@contextmanager
+def gradients_stay_local() -> Iterator[None]:
+    """Gradients of shared parameters, of a tied embedding's copies and of ZeRO-0's replicas are not summed."""
+    with mock.patch.object(buffers, "all_reduce", lambda x, axis, op=None: Pending(x)):
+        yield
+
+
+@contextmanager
+def shared_parameters_count_on_every_rank() -> Iterator[None]:
+    with mock.patch.object(optimizer, "_ranges", lambda everything, mine: [(e.start, e.stop) for e in everything]):
+        yield
+
+
+@contextmanager
+def trust_ratios_of_the_own_shard() -> Iterator[None]:
+    def packed(x, axis: Axis, op=None) -> Pending:
+        return Pending(x) if x.dim() == 2 else buffers.all_reduce(x, axis, op)
+
+    with mock.patch.object(optimizer, "all_reduce", packed):
+        yield
+
+
+@contextmanager
+def buckets_go_out_before_they_are_full() -> Iterator[None]:
+    begin, reduce = buffers.FlatChunk.begin_backward, buffers.FlatChunk._reduce
+
+    def reduce_now(self: buffers.FlatChunk, bucket: int) -> None:
+        reduce(self, bucket)
+        self._reducing[bucket].wait()
+
+    with (
+        mock.patch.object(buffers.FlatChunk, "begin_backward", lambda self, last: begin(self, True)),
+        mock.patch.object(buffers.FlatChunk, "_reduce", reduce_now),
+    ):
+        yield
+
+
+@contextmanager
+def every_rank_draws_the_same_mask() -> Iterator[None]:
+    true = transformer.dropout
+    with mock.patch.object(transformer, "dropout", lambda x, p, key, start, sample: true(x, p, key, 0, sample)):
+        yield
+
+
+@contextmanager
+def padding_has_a_probability() -> Iterator[None]:
+    with mock.patch.object(
+        transformer,
+        "vocabulary_loss",
+        lambda x, weight, bias, targets, vocab, axis: vocabulary_loss(x, weight, bias, targets, 1 << 30, axis),
+    ):
+        yield
+
+
+UNTIED = {"tied_embeddings": False}
+MATRIX = "step 1 gradient layers.0.mlp.in.weight"
+# (the bug, where it shows, what it makes wrong, what it leaves right)
+FAULTS = {
+    "shared": (gradients_stay_local, case(2, microbatches=1), "step 1 gradient layers.0.norm1.weight", MATRIX),
+    "tied": (gradients_stay_local, case(1, 2, microbatches=2), "step 1 gradient embedding.token.weight", MATRIX),
+    "replicas": (gradients_stay_local, case(1, 1, 2, microbatches=2, zero=0), MATRIX, "step 1 loss on rank 0"),
+    "norm": (shared_parameters_count_on_every_rank, case(2, microbatches=1), "step 1 norm on rank 0", MATRIX),
+    "trust": (
+        trust_ratios_of_the_own_shard,
+        case(1, 1, 2, microbatches=1, optimizer={"name": "lamb"}, parallel={"bucket_elements": 300}),
+        "state model.layers.0.mlp.in.weight",
+        "step 1 norm on rank 0",
+    ),
+    "early": (
+        buckets_go_out_before_they_are_full,
+        case(1, 1, 2, microbatches=3, parallel={"bucket_elements": 300}),
+        MATRIX,
+        "step 1 loss on rank 0",
+    ),
+    "mask": (every_rank_draws_the_same_mask, case(2, microbatches=1, model={"dropout": 0.2}), MATRIX, None),
+    "padding": (padding_has_a_probability, case(2, microbatches=1, model={"vocab_size": 19, **UNTIED}), MATRIX, None),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bug_is_found(name, pool, one_process):
+    fault, case, wrong, right = FAULTS[name]
+    model, reference = from_tree(case.tree).model, one_process(case.twin, 1)
+    assert_equal(reference, pool.run(train, case.world, case.tree, 1), model)
+    broken = pool.run(train, case.world, case.tree, 1, fault)
+    found = differences(reference, broken, model)
+    assert found[wrong] > 1e-6
+    assert right is None or found[right] <= TOLERANCE
+    with pytest.raises(AssertionError, match="differ"):
+        assert_equal(reference, broken, model)
+
+
+def test_a_missing_element_is_found(pool, one_process):
+    one = case(1, 1, 2, microbatches=1)
+    told = pool.run(train, 2, one.tree, 1)
+    told[1].state.pop()
+    with pytest.raises(AssertionError, match="on no rank"):
+        assert_equal(one_process(one.twin, 1), told, from_tree(one.tree).model)
+
+
+def _raise_on_one(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("rank 1 has had enough")
+    dist.barrier()
+
+
+def _die_on_one(rank: int, world: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _hang_on_one(rank: int, world: int) -> None:
+    if rank != 1:
+        dist.barrier()
+    else:
+        time.sleep(600)
+
+
+def _sum(rank: int, world: int) -> int:
+    import torch
+
+    x = torch.tensor(rank)
+    dist.all_reduce(x)
+    return int(x)
+
+
+@pytest.mark.parametrize(
+    ("job", "story"),
+    [(_raise_on_one, "rank 1 has had enough"), (_die_on_one, "rank 1: the process died"), (_hang_on_one, "no answer")],
+)
+def test_a_job_that_fails_does_not_touch_the_next(job, story, pool):
+    with pytest.raises(JobFailed, match=story):
+        pool.run(job, 3, timeout=3.0 if job is _hang_on_one else 60.0)
+    assert pool.run(_sum, 4) == [6] * 4
+
+
+def test_workers_serve_many_jobs(pool):
+    pool.run(_sum, 4)
+    before = pool.started
+    assert [pool.run(_sum, n) for n in (2, 4, 3)] == [[1] * 2, [6] * 4, [3] * 3]
+    assert pool.started == before

@@ -1,0 +1,130 @@
+"""What the workers do: train a few steps of a tiny model on made-up tokens and tell all gradients and weights.
+
+Everything is told as boxes of logical tensors, so that the parent can compare layouts without knowing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megascale import config as configuration
+from megascale.core.layout import lay_out
+from megascale.optim.schedule import learning_rate
+from megascale.parallel.buffers import extent_boxes
+from megascale.rendezvous.groups import make_groups
+from megascale.train.engine import Engine
+
+STEPS = 3
+
+
+class Boxed(NamedTuple):
+    """A part of a logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: np.ndarray
+
+
+@dataclass
+class Told:
+    """What one rank tells of its training.
+
+    Attributes:
+        losses, norms: of each step.
+        gradients: this rank's share of each step's gradients, as the optimizer is about to use them.
+        state: weights and moments after the last step; names begin with model., optimizer.exp_avg., ...
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[list[Boxed]] = field(default_factory=list)
+    state: list[Boxed] = field(default_factory=list)
+
+
+def train(
+    rank: int, world: int, tree: dict[str, Any], steps: int = STEPS, fault: Callable[[], Any] = nullcontext
+) -> Told:
+    """Train `steps` steps of the configuration `tree` as `rank` of `world`, under the context manager fault()."""
+    with fault():
+        engine = make_engine(rank, world, tree)
+        told = Told()
+        observe(engine, told)
+        for step in range(1, steps + 1):
+            run_step(engine, step, told)
+        told.state = state_of(engine)
+    return told
+
+
+def make_engine(rank: int, world: int, tree: dict[str, Any]) -> Engine:
+    """The engine of this rank; the default process group stands."""
+    config = configuration.from_tree(tree)
+    layout = lay_out(config, world)
+    groups = None
+    if world > 1:
+        groups = make_groups(
+            layout.grid,
+            rank,
+            virtual_stages=config.parallel.virtual_stages,
+            tied=config.model.tied_embeddings,
+            timeout=timedelta(seconds=100),
+        )
+    return Engine(layout, groups, torch.device("cpu"))
+
+
+def observe(engine: Engine, told: Told) -> None:
+    """Take note of the gradients at the moment the optimizer gets them (LAMB overwrites them)."""
+    update = engine.optimizer.step
+
+    def step(*args: Any) -> Any:
+        found = []
+        for state in engine.optimizer.states:
+            for extent in state.shard.extents:
+                for piece, offsets, view in extent_boxes(extent, state.shard.grads):
+                    found.append(Boxed(piece.name, piece.shape, offsets, view.numpy().copy()))
+        told.gradients.append(found)
+        return update(*args)
+
+    engine.optimizer.step = step  # type: ignore[method-assign]
+
+
+def run_step(engine: Engine, step: int, told: Told) -> None:
+    """One optimizer step on tokens that depend on the step and the sample only."""
+    config = engine.config
+    train, share = config.train, config.train.global_batch // engine.layout.grid.data
+
+    def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = engine.data_rank * share + i * train.micro_batch
+        rows = np.stack([tokens(config, step, first + k) for k in range(train.micro_batch)])
+        columns = torch.from_numpy(rows).t().contiguous()
+        return columns[:-1], columns[1:]
+
+    engine.start_gather()
+    result = engine.step(batch, step, learning_rate(config.lr, step, STEPS))
+    told.losses.append(float(result.loss))
+    told.norms.append(float(result.grad_norm))
+
+
+def tokens(config: configuration.Config, step: int, sample: int) -> np.ndarray:
+    """One sample, int64 [sequence + 1]."""
+    draw = np.random.default_rng((step, sample))
+    return draw.integers(0, config.model.vocab, config.model.sequence_length + 1)
+
+
+def state_of(engine: Engine) -> list[Boxed]:
+    """This rank's share of weights and moments."""
+    return [Boxed(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.optimizer.logical()]
+
+
+def boxes_of(told: list[Told]) -> Iterator[tuple[str, list[Boxed]]]:
+    """Everything that all ranks told, by kind: `step 1 gradient`, ..., `state`."""
+    for step in range(len(told[0].gradients)):
+        yield f"step {step + 1} gradient", [box for one in told for box in one.gradients[step]]
+    yield "state", [box for one in told for box in one.state]

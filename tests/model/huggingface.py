@@ -1,0 +1,96 @@
+"""Random models of transformers for the tests, quietly and without a network; skips where the package is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+from megascale.config import ModelConfig  # noqa: E402
+from megascale.model.transformer import Chunk  # noqa: E402
+from megascale.parallel.parameters import materialise, piece_views, spec_of  # noqa: E402
+
+CLOSE = 1e-4  # largest difference of logits in float32
+VOCAB = 101
+NO_TOKENS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": VOCAB}
+# One odd shape a family: what `small` makes without further settings.
+CONFIGS = {
+    "gpt2": {"n_embd": 21, "n_head": 3, "n_layer": 2, "n_positions": 32, "n_inner": 37},
+    "gptj": {"n_embd": 42, "n_head": 3, "n_layer": 2, "n_positions": 32, "n_inner": 37, "rotary_dim": 6},
+    "gpt_neox": {**SIZES, "intermediate_size": 37, "max_position_embeddings": 32, "hidden_size": 40},
+    "llama": {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+    },
+    "mistral": {
+        **SIZES,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+        "sliding_window": 5,
+    },
+    "qwen2": {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+def small(family: str, seed: int = 0, **settings: object):
+    """A random model of a family; norms and biases are random too, so that a forgotten one shows."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **(NO_TOKENS | CONFIGS[family] | settings))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def load(folder: Path):
+    """A folder as users load it; every tensor of the model must come from the folder."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model.eval()
+
+
+def chunk_of(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Chunk:
+    """Our model with given logical tensors."""
+    chunk = Chunk(model, range(model.layers), first=True, last=True)
+    materialise(chunk, {p: torch.zeros(p.shape) for p in chunk.parameters()})
+    for p in chunk.parameters():
+        for piece, view in piece_views(spec_of(p), p.data):
+            view.copy_(tensors[piece.name])
+    return chunk.requires_grad_(False)
+
+
+def prompt(length: int = 24, samples: int = 3) -> torch.Tensor:
+    """Random tokens [samples, length]."""
+    return torch.randint(0, VOCAB, (samples, length), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def difference(chunk: Chunk, theirs, length: int = 24) -> float:
+    """Largest difference between our logits and theirs."""
+    tokens_BS = prompt(length)
+    ours = chunk.logits(chunk(tokens_BS.t())).transpose(0, 1)
+    expected = theirs(tokens_BS).logits
+    assert expected.abs().max() > 0.5  # else all logits near zero would pass
+    return float((ours - expected).abs().max())

@@ -1,0 +1,380 @@
+"""Models of Hugging Face families against `transformers` itself: logits both ways, odd sizes, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small
+
+from megascale import config
+from megascale.errors import ConfigError, DataError
+from megascale.model.huggingface.families import FAMILIES, family_for
+from megascale.model.huggingface.reader import read_folder
+from megascale.model.huggingface.settings import fraction_of
+from megascale.model.huggingface.tensors import Weight, join, linear, logical_shapes, split
+from megascale.model.huggingface.writer import all_shapes, write_folder
+from megascale.parallel.parameters import spec_of
+
+
+def both_ways(theirs, folder: Path) -> None:
+    """Their model read here gives their logits, and written again and loaded there gives them once more."""
+    theirs.save_pretrained(folder / "theirs")
+    found = read_folder(folder / "theirs")
+    chunk = chunk_of(found.model, found.tensors)
+    assert difference(chunk, theirs) < CLOSE
+    write_folder(
+        folder / "ours",
+        found.family,
+        found.model,
+        lambda names: {name: found.tensors[name] for name in names},
+        dtype=torch.float32,
+        file_bytes=20_000,
+    )
+    assert len(list((folder / "ours").glob("*.safetensors"))) > 1
+    assert difference(chunk, load(folder / "ours")) < CLOSE
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_transformers_both_ways(family, tied, tmp_path):
+    both_ways(small(family, tie_word_embeddings=tied), tmp_path)
+
+
+SETTINGS = {
+    "gpt2": [
+        {"activation_function": "gelu"},
+        {"activation_function": "gelu_pytorch_tanh", "n_inner": None, "layer_norm_epsilon": 1e-3},
+        {"n_head": 1},
+    ],
+    "gptj": [{"rotary_dim": 14}, {"rotary_dim": 2, "n_head": 6, "n_embd": 42, "activation_function": "gelu"}],
+    "gpt_neox": [
+        {"use_parallel_residual": False},
+        {"attention_bias": False, "hidden_act": "gelu_new"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.61}},
+    ],
+    "llama": [
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1, "head_dim": None, "rms_norm_eps": 1e-3},
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    ],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 1}, {"sliding_window": 64, "hidden_size": 26}],
+    "qwen2": [
+        {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
+        {"layer_types": ["sliding_attention"] * 2},
+    ],
+}
+
+
+@pytest.mark.parametrize(("family", "changes"), [(f, c) for f, changes in SETTINGS.items() for c in changes])
+def test_settings_of_a_family_mean_the_same_here(family, changes, tmp_path):
+    both_ways(small(family, **changes), tmp_path)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_any_size_of_llama(data):
+    groups = data.draw(st.sampled_from([1, 2, 3]))
+    heads = groups * data.draw(st.integers(1, 3))
+    changes = {
+        "hidden_size": heads * data.draw(st.integers(1, 9)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": 2 * data.draw(st.integers(1, 7)),
+        "intermediate_size": data.draw(st.integers(1, 50)),
+        "num_hidden_layers": data.draw(st.integers(1, 3)),
+        "tie_word_embeddings": data.draw(st.booleans()),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        both_ways_of_any_size(small("llama", **changes), Path(folder))
+
+
+def both_ways_of_any_size(theirs, folder: Path) -> None:
+    theirs.save_pretrained(folder / "theirs")
+    found = read_folder(folder / "theirs")
+    chunk = chunk_of(found.model, found.tensors)
+    write_folder(
+        folder / "ours", found.family, found.model, lambda _: found.tensors, dtype=torch.float32, file_bytes=1 << 30
+    )
+    again = load(folder / "ours")
+    assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), again.parameters(), strict=True))
+    with torch.no_grad():
+        tokens = torch.arange(20).reshape(2, 10)
+        ours = chunk.logits(chunk(tokens.t())).transpose(0, 1)
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=CLOSE)
+
+
+# models of ours, exported ------------------------------------------------------------------------------------------
+
+SMALL = ["hidden=24", "layers=3", "heads=4", "sequence_length=32", "vocab_size=101", "vocab_multiple=8"]
+LLAMA = ["norm=rmsnorm", "activation=swiglu", "positions=rotary", "ffn_hidden=37", "attention_bias=false"]
+LLAMA += ["mlp_bias=false"]
+OURS = {
+    "gpt2": [],
+    "gpt2 without biases": ["attention_bias=false", "mlp_bias=false", "tied_embeddings=false"],
+    "gptj": ["block=parallel", "positions=rotary", "rotary_interleaved=true", "attention_bias=false"],
+    "gptj untied": [
+        "block=parallel",
+        "positions=rotary",
+        "rotary_interleaved=true",
+        "rotary_fraction=0.7",
+        "attention_bias=false",
+        "mlp_bias=false",
+        "tied_embeddings=false",
+        "head_bias=true",
+        "activation=gelu_tanh",
+    ],
+    "gpt_neox": ["block=parallel", "parallel_norms=2", "positions=rotary", "rotary_fraction=0.4"],
+    "gpt_neox of the paper's block": ["block=parallel", "positions=rotary", "attention_out_bias=false"],
+    "gpt_neox serial": ["positions=rotary", "attention_bias=false", "mlp_bias=false"],
+    "llama": [*LLAMA, "kv_heads=2", "head_dim=10"],
+    "llama with some biases": [*LLAMA, "attention_out_bias=true", "mlp_bias=true", "tied_embeddings=false"],
+    "llama of a wide window": [*LLAMA, "window=32"],
+    "mistral": [*LLAMA, "kv_heads=2", "window=5", "head_dim=10"],
+    "qwen2": [*LLAMA, "kv_heads=1", "window=5", "window_pattern=SL"],
+    "qwen2 with its biases": [*LLAMA, "attention_bias=true", "attention_out_bias=false"],
+}
+
+
+def ours(*keys: str) -> tuple[config.ModelConfig, dict[str, torch.Tensor]]:
+    """A random model of ours."""
+    model = config.load(None, [f"--model.{key}" for key in (*SMALL, *keys)]).model
+    generator = torch.Generator().manual_seed(2)
+    tensors = {n: torch.empty(s).normal_(0, 0.3, generator=generator) for n, s in logical_shapes(model).items()}
+    return model, tensors
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_an_exported_model_gives_our_logits(name, tmp_path):
+    model, tensors = ours(*OURS[name])
+    family = family_for(model)
+    assert family.name == name.split()[0]
+    write_folder(tmp_path / "out", family, model, lambda _: tensors, dtype=torch.float32, file_bytes=1 << 30)
+    chunk = chunk_of(model, tensors)
+    assert difference(chunk, load(tmp_path / "out")) < CLOSE
+    found = read_folder(tmp_path / "out")
+    assert difference(chunk_of(found.model, found.tensors), load(tmp_path / "out")) < CLOSE
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_list_of_logical_tensors_is_the_models(name):
+    model, tensors = ours(*OURS[name])
+    pieces = [piece for p in chunk_of(model, tensors).parameters() for piece in spec_of(p).pieces]
+    assert {piece.name: piece.shape for piece in pieces} == logical_shapes(model)
+
+
+@pytest.mark.parametrize(
+    ("keys", "family", "named"),
+    [
+        (["block=parallel"], "gpt2", ["model.block='parallel'"]),
+        (["block=parallel"], None, ["gpt2", "model.block='parallel'"]),
+        (["positions=rotary"], "gpt2", ["model.positions='rotary'", "gpt_neox"]),
+        (["window=4"], "gpt2", ["model.window=4"]),
+        (["head_bias=true"], "gpt2", ["model.head_bias=True"]),
+        (["kv_heads=2"], "gpt2", ["model.kv_heads=2"]),
+        (["head_dim=8"], "gpt2", ["model.head_dim=8"]),
+        (["block=parallel", "positions=rotary"], "gptj", ["rotary_interleaved=False", "attention_bias=True"]),
+        (["block=parallel", "positions=rotary", "rotary_base=500"], "gptj", ["rotary_base=500.0"]),
+        ([*LLAMA, "rotary_fraction=0.7"], "llama", ["rotary_fraction=0.7"]),
+        ([*LLAMA, "window=4"], "llama", ["model.window=4", "mistral"]),
+        ([*LLAMA, "window=4", "window_pattern=SL"], "mistral", ["window_pattern='SL'", "qwen2"]),
+        ([*LLAMA, "attention_bias=true"], "mistral", ["attention_bias=True", "llama"]),
+        (["positions=none"], None, ["model.positions='none'"]),
+        ([], "bert", ["bert", "gpt2"]),
+    ],
+)
+def test_what_cannot_be_exported_names_the_keys(keys, family, named):
+    model, _ = ours(*keys)
+    with pytest.raises(ConfigError) as error:
+        family_for(model, family)
+    for part in named:
+        assert part in str(error.value)
+
+
+# tensors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_splitting_and_joining_are_inverse(family, tmp_path):
+    theirs = small(family)
+    theirs.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    model = read_folder(tmp_path).model
+    shapes = all_shapes(model)
+    for weight in FAMILIES[family].weights(model):
+        parts = split(weight, stored[weight.name])
+        assert {name: tuple(t.shape) for name, t in parts.items()} == {name: shapes[name] for name in weight.parts}
+        assert torch.equal(join(weight, parts), stored[weight.name])
+
+
+def test_interleaved_heads_by_hand():
+    """Two heads of size 1 in GPT-NeoX: rows are q0 k0 v0 q1 k1 v1."""
+    weight = linear("qkv", "q", "k", "v", heads=2)[0]
+    parts = split(weight, torch.arange(6.0)[:, None])
+    assert {name: t[:, 0].tolist() for name, t in parts.items()} == {
+        "q.weight": [0, 3],
+        "k.weight": [1, 4],
+        "v.weight": [2, 5],
+    }
+
+
+def test_a_transposed_stack_by_hand():
+    weight = Weight("c", ("q", "k"), transposed=True)
+    parts = split(weight, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert parts["q"].tolist() == [[1, 3]]
+    assert parts["k"].tolist() == [[2, 4]]
+
+
+@given(st.integers(1, 512).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size))))
+def test_a_fraction_gives_its_width_back(pair):
+    width, size = pair
+    assert int(fraction_of(width, size) * size) == width
+
+
+# what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One saved model a family."""
+    folder = tmp_path_factory.mktemp("saved")
+    for family in CONFIGS:
+        small(family).save_pretrained(folder / family)
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """Gives a copy of a family's folder with changed settings."""
+
+    def make(family: str, **changes: object) -> Path:
+        folder = tmp_path / family
+        shutil.copytree(saved / family, folder)
+        values = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(values))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters.rope_type='llama3'"]),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling"]),
+        ("llama", {"hidden_act": "relu"}, ["hidden_act='relu'", "silu"]),
+        ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ("llama", {"model_type": "mamba"}, ["model_type='mamba'", "llama"]),
+        ("llama", {"hidden_size": None}, ["hidden_size"]),
+        ("llama", {"attention_bias": True}, ["q_proj.bias", "missing"]),
+        ("llama", {"intermediate_size": 40}, ["mlp.gate_proj.weight", "[37, 24]", "[40, 24]"]),
+        ("llama", {"num_hidden_layers": 1}, ["model.layers.1.", "no place"]),
+        ("llama", {"tie_word_embeddings": True}, ["tie_word_embeddings", "lm_head.weight"]),
+        ("llama", {"num_attention_heads": 5}, ["model.heads=5", "kv_heads"]),
+        ("gpt2", {"activation_function": "quick_gelu"}, ["activation_function='quick_gelu'"]),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
+        ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights=False"]),
+        ("gpt2", {"add_cross_attention": True}, ["add_cross_attention=True"]),
+        ("gptj", {"rotary_dim": None}, ["rotary_dim"]),
+        ("gpt_neox", {"rope_parameters": None, "rope_scaling": {"rope_type": "dynamic"}}, ["rope_scaling.rope_type"]),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, ["layer_types='chunked_attention'"]),
+    ],
+)
+def test_a_setting_without_a_counterpart_is_named(copy, family, changes, named):
+    with pytest.raises(DataError) as error:
+        read_folder(copy(family, **changes))
+    for part in named:
+        assert part in str(error.value)
+
+
+def test_pickles_are_never_opened(copy):
+    folder = copy("gpt2")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"whatever")
+    with pytest.raises(DataError, match=r"pickle.*save_pretrained"):
+        read_folder(folder)
+
+
+def test_damaged_and_missing_files_are_named(copy, tmp_path):
+    with pytest.raises(DataError, match=r"config\.json does not exist"):
+        read_folder(tmp_path / "nowhere")
+    folder = copy("gpt2")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=r"model\.safetensors cannot be read"):
+        read_folder(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="neither"):
+        read_folder(folder)
+    index = {"weight_map": {"transformer.wte.weight": "../elsewhere.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="not in the folder itself"):
+        read_folder(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(DataError, match="not a JSON object"):
+        read_folder(folder)
+
+
+def test_integers_are_no_weights(copy):
+    folder = copy("gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DataError, match="int8"):
+        read_folder(folder)
+
+
+# files of other versions -------------------------------------------------------------------------------------------
+
+
+def test_files_without_the_prefix_and_with_buffers_are_read(copy):
+    """As the published GPT-2 has them."""
+    folder = copy("gpt2")
+    expected = read_folder(folder).tensors
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare |= {f"h.{i}.attn.{name}": torch.ones(1, 1, 4, 4) for i in range(2) for name in ("bias", "masked_bias")}
+    save_file(bare, folder / "model.safetensors")
+    found = read_folder(folder).tensors
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_head_of_neox_under_its_other_name(copy):
+    folder = copy("gpt_neox")
+    expected = read_folder(folder).tensors["head.weight"]
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(read_folder(folder).tensors["head.weight"], expected)
+
+
+def test_keys_of_older_versions_are_read(copy):
+    old = {"rope_parameters": None, "rotary_pct": 0.4, "rotary_emb_base": 500}
+    model = read_folder(copy("gpt_neox", **old)).model
+    assert (model.rotary_fraction, model.rotary_base) == (0.4, 500.0)
+    model = read_folder(copy("llama", rope_parameters=None, rope_theta=77.0, rope_scaling=None)).model
+    assert model.rotary_base == 77.0
+
+
+def test_a_tied_head_that_is_written_all_the_same_is_read_once(copy):
+    folder = copy("llama", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    assert "head.weight" not in read_folder(folder).tensors
+
+
+def test_dropout_is_taken_over_and_told_where_it_cannot_be(copy):
+    found = read_folder(copy("gpt2", resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.3))
+    assert found.model.dropout == 0.2
+    assert any("attn_pdrop=0.3" in note for note in found.notes)
+    assert any("embd_pdrop=0.1" in note for note in found.notes)

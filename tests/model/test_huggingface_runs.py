@@ -1,0 +1,346 @@
+"""Whole ways through the command line: a Hugging Face folder becomes a run and trains, a run becomes a folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import lines
+from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
+
+from megascale import api, checkpoint
+from megascale.cli.main import main
+from megascale.data.indexed import IndexedDataset
+from megascale.data.tokenizer import Tokenizer
+from megascale.errors import ConfigError
+from megascale.model.huggingface.reader import read_folder
+from megascale.train.generate import Sampling, generate_tokens, pick, text_of
+from megascale.train.restore import restore, restore_model
+
+
+def their_greedy(theirs, tokens: list[int], count: int, **options: object) -> list[int]:
+    made = theirs.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False, **options)
+    return made[0, len(tokens) :].tolist()
+
+
+def test_an_imported_model_is_a_run_that_trains_evaluates_and_goes_out_again(tiny, tokens, megascale, tmp_path):
+    theirs = small("llama", vocab_size=64, rope_parameters={"rope_type": "default", "rope_theta": 777.0})
+    theirs.save_pretrained(tmp_path / "theirs")
+    made = megascale("convert", "import", tmp_path / "theirs", "--out", "runs/mine", "--sequence-length", 16)
+    assert made.returncode == 0, made.stderr
+    assert "llama" in made.stdout
+    run = tmp_path / "runs" / "mine"
+    held_out = ["--file", tokens / "valid", "--json"]
+    found = megascale("evaluate", "runs/mine", *held_out)
+    assert found.returncode == 0, found.stderr
+    loss = json.loads(found.stdout)["loss"]
+    stream = torch.from_numpy(IndexedDataset(str(tokens / "valid")).stream[:].astype("int64"))
+    windows = torch.cat([stream[-1:], stream])
+    total = 0.0
+    with torch.no_grad():
+        for i in range(0, len(stream), 16):
+            targets = stream[i : i + 16]
+            logits = theirs(windows[None, i : i + len(targets)]).logits[0]
+            total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    assert loss == pytest.approx(total / len(stream), abs=1e-5)
+    options = [f"--data.train={tokens}/train", f"--data.valid={tokens}/valid", "--train.steps=4", "--lr.peak=1e-3"]
+    options += ["--train.global_batch=4", "--train.micro_batch=2", "--observe.tensorboard=false"]
+    trained = megascale("train", "runs/mine/config.toml", *options)
+    assert trained.returncode == 0, trained.stderr
+    metrics = [r["loss"] for r in lines(run / "metrics.jsonl") if "loss" in r]
+    assert len(metrics) == 4
+    assert metrics[0] == pytest.approx(loss, rel=0.2)  # it began with the imported weights
+    assert checkpoint.steps(run / "checkpoints")[-1] == 4
+    assert lines(run / "events.jsonl")[0]["event"] == "imported"
+    out = megascale("convert", "export", "runs/mine", "--out", "out", "--json")
+    assert out.returncode == 0, out.stderr
+    assert json.loads(out.stdout)["family"] == "llama"
+    model, _ = restore_model(run)
+    again = load(tmp_path / "out")
+    with torch.no_grad():
+        expected = again(stream[None, :16]).logits[0]
+        assert (model.logits(model(stream[:16, None]))[:, 0] - expected).abs().max() < CLOSE
+    old, new = theirs.state_dict(), again.state_dict()
+    assert not torch.equal(old["lm_head.weight"], new["lm_head.weight"])  # it learnt
+    assert again.config.rope_parameters["rope_theta"] == 777.0
+
+
+def test_import_keeps_every_weight_and_the_engine_gives_the_same_logits(tmp_path):
+    theirs = small("gpt_neox").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs")
+    api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
+    stored = checkpoint.inspect(tmp_path / "runs" / "a" / "checkpoints")
+    assert {t.dtype for t in stored.tensors} == {"bfloat16"}
+    model, _ = restore_model(tmp_path / "runs" / "a")
+    assert difference(model, theirs.float()) < CLOSE
+    engine, _ = restore(tmp_path / "runs" / "a", device="cpu")
+    for p, q in zip(model.parameters(), engine.chunks[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_export_in_another_type_and_in_several_files(tmp_path):
+    theirs = small("gpt2")
+    theirs.save_pretrained(tmp_path / "theirs")
+    api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
+    told = []
+    api.export_model(
+        tmp_path / "runs" / "a",
+        tmp_path / "out",
+        dtype="bfloat16",
+        file_bytes=9000,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    for p, q in zip(theirs.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p.to(torch.bfloat16), q)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert told[-1][0] == told[-1][1] == index["metadata"]["total_size"]
+    assert all(p.stat().st_size < 9000 + 4000 for p in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_what_is_there_is_not_written_over(tmp_path):
+    small("gpt2").save_pretrained(tmp_path / "theirs")
+    api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
+    with pytest.raises(ConfigError, match="is a run already"):
+        api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        api.export_model(tmp_path / "runs" / "a", tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="learned positions"):
+        api.import_model(tmp_path / "theirs", tmp_path / "runs" / "b", sequence_length=8)
+    assert not (tmp_path / "runs" / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["import", "nowhere", "--out", "runs/x"], 4, "nowhere/config.json"),
+        (["import", "theirs", "--out", "runs/.x"], 2, "train.name"),
+        (["export", "nowhere", "--out", "x"], 4, "not a run folder"),
+        (["export", "runs/a", "--out", "x", "--family", "llama"], 2, "model.norm='layernorm'"),
+        (["export", "runs/a", "--out", "x", "--dtype", "int8"], 2, "--dtype=int8"),
+        (["export", "runs/a", "--out", "x", "--step", "7"], 4, "step-7"),
+    ],
+)
+def test_wrong_input_is_one_paragraph(monkeypatch, capsys, tmp_path, words, code, part):
+    monkeypatch.chdir(tmp_path)
+    small("gpt2").save_pretrained(tmp_path / "theirs")
+    api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
+    monkeypatch.setattr("sys.argv", ["megascale", "convert", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert part in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "x").exists() or not any((tmp_path / "x").iterdir())
+
+
+# generation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_greedy_generation_is_transformers_token_by_token(family, penalty, tmp_path):
+    """Rotary models go on past the length they were made for, windows and all."""
+    theirs = small(family, seed=5)
+    theirs.save_pretrained(tmp_path)
+    found = read_folder(tmp_path)
+    prompt, count = [3, 14, 15, 92, 65, 35, 8], 24 if found.model.positions == "learned" else 45
+    if family == "gptj":
+        count = 24  # its table of angles ends with n_positions
+    sampling = Sampling(temperature=0, repetition_penalty=penalty)
+    mine = list(generate_tokens(chunk_of(found.model, found.tensors), prompt, count, sampling))
+    assert mine == their_greedy(theirs, prompt, count, repetition_penalty=penalty)
+    assert len(set(mine)) > (1 if penalty == 1 else 9)
+
+
+def test_learned_positions_end_the_text(tmp_path):
+    small("gpt2").save_pretrained(tmp_path)
+    found = read_folder(tmp_path)
+    chunk = chunk_of(found.model, found.tensors)
+    assert len(list(generate_tokens(chunk, [1, 2, 3], 100, Sampling(temperature=0)))) == 30
+    with pytest.raises(ConfigError, match="sequence_length=32"):
+        next(generate_tokens(chunk, [1] * 32, 1))
+    with pytest.raises(ConfigError, match="vocab_size=101"):
+        next(generate_tokens(chunk, [101], 1))
+
+
+def test_sampling_draws_what_it_says():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).log_softmax(0)
+
+    def drawn(**options: float) -> list[float]:
+        generator = torch.Generator().manual_seed(0)
+        counts = torch.bincount(
+            torch.tensor([pick(logits, Sampling(**options), generator) for _ in range(2000)]), minlength=4
+        )
+        return (counts / 2000).tolist()
+
+    assert drawn(temperature=0) == [1, 0, 0, 0]
+    assert drawn(temperature=1, top_k=0) == pytest.approx(logits.exp().tolist(), abs=0.04)
+    assert drawn(temperature=2, top_k=0) == pytest.approx((logits / 2).softmax(0).tolist(), abs=0.04)
+    assert drawn(temperature=1, top_k=2) == pytest.approx([*logits[:2].softmax(0).tolist(), 0, 0], abs=0.04)
+    # 0.64 alone is below 0.7, so the second is in; 0.0 still leaves the likeliest.
+    assert drawn(temperature=1, top_k=0, top_p=0.7) == pytest.approx([*logits[:2].softmax(0).tolist(), 0, 0], abs=0.04)
+    assert drawn(temperature=1, top_k=0, top_p=0.0) == [1, 0, 0, 0]
+
+
+class Letters(Tokenizer):
+    """Byte by byte: characters of several bytes come in pieces."""
+
+    def to_json(self) -> str:
+        return ""
+
+    def decode(self, ids) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def _encode(self, texts):
+        return [list(text.encode()) for text in texts]
+
+
+@given(st.text(alphabet="ab é中", max_size=20), st.lists(st.text(alphabet="ab é", min_size=1, max_size=4), max_size=3))
+def test_a_text_ends_before_the_first_stop_and_is_never_taken_back(text, stops):
+    pieces = list(text_of(Letters(), text.encode(), stops))
+    # Texts are looked at as they grow, so of overlapping stops the one that is complete first ends the text.
+    ends = [at + len(stop) for stop in stops if (at := text.find(stop)) >= 0]
+    seen = text[: min(ends)] if ends else text
+    assert "".join(pieces) == min((seen[: seen.find(stop)] for stop in stops if stop in seen), key=len, default=text)
+    assert all(pieces)
+
+
+# tokenizers --------------------------------------------------------------------------------------------------------
+
+TEXT = "def queue(self):\n    return self.items[0]  # the first: naïve, 中文\n"
+
+
+@pytest.fixture
+def named(tmp_path):
+    """A saved Llama of 320 tokens with a trained tokenizer of 300 beside it, and the tokenizer."""
+    folder = tmp_path / "theirs"
+    small("llama", vocab_size=320, eos_token_id=0, max_position_embeddings=64).save_pretrained(folder)
+    tokenizer = Tokenizer.train([TEXT * 3], 300)
+    tokenizer.save(folder / "tokenizer.json")
+    return folder, tokenizer
+
+
+def test_a_tokenizer_comes_in_and_goes_out(named, tmp_path):
+    folder, tokenizer = named
+    made = api.import_model(folder, tmp_path / "runs" / "a")
+    assert made.tokenizer
+    assert not made.notes
+    config = api.load_config(tmp_path / "runs" / "a" / "config.toml")
+    assert Tokenizer.load(config.data.tokenizer).encode(TEXT) == tokenizer.encode(TEXT)
+    api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(TEXT)["input_ids"] == tokenizer.encode(TEXT)
+    assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
+    assert theirs.eos_token_id == tokenizer.end_of_document == load(tmp_path / "out").config.eos_token_id
+    assert theirs.model_max_length == 64
+
+
+def test_a_vocabulary_and_merges_make_a_tokenizer(named, tmp_path):
+    """GPT-2's older form."""
+    folder, tokenizer = named
+    record = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(record["vocab"]))
+    merges = [m if isinstance(m, str) else " ".join(m) for m in record["merges"]]
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (folder / "tokenizer.json").unlink()
+    made = api.import_model(folder, tmp_path / "runs" / "a")
+    assert made.tokenizer
+    found = Tokenizer.load(tmp_path / "runs" / "a" / "tokenizer.json")
+    assert found.encode(TEXT) == tokenizer.encode(TEXT)
+    assert found.end_of_document == tokenizer.end_of_document
+
+
+def test_a_model_without_a_tokenizer_says_what_to_do(tmp_path):
+    small("gpt2").save_pretrained(tmp_path / "theirs")
+    made = api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
+    assert not made.tokenizer
+    assert "tokenizer.json" in made.notes[-1]
+    assert not api.export_model(tmp_path / "runs" / "a", tmp_path / "out").tokenizer
+
+
+def test_an_end_that_only_the_models_settings_name_is_found(named, tmp_path):
+    folder, _ = named
+    text = (folder / "tokenizer.json").read_text().replace("<|endoftext|>", "<fin>")
+    (folder / "tokenizer.json").write_text(text)
+    api.import_model(folder, tmp_path / "runs" / "a")
+    assert Tokenizer.load(tmp_path / "runs" / "a" / "tokenizer.json").end_of_document == 0
+
+
+def test_a_prompt_begins_as_the_tokenizers_template_begins(named):
+    from tokenizers import Tokenizer as Library
+    from tokenizers.processors import TemplateProcessing
+
+    folder, tokenizer = named
+    assert tokenizer.encode_prompt("def") == tokenizer.encode("def")
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    library.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    again = Tokenizer.load(folder / "tokenizer.json")
+    assert again.encode_prompt("def") == [0, *tokenizer.encode("def")]
+    assert again.encode("def") == tokenizer.encode("def")
+
+
+def test_a_tiktoken_encoding_goes_out(tmp_path, named):
+    pytest.importorskip("tiktoken")
+    from megascale.data.convert_tokenizer import give
+    from megascale.data.tiktoken_file import KNOWN, TiktokenTokenizer
+
+    ranks = {bytes([b]): b for b in range(256)}
+    for word in (
+        b" r",
+        b"se",
+        b"lf",
+        b"self",
+        b"  ",
+        b"    ",
+        b"de",
+        b"def",
+        b"ret",
+        b"item",
+        b"\xe4\xb8",
+        b"\xe4\xb8\xad",
+    ):
+        ranks[word] = len(ranks)
+    pattern = KNOWN["cl100k_base"][0]
+    special = {"<|endoftext|>": len(ranks) + 1, "<|other|>": len(ranks) + 2}
+    tokenizer = TiktokenTokenizer("mine", pattern, ranks, special, "<|endoftext|>")
+    tokenizer.save(tmp_path / "tokenizer.json")
+    (tmp_path / "out").mkdir()
+    give(tokenizer, tmp_path / "tokenizer.json", tmp_path / "out", 64)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    for text in (TEXT, "self  items\n\n 123456 don't ITEM ", "中文 self中", ""):
+        assert theirs(text)["input_ids"] == tokenizer.encode(text)
+        assert theirs.decode(theirs(text)["input_ids"]) == text
+    assert theirs.eos_token_id == tokenizer.end_of_document
+
+
+def test_generate_reads_a_file_and_ends_before_a_stop(named, megascale, tmp_path):
+    folder, tokenizer = named
+    api.import_model(folder, tmp_path / "runs" / "a")
+    (tmp_path / "begun.txt").write_text(TEXT)
+    common = ["generate", "runs/a", "--prompt-file", "begun.txt", "--temperature", "0", "--json", "--tokens", "20"]
+    whole = megascale(*common)
+    assert whole.returncode == 0, whole.stderr
+    text = json.loads(whole.stdout)["text"]
+    ids = tokenizer.encode(TEXT)
+    assert text == tokenizer.decode(their_greedy(load_run(tmp_path), ids, 20, eos_token_id=0)).rstrip("\ufffd")
+    middle = text[3:5]
+    cut = megascale(*common, "--stop", middle)
+    assert json.loads(cut.stdout)["text"] == text[: text.index(middle)]
+    both = megascale(*common, "--prompt", "x")
+    assert both.returncode == 2
+    missing = megascale("generate", "runs/a", "--prompt-file", "nowhere.txt")
+    assert missing.returncode == 4
+    assert "nowhere.txt" in missing.stderr
+
+
+def load_run(tmp_path):
+    api.export_model(tmp_path / "runs" / "a", tmp_path / "exported")
+    return load(tmp_path / "exported")

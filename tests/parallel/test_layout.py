@@ -1,0 +1,117 @@
+"""The flat layout of a chunk, by properties: regions contiguous, shards equal and aligned, members in one bucket."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.parallel.layout import ALIGN, FlatLayout, Member, lay_out
+
+sizes = st.one_of(st.integers(1, 300), st.sampled_from([ALIGN, 2 * ALIGN, 64 * ALIGN]))
+plain = st.builds(Member, sizes, decay=st.booleans(), shared=st.booleans())
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> list[Member]:
+    """A chunk's parameters, with a tied embedding in front, behind, or not at all."""
+    members = draw(st.lists(plain, min_size=1, max_size=20))
+    alone = draw(st.sampled_from(["none", "first", "last"]))
+    tied = [Member(draw(sizes), decay=True, shared=False, alone=True)]
+    return members if alone == "none" else tied + members if alone == "first" else members + tied
+
+
+cases = given(chunks(), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 2000)))
+
+
+def spans(layout: FlatLayout, members: list[Member]) -> list[tuple[int, int]]:
+    return [(start, start + m.count) for start, m in zip(layout.starts, members, strict=True)]
+
+
+@cases
+def test_each_member_lies_in_its_one_bucket_and_overlaps_no_other(members, ranks, bucket):
+    layout = lay_out(members, ranks, bucket)
+    assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
+    places = spans(layout, members)
+    for span in layout.buckets:
+        for i in span.members:
+            assert span.start <= places[i][0] < places[i][1] <= span.stop
+    ordered = sorted(places)
+    assert all(a[1] <= b[0] for a, b in pairwise(ordered))
+    assert all(start % ALIGN == 0 for start in layout.starts)
+
+
+@cases
+def test_buckets_fill_the_buffer_and_ranks_own_equal_aligned_parts(members, ranks, bucket):
+    layout = lay_out(members, ranks, bucket)
+    at = 0
+    for number, span in enumerate(layout.buckets):
+        assert span.start == at
+        for rank in range(ranks):
+            start, stop = layout.shard(number, rank, ranks)
+            assert start == at
+            assert start % ALIGN == 0
+            assert stop - start == (span.stop - span.start) // ranks
+            at = stop
+        assert at == span.stop
+    assert at == layout.size
+    # Padding stays below what alignment asks for: a line a member and a line a rank of each bucket.
+    assert layout.size - sum(m.count for m in members) < ALIGN * (len(members) + ranks * len(layout.buckets))
+
+
+@cases
+def test_what_is_treated_alike_is_contiguous(members, ranks, bucket):
+    layout = lay_out(members, ranks, bucket)
+    order = sorted(range(len(members)), key=layout.starts.__getitem__)
+    kinds = [(members[i].alone, members[i].shared, not members[i].decay) for i in order]
+    assert kinds == sorted(kinds)
+    for kind in set(kinds):
+        inside = [i for i, k in zip(order, kinds, strict=True) if k == kind]
+        assert inside == sorted(inside, reverse=True), "backward finishes the last parameters first"
+    # The shared region holds the shared members, all of them, and nobody else, in buckets of its own.
+    start, stop = layout.shared
+    for m, (a, b) in zip(members, spans(layout, members), strict=True):
+        assert (start <= a and b <= stop) if m.shared else (b <= start or a >= stop)
+    if any(m.shared for m in members):
+        assert start in {span.start for span in layout.buckets}
+        assert stop in {span.stop for span in layout.buckets}
+    else:
+        assert start == stop
+
+
+@cases
+def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
+    layout = lay_out(members, ranks, bucket)
+    alone = [i for i, m in enumerate(members) if m.alone]
+    if not alone:
+        assert layout.alone is None
+        return
+    assert layout.alone is not None
+    assert layout.buckets[layout.alone].members == tuple(alone)
+    # Another stage lays out the same embedding among other members: its shards must be the same ones.
+    there = lay_out([Member(5, False, True), members[alone[0]]], ranks, None)
+    assert there.alone is not None
+    ours, theirs = layout.buckets[layout.alone], there.buckets[there.alone]
+    assert ours.stop - ours.start == theirs.stop - theirs.start
+
+
+@cases
+@settings(max_examples=200)
+def test_buckets_are_as_large_as_asked_for(members, ranks, bucket):
+    layout = lay_out(members, ranks, bucket)
+    regions = len({(m.alone, m.shared) for m in members})
+    if bucket is None:
+        assert len(layout.buckets) == regions
+        return
+    for span in layout.buckets:
+        assert len(span.members) == 1 or sum(members[i].count for i in span.members) <= bucket
+    # A bucket was closed only because the next member would not have fitted, or because its region ended.
+    for one, after in pairwise(layout.buckets):
+        first = after.members[0]
+        same = (members[one.members[0]].alone, members[one.members[0]].shared) == (
+            members[first].alone,
+            members[first].shared,
+        )
+        lines = sum(-(-members[i].count // ALIGN) * ALIGN for i in one.members)
+        assert not same or lines + members[first].count > bucket

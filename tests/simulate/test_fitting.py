@@ -1,0 +1,113 @@
+"""The fit finds what made the data, and says what the data cannot decide."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.errors import ConfigError
+from megascale.simulate.calibration import (
+    BOUNDS,
+    Calibration,
+    Constants,
+    load_calibration,
+    shipped_calibrations,
+)
+from megascale.simulate.cluster import cluster_of, load_cluster, shipped
+from megascale.simulate.fitting import fit
+from megascale.simulate.validation.anchors import strong_scaling
+from megascale.simulate.validation.score import predict
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(0.7, 1.5), st.floats(0.1, 2.0))
+def test_recovers_constants(compute, fixed):
+    cluster, rows = load_cluster("a100-roce"), strong_scaling()
+    truth = Constants(compute=compute, fixed=fixed)
+    seconds = predict(cluster, rows, truth)
+    found = fit(("compute", "fixed"), lambda c: predict(cluster, rows, c), seconds)
+    assert found.constants.compute == pytest.approx(compute, rel=1e-3)
+    assert found.constants.fixed == pytest.approx(fixed, rel=1e-2, abs=1e-3)
+    assert np.abs(found.residuals).max() < 1e-4
+    assert not found.warnings
+
+
+def test_warns_of_what_cannot_be_told_apart():
+    """Two constants that only ever act as their product."""
+    x = np.linspace(1, 3, 6)
+    found = fit(("compute", "overhead"), lambda c: c.compute * c.overhead * x, 1.2 * x)
+    assert any("cannot tell apart" in w and "compute" in w and "overhead" in w for w in found.warnings)
+
+
+def test_warns_at_a_bound():
+    x = np.linspace(1, 3, 6)
+    found = fit(("compute",), lambda c: c.compute * x, 5.0 * x)
+    assert found.constants.compute == BOUNDS["compute"][1]
+    assert any("stands at its bound" in w for w in found.warnings)
+
+
+def test_more_constants_than_rows_is_said():
+    x = np.array([1.0])
+    found = fit(("compute", "fixed"), lambda c: c.compute * x + c.fixed, 2.0 * x)
+    assert any("cannot tell apart" in w for w in found.warnings)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.floats(0.5, 2.0),
+    st.text(min_size=1, max_size=20).filter(lambda t: t.isprintable()),
+    st.lists(st.floats(-0.2, 0.2), max_size=9),
+)
+def test_calibration_files_round_trip(tmp_path_factory, compute, text, residuals):
+    path = tmp_path_factory.mktemp("calibration") / "mine.toml"
+    made = Calibration("mine", "a100-roce", Constants(compute=compute), {"compute": 0.1}, (text,), tuple(residuals))
+    path.write_text(made.to_toml())
+    read = load_calibration(str(path), "a100-roce")
+    assert read.constants.compute == pytest.approx(compute, rel=1e-5)
+    assert read.rows == (text,)
+    assert read.residuals == pytest.approx(residuals, abs=1e-5)
+
+
+def test_bands_hold_the_step_and_widen_with_the_residuals():
+    narrow = Calibration("a", "c", fitted={"compute": 0.1}, residuals=(0.01, -0.01, 0.01, -0.01, 0.01))
+    wide = Calibration("b", "c", fitted={"compute": 0.1}, residuals=(0.1, -0.1, 0.1, -0.1, 0.1))
+    assert wide.band(10.0)[0] < narrow.band(10.0)[0] < 10.0 < narrow.band(10.0)[1] < wide.band(10.0)[1]
+    assert Calibration("none", "c").spread > 0.05
+
+
+def test_shipped_files_load_and_tell_their_sources():
+    for name in shipped():
+        cluster = load_cluster(name)
+        assert all(len(source) > 3 for source in cluster.sources.values())
+    for name in shipped_calibrations():
+        assert load_calibration(name, name).rows
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpu": {"name": "x"}}, "gpu.peak_tflops"),
+        ({"surprise": 1}, "surprise"),
+        ({"sources": {}}, "no source"),
+    ],
+)
+def test_a_wrong_cluster_is_refused(change, says):
+    tree = load_cluster("a100-roce").model_dump() | change
+    with pytest.raises(ConfigError, match=says):
+        cluster_of(tree)
+
+
+def test_missing_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="neither"):
+        load_cluster("nowhere")
+    with pytest.raises(ConfigError, match="neither"):
+        load_calibration("nowhere", "a100-roce")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("name = 'x'")
+    with pytest.raises(ConfigError, match="constants"):
+        load_calibration(str(bad), "a100-roce")
+    bad.write_text("name = 'x'\ncluster = 'y'\n[constants]\nwhat = 1.0\n")
+    with pytest.raises(ConfigError, match="what"):
+        load_calibration(str(bad), "a100-roce")

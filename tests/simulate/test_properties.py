@@ -1,0 +1,129 @@
+"""Laws that any machine obeys: more bandwidth is never slower, a straggler less is never slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulator_cases import GPT_13B, calm, case, with_part
+
+from megascale.simulate.calibration import Constants
+from megascale.simulate.closed import step_parts, straggler_factor
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.event import draw_hosts, simulate
+from megascale.simulate.network import RingNetwork
+from megascale.simulate.search import scaled
+from megascale.simulate.software import MEGASCALE, MEGATRON_2023, MEGATRON_DEEPSPEED
+
+BANDWIDTHS = st.sampled_from([("inside", "bus"), ("between", "gbs"), ("gpu", "memory_gbs")])
+LAYOUTS = st.tuples(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 5]),
+    st.sampled_from([1, 2, 8, 16]),
+    st.sampled_from([1, 2, 4]),
+)
+STACKS = st.sampled_from([MEGASCALE, MEGATRON_2023, MEGATRON_DEEPSPEED])
+
+
+def build(layout, software):
+    tensor, pipeline, virtual, data, micro = layout
+    virtual = 1 if pipeline == 1 else virtual
+    return case(tensor, pipeline, virtual, data, micro, 4 * pipeline * data * micro, software, GPT_13B)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, STACKS, BANDWIDTHS, st.floats(1.01, 8))
+def test_more_bandwidth_is_never_slower(layout, software, figure, factor):
+    cluster = load_cluster("a100-roce")
+    one = build(layout, software)
+    faster = scaled(cluster, *figure, factor)
+    assert float(step_parts(faster, one).total) <= float(step_parts(cluster, one).total) * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(LAYOUTS, st.sampled_from([MEGASCALE, MEGATRON_2023]), st.sampled_from([("inside", "bus"), ("between", "gbs")]))
+def test_more_bandwidth_is_never_slower_event_by_event(layout, software, figure):
+    one, cluster = build(layout, software), calm()
+    faster = scaled(cluster, *figure, 2.0)
+    assert simulate(faster, one).seconds <= simulate(cluster, one).seconds * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LAYOUTS, STACKS, st.floats(1.01, 4))
+def test_a_faster_gpu_is_never_slower(layout, software, factor):
+    cluster, one = load_cluster("a100-roce"), build(layout, software)
+    faster = scaled(cluster, "gpu", "peak_tflops", factor)
+    assert float(step_parts(faster, one).total) <= float(step_parts(cluster, one).total)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.integers(0, 31), min_size=1, max_size=6), st.sampled_from([MEGASCALE, MEGATRON_2023]))
+def test_a_straggler_removed_is_never_slower(slow, software):
+    """256 GPUs, 32 hosts: take slow hosts away one by one."""
+    one, cluster = case(data=4, batch=64, software=software), calm()
+    hosts = dict.fromkeys(sorted(slow), 1.1)
+    seconds = [simulate(cluster, one, slow_hosts=hosts).seconds]
+    for host in sorted(slow):
+        hosts.pop(host)
+        seconds.append(simulate(cluster, one, slow_hosts=dict(hosts)).seconds)
+    assert all(later <= earlier + 1e-9 for earlier, later in pairwise(seconds))
+    # The slack before the logits hides a little of a slow middle stage, never all of it.
+    assert 1.0 < seconds[0] / seconds[-1] <= 1.1 + 1e-6
+
+
+@given(st.floats(0, 0.2), st.floats(0, 0.2), st.floats(0, 0.5))
+def test_fewer_or_milder_stragglers_never_cost_more(rate, other, by):
+    low, high = sorted((rate, other))
+    one = case(data=16, batch=1024)
+    few, many = (with_part(calm(), "stragglers", slow_hosts=q) for q in (low, high))
+    constants = Constants(slow_by=by)
+    small, large = (float(straggler_factor(c, one, constants)) for c in (few, many))
+    assert 1.0 <= small <= large + 1e-12 <= 1.0 + by + 1e-9
+
+
+def test_a_slow_host_slows_its_own_stage_only():
+    one, cluster = case(data=4, batch=64), calm()
+    event = simulate(cluster, one, slow_hosts={5: 1.25})
+    assert (event.slow > 1).sum() == 1
+    assert event.replicas.max() > event.replicas.min()
+    # Host 5 holds ranks 40 to 47: tensor fastest, then data, so stage 1, replica 1.
+    assert event.slow[1, 1] == 1.25
+
+
+def test_the_fleet_is_drawn_by_seed():
+    one, cluster = case(data=192, batch=6144), load_cluster("a100-roce")
+    assert draw_hosts(cluster, one, 3) == draw_hosts(cluster, one, 3)
+    counts = [len(draw_hosts(cluster, one, s)) for s in range(40)]
+    assert sum(counts) / 40 == pytest.approx(0.005 * 1536, rel=0.25)
+
+
+@settings(max_examples=30, deadline=None)
+@given(LAYOUTS)
+def test_overlap_never_makes_a_step_slower(layout):
+    """Each overlap, switched on alone on the baseline."""
+    cluster, plain = load_cluster("a100-roce"), build(layout, MEGATRON_2023)
+    before = float(step_parts(cluster, plain).total)
+    for switch in ("tp_overlap", "pp_overlap", "fused_operators", "parallel_block"):
+        assert float(step_parts(cluster, replace(plain, **{switch: True})).total) <= before * (1 + 1e-9)
+
+
+class HalfSpeed(RingNetwork):
+    """A finer network model stands in through the same two methods."""
+
+    def collective(self, bytes, ranks, ranks_per_host):
+        return 2.0 * super().collective(bytes, ranks, ranks_per_host)
+
+    def p2p(self, bytes, inside):
+        return 2.0 * super().p2p(bytes, inside)
+
+
+@pytest.mark.parametrize("software", [MEGASCALE, MEGATRON_2023])
+def test_another_network_model_can_be_hooked_in(software):
+    one, cluster = case(software=software), calm()
+    slow = HalfSpeed(cluster)
+    assert float(step_parts(cluster, one, network=slow).total) > float(step_parts(cluster, one).total)
+    assert simulate(cluster, one, network=slow).seconds > simulate(cluster, one).seconds
