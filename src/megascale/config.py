@@ -204,7 +204,7 @@ class ParallelConfig(Section):
 
 
 class OverlapConfig(Section):
-    """How communication hides under compute. What is asked for and cannot be had is an error; auto says what it took."""
+    """How communication hides under compute. What is asked for and cannot be had is an error; auto says its choice."""
 
     tensor: Literal["auto", "fused", "async", "off"] = Field(
         "auto",

@@ -1,9 +1,10 @@
-"""`megascale bench checkpoint`: what saving and loading cost beside what the machine gives, planning at scale, chaos."""
+"""`megascale bench checkpoint`: what saving and loading cost beside what the machine gives; planning; chaos."""
 
 from __future__ import annotations
 
 import json
 import platform
+import statistics
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from megascale.errors import ConfigError, TrainingError
 if TYPE_CHECKING:
     from rich.console import Console
 
-PARTS = ("save", "load", "memory", "plan")
+PARTS = ("save", "load", "memory", "stall", "plan")
 
 
 def register(app: typer.Typer) -> None:
@@ -32,6 +33,8 @@ def checkpoint(
     folder: Path = typer.Option(Path(), help="where to write, on the disk to be measured"),
     preset: str = typer.Option("gpt-175b", help="plan: model shape"),
     layout: str = typer.Option("8,8,192", help="plan: tensor, pipeline and data-parallel ranks"),
+    step_seconds: float = typer.Option(1.0, min=0.05, help="stall: how long a training step should last"),
+    persist: bool = typer.Option(False, help="stall: write the saves to the disk too, not only to memory"),
     chaos: int = typer.Option(0, min=0, help="instead: deal so many blows to a saving run and check after each"),
     seed: int = typer.Option(0, help="chaos: where blows fall"),
     out: Path = typer.Option(Path("bench-checkpoint.json"), help="JSON file for the figures"),
@@ -50,6 +53,8 @@ def checkpoint(
             figures: dict[str, Any] = {"chaos": _chaos(console, Path(name), chaos, seed)}
         else:
             figures = _measure(console, Path(name), parts.split(","), gigabytes, repeats, replicas, preset, layout)
+            if "stall" in parts.split(","):
+                figures["stall"] = _stall(console, Path(name), gigabytes, step_seconds, repeats, persist)
     out.write_text(json.dumps({**_about(), **figures}, indent=2) + "\n")
     console.print(f"figures: {out}")
     if chaos and not all(row["held"] == row["points"] for row in figures["chaos"]["kinds"]):
@@ -88,7 +93,7 @@ def _measure(
         tensor, pipeline, data = (int(n) for n in layout.split(","))
     except ValueError:
         raise ConfigError(
-            f"--replicas={replicas} and --layout={layout} must be whole numbers with commas between, three for the layout"
+            f"--replicas={replicas} and --layout={layout} must be whole numbers with commas between, the layout three"
         ) from None
     figures: dict[str, Any] = {}
     with console.status("measuring ...") as status:
@@ -106,6 +111,29 @@ def _measure(
             figures["plan"] = measures.planning(preset, tensor, pipeline, data)
     _print(console, figures, preset)
     return figures
+
+
+def _stall(
+    console: Console, folder: Path, gigabytes: float, step_seconds: float, saves: int, persist: bool
+) -> dict[str, Any]:
+    from rich import box
+    from rich.table import Table
+
+    from megascale.bench.checkpoint_stall import stalls
+
+    with console.status("steps with and without a save"):
+        f = stalls(folder, gigabytes, step_seconds, saves, persist)
+    title = f"{f['processes']} x {f['device']}, {f['state_bytes'] / 1e9:.2f} GB of state"
+    table = Table("", "", title=title, box=box.SIMPLE_HEAD, title_justify="left", show_header=False)
+    lock = "page-locked" if f["pinned"] else "not page-locked"
+    table.add_row("stall a save, slowest process", f"{statistics.median(f['stall_s']) * 1e3:,.1f} ms")
+    table.add_row("a step", f"{f['plain_step_s']:.3f} s")
+    table.add_row("a step that begins with a save", f"{statistics.median(f['save_step_s']):.3f} s ({f['slower']:+.1%})")
+    table.add_row("staged, checksums included, after", f"{statistics.median(f['staged_s']):.2f} s")
+    table.add_row("staging memory", f"{f['staging_bytes'] / 1e9:.2f} GB, {lock}, had in {f['prepare_s']:.2f} s")
+    table.add_row("saves skipped", str(f["skipped"]))
+    console.print(table)
+    return f
 
 
 def _print(console: Console, figures: dict[str, Any], preset: str) -> None:

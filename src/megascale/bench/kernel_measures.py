@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -57,6 +58,7 @@ class Bench:
 
     def guard(self, op: str, shape: str, function: Callable[[], Any]) -> None:
         """Run a measurement; an exception is a row."""
+        print(f"{time.monotonic() - self.began:6.1f} s  {op} {shape}", file=sys.stderr, flush=True)
         try:
             function()
         except Exception as error:  # the table must be whole whatever one operator does

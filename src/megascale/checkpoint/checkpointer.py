@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ from megascale.checkpoint.loader import LoadReport, load, say
 from megascale.checkpoint.memory import find_held, load_held
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.saver import save_to
-from megascale.checkpoint.snapshot import Outcome, Snapshots
+from megascale.checkpoint.snapshot import Snapshots
+from megascale.checkpoint.staging import Outcome
 from megascale.checkpoint.storage import open_storage
 from megascale.config import CheckpointConfig
+from megascale.errors import TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,22 +56,30 @@ class Checkpointer:
         self.folder: Path | str = config.location or run / "checkpoints"
         self.loaded_from: Literal["nothing", "memory", "a peer's memory", "storage"] = "nothing"
         self._above = 0
+        self._unsaved = False  # what was loaded is nowhere but in memory
         self._snapshots: Snapshots | None = None
         self._ready: list[Outcome] = []
 
     def due(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
         """What the state after `step` is saved to; `last`: training ends here."""
         c = self.config
-        if last or (c.interval and step % c.interval == 0):
+        if last or self._unsaved or (c.interval and step % c.interval == 0):
             return "storage"
         return "memory" if c.memory_interval and step % c.memory_interval == 0 else None
 
-    def load(self, step: int | None = None, report: LoadReport | None = None) -> dict[str, Any] | None:
-        """Fill the shards from the newest state there is (or that of `step`) and return what was saved with it; None
-        if there is none. Own memory comes before a peer's, that before storage, if it is as new.
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        shards: Sequence[Shard] | None = None,
+        report: LoadReport | None = None,
+    ) -> dict[str, Any] | None:
+        """Fill the shards (or only `shards`) from the newest state there is (or that of `step`) and return what was
+        saved with it; None if there is none. Own memory comes before a peer's, that before storage, if it is as new.
 
         Raises DataError as `loader.load` does.
         """
+        shards = self.shards if shards is None else shards
         storage = open_storage(self.folder)
         newest = None
         if self.peers.rank == 0:
@@ -77,33 +88,37 @@ class Checkpointer:
             newest = (max((c.sequence for c in commits), default=0), folders.identity(storage))
         sequence, identity = self.peers.share(newest)
         if self.config.background and identity:
-            state = self._load_held(sequence, identity, step, report)
+            state = self._load_held(sequence, identity, step, shards, report)
             if state is not None:
                 return state
         there = self.peers.share(bool(folders.step_folders(storage)) if self.peers.rank == 0 else None)
         if not there and step is None:
             return None
-        state = load(self.folder, self.shards, step=step, group=self.group, report=report)
+        state = load(self.folder, shards, step=step, group=self.group, report=report)
         self.loaded_from = "storage"
         return state
 
     def _load_held(
-        self, sequence: int, identity: str, step: int | None, report: LoadReport | None
+        self, sequence: int, identity: str, step: int | None, shards: Sequence[Shard], report: LoadReport | None
     ) -> dict[str, Any] | None:
-        sock = service.connect(wire.private_folder(self.run), self.config.linger, self._log_file)
+        sock = None
         try:
+            with contextlib.suppress(OSError, TrainingError):  # a host without a service has nothing in memory
+                sock = service.connect(wire.private_folder(self.run), self.config.linger, self._log_file)
             held = find_held(sock, self.peers, identity)
             if held is None or held.sequence < sequence or step not in (None, held.step):
                 return None
-            result = load_held(sock, held, self.shards, self.peers, report)
+            result = load_held(sock, held, shards, self.peers, report)
         finally:
-            sock.close()
+            if sock is not None:
+                sock.close()
         if isinstance(result, str):
             if self.peers.rank == 0:
                 say(f"the state of step {held.step} in memory is damaged ({result}); loading from storage instead")
             return None
         self.loaded_from = "a peer's memory" if held.copies else "memory"
         self._above = held.sequence
+        self._unsaved = held.sequence > sequence
         return result
 
     @property
@@ -126,7 +141,14 @@ class Checkpointer:
             took = time.monotonic() - begun
             self._ready.append(Outcome(step, self.peers.rank == 0, bytes=size, stall=took, seconds=took))
             return True
-        return self._background().start(step, state, persist=persist, wait=wait)
+        begun = self._background().start(step, state, persist=persist, wait=wait)
+        self._unsaved = self._unsaved and not (begun and persist)
+        return begun
+
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """The background's side of it, once there is one."""
+        return self._snapshots
 
     def _background(self) -> Snapshots:
         if self._snapshots is None:
@@ -146,6 +168,11 @@ class Checkpointer:
             )
             log.info("staging memory: %s bytes on this process", f"{self._snapshots.memory:,}")
         return self._snapshots
+
+    def prepare(self) -> None:
+        """Start the service and allocate its memory now, so that the first save need not; after `load`, if at all."""
+        if self.config.background:
+            self._background()
 
     def before_update(self) -> None:
         """Let a copy under way finish before the state changes: call it before each optimizer update."""

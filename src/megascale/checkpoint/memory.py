@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -53,9 +54,12 @@ def ask(sock: socket.socket, header: dict[str, Any], body: bytes = b"") -> wire.
     return answer
 
 
-def find_held(sock: socket.socket, peers: Peers, identity: str) -> Held | None:
-    """The newest save whose images are all in memory somewhere; collective."""
-    mine = [h for h in ask(sock, {"do": "list"})["held"] if h["identity"] == identity]
+def find_held(sock: socket.socket | None, peers: Peers, identity: str) -> Held | None:
+    """The newest save whose images are all in memory somewhere; collective. None for a host without a service."""
+    mine = []
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            mine = [h for h in ask(sock, {"do": "list"})["held"] if h["identity"] == identity]
     saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
     ranks: dict[str, tuple[int, int]] = {}
     for member, held in enumerate(peers.exchange(mine)):
@@ -73,13 +77,14 @@ def find_held(sock: socket.socket, peers: Peers, identity: str) -> Held | None:
 
 
 def load_held(
-    sock: socket.socket, held: Held, shards: Sequence[Shard], peers: Peers, report: LoadReport | None = None
+    sock: socket.socket | None, held: Held, shards: Sequence[Shard], peers: Peers, report: LoadReport | None = None
 ) -> dict[str, Any] | str:
     """Fill shards from memory; the saved state, or what is damaged (the same on all). Collective."""
     images: dict[int, tuple[memoryview, wire.Message]] = {}
 
     def open_image(rank: int) -> tuple[memoryview, wire.Message]:
         if rank not in images:
+            assert sock is not None, "a process without a service holds no image"
             message = ask(sock, {"do": "open", "rank": rank, "generation": held.generation})
             handle = message.handles[0]
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE

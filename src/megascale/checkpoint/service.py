@@ -97,6 +97,10 @@ class Service:
                 self.connections -= 1
                 self.last_left = time.monotonic()
 
+    def on_ping(self, sock: socket.socket, message: wire.Message) -> None:
+        """Here."""
+        wire.send(sock, {})
+
     def on_hello(self, sock: socket.socket, message: wire.Message) -> None:
         """Who this is, and the port where it takes replicas."""
         token = bytes.fromhex(message["token"]) if message.get("token") else b""
@@ -125,7 +129,6 @@ class Service:
         with self.changed:
             self.slots[rank], self.layouts[rank] = slots, index
         wire.send(sock, {}, handles=[slot.memory.handle for slot in slots])
-        wire.send(sock, {"held": [slot.generation for slot in slots]})
 
     def on_fill(self, sock: socket.socket, message: wire.Message) -> None:
         """The trainer is about to overwrite a slot: from here on it is not whole."""
@@ -254,8 +257,10 @@ class Service:
     def on_wait(self, sock: socket.socket, message: wire.Message) -> None:
         """Answer when a save is committed or given up."""
         with self.changed:
-            self.changed.wait_for(lambda: message["generation"] in self.results)
-            wire.send(sock, self.results[message["generation"]])
+            while not self.changed.wait_for(lambda: message["generation"] in self.results, timeout=1.0):
+                if not wire.alive(sock):
+                    raise EOFError
+        wire.send(sock, self.results[message["generation"]])
 
     def on_list(self, sock: socket.socket, message: wire.Message) -> None:
         """What lies in memory here: own images and replicas of other hosts'."""
@@ -327,8 +332,13 @@ def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) ->
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect(str(folder / _SOCKET))
+            # One that is just ending, or was killed, may still take connections: only an answer counts.
+            sock.settimeout(max(deadline - time.monotonic(), 0.1))
+            wire.send(sock, {"do": "ping"})
+            wire.receive(sock)
+            sock.settimeout(None)
             return sock
-        except (FileNotFoundError, ConnectionRefusedError):
+        except (OSError, EOFError):
             sock.close()
         if child is None or child.poll() is not None:
             child = _start(folder, linger, log_file)

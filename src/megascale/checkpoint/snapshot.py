@@ -7,113 +7,32 @@ The weights do not change between one optimizer update and the next, so the copy
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import logging
-import mmap
-import os
 import queue
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint import replica, service, wire
-from megascale.checkpoint.archive import element_size
-from megascale.checkpoint.index import Index
 from megascale.checkpoint.layout import Shard
 from megascale.checkpoint.memory import ask
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.pending import BLANK
-from megascale.checkpoint.plan import Part, data_file, make_offer
-from megascale.checkpoint.saver import Slice, agree, cut, dtype_name
+from megascale.checkpoint.saver import agree, cut
+from megascale.checkpoint.staging import Copy, Outcome, Staging, own_index
 from megascale.checkpoint.storage import PAGE, open_storage
 from megascale.checkpoint.torch_index import torch_metadata
 from megascale.errors import FitError, TrainingError
 
-log = logging.getLogger(__name__)
-
-
-@dataclass
-class Outcome:
-    """What became of a save.
-
-    Attributes:
-        step: which.
-        committed: it stands in storage, whole. Only the first process learns of it; on others, and for copies that
-            stay in memory, it is False with an empty `why`.
-        why: what went wrong, "" if nothing did.
-        bytes: size of the checkpoint.
-        stall: seconds that training stood still for it on this process, copy included.
-        seconds: from the start of the copy to the end of the service's work (to the commit where that is known).
-        replica: what went wrong with the copy to a peer, None if nothing did.
-    """
-
-    step: int
-    committed: bool = False
-    why: str = ""
-    bytes: int = 0
-    stall: float = 0.0
-    seconds: float = 0.0
-    replica: str | None = None
-
-
-@dataclass
-class _Copy:
-    """A copy under way."""
-
-    outcome: Outcome
-    message: dict[str, Any]
-    started: float
-    copied: threading.Event = field(default_factory=threading.Event)
-    event: torch.cuda.Event | None = None
-    waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-
-
-class _Slot:
-    """One image in shared memory, seen from the trainer, with the thread that looks after it."""
-
-    def __init__(self, handle: int, size: int, index: Index, chunks: Sequence[Slice], device: torch.device) -> None:
-        self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        os.close(handle)
-        self.pinned = device.type == "cuda" and _pin(self.map, max(size, PAGE))
-        memory = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for row, chunk in enumerate(chunks):
-            at, info = int(index.columns["data"][row]), chunk.info
-            count = chunk.box.count * element_size(info.dtype)
-            target = memory[at : at + count].view(getattr(torch, info.dtype)).reshape(chunk.box.sizes)
-            self.pairs.append((target, chunk.view()))
-        self.free = threading.Event()
-        self.free.set()
-        self.work: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-
-    def close(self) -> None:
-        """Give the memory back to the service alone."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_char.from_buffer(self.map)))
-            self.pinned = False
-        self.pairs.clear()
-        with contextlib.suppress(BufferError):  # a tensor still looks at it; then it goes with that
-            self.map.close()
-
-
-def _pin(memory: mmap.mmap, size: int) -> bool:
-    """Page-lock shared memory for copies from the device; False (and a line in the log) where that is refused."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    code = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-    if int(code) != 0:
-        log.warning("%s bytes of staging memory could not be page-locked (CUDA error %s): slow copies", size, code)
-        return False
-    return True
+# Seconds within which the service answers short questions; else it counts as gone.
+_PATIENCE = 30.0
 
 
 class Snapshots:
@@ -154,7 +73,7 @@ class Snapshots:
         self.storage = open_storage(folder)
         self._linger, self._place, self._log = linger, wire.private_folder(run), run / "logs" / "checkpoint-service.log"
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._current: _Copy | None = None
+        self._current: Copy | None = None
         self._broken = False
         self.part, plan = agree(peers, shards)
         start = None
@@ -164,25 +83,31 @@ class Snapshots:
         self.generation, self.identity, self.needed = peers.share(start)
         chunks = cut(shards)
         self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
-        self._index = _own_index(shards, self.part, peers.rank)
+        self._index = own_index(shards, self.part, peers.rank)
         self._plan: tuple[bytes, bytes] | None = None
         if plan is not None:
             blank = plan.index.committed(BLANK, plan.index.columns["crc"])
             self._plan = (plan.index.to_bytes(), torch_metadata(blank))
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._replicas, self._address, self._domain = replicas, address, domain
-        self._watches: queue.SimpleQueue[tuple[_Copy, str] | None] = queue.SimpleQueue()
+        self._replicas, self._listen, self._domain = replicas, address, domain
+        self._watches: queue.SimpleQueue[tuple[Copy, str] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._watcher: threading.Thread | None = None
         self._freed = threading.Condition()
-        self._slots: list[_Slot] = []
-        self._open()
+        self._slots: list[Staging] = []
+        if problem := self._open():
+            raise FitError(problem) if "memory" in problem else TrainingError(problem)
 
     @property
     def memory(self) -> int:
         """Bytes of host memory this process stages into, allocated once."""
         return max(self.part.size, PAGE) * self.slots_wanted
+
+    @property
+    def pinned(self) -> bool:
+        """Whether that memory is page-locked, so that a device copies into it by itself."""
+        return all(slot.pinned for slot in self._slots)
 
     def start(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
         """Begin a save of the shards as they are now; False if it was skipped because memory is still in use.
@@ -195,8 +120,10 @@ class Snapshots:
         """
         begun = time.monotonic()
         self.before_update()
-        if not self.peers.all(not self._broken):
-            self._reopen()
+        if not self.peers.all(not self._broken) and (problem := self._reopen()):
+            self._broken = True
+            self._outcomes.put(Outcome(step, why=problem, stall=time.monotonic() - begun))
+            return False
         slot = self._free_slot(wait)
         if not self.peers.all(slot is not None) or slot is None:
             return False
@@ -225,21 +152,21 @@ class Snapshots:
             "peer": self._peer,
             "token": self._token,
         }
-        copy = _Copy(Outcome(step, bytes=self.needed), message, begun)
+        copy = Copy(Outcome(step, bytes=self.needed), message, begun)
         slot.free.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 for target, source in slot.pairs:
                     target.copy_(source, non_blocking=True)
-                copy.event = torch.cuda.Event()
+                copy.event = torch.cuda.Event(blocking=True)  # whoever waits for it leaves the core to others
                 copy.event.record(self._stream)
         self._current = copy
         slot.work.put(copy)
         copy.outcome.stall += time.monotonic() - begun
         return True
 
-    def _free_slot(self, wait: bool) -> _Slot | None:
+    def _free_slot(self, wait: bool) -> Staging | None:
         while True:
             slot = next((s for s in self._slots if s.free.is_set()), None)
             if slot is not None or not wait:
@@ -286,13 +213,21 @@ class Snapshots:
         self._sock.close()
         return self.poll()
 
-    def _open(self) -> None:
-        """Get in touch with the service: memory, neighbours, the plan. Collective."""
-        self._sock = service.connect(self._place, self._linger, self._log)
+    def _open(self) -> str | None:
+        """Get in touch with the service: memory, neighbours, the plan. Collective; what went wrong, the same on all."""
         token = self.peers.share(secrets.token_hex(32) if self._replicas and self.peers.rank == 0 else "")
-        hello = ask(self._sock, {"do": "hello", "token": token, "listen": _listen_address(self._address)})
-        me = (hello["service"], _own_address(self._address), hello["port"], self._domain)
-        everyone = self.peers.exchange(me)
+        me, problem = ("", "", 0, ""), None
+        try:
+            self._sock = service.connect(self._place, self._linger, self._log)
+            self._sock.settimeout(_PATIENCE)
+            hello = ask(self._sock, {"do": "hello", "token": token, "listen": _address(self._listen)})
+            me = (hello["service"], _address(self._listen), hello["port"], self._domain)
+        except (OSError, TrainingError) as error:
+            problem = f"the checkpoint service of a host cannot be reached: {error}"
+        answers = self.peers.exchange((problem, me))
+        if problem := next((p for p, _ in answers if p), None):
+            return problem
+        everyone = [other for _, other in answers]
         hosts = list(dict.fromkeys(name for name, *_ in everyone))
         self._local = [rank for rank, other in enumerate(everyone) if other[0] == me[0]]
         self._peer, self._token = None, token
@@ -300,40 +235,41 @@ class Snapshots:
             by_host = {other[0]: other for other in everyone}
             partner = replica.partners([by_host[name][3] or name for name in hosts])[hosts.index(me[0])]
             self._peer = list(by_host[hosts[partner]][1:3])
-        self._plan_name = secrets.token_hex(4)
-        if self._plan is not None:
-            plan, metadata = self._plan
-            ask(self._sock, {"do": "plan", "plan": self._plan_name, "index_bytes": len(plan)}, plan + metadata)
-        self._allocate()
-        self._broken = False
+        if problem := self._allocate():
+            return problem
         self._threads = [self._spawn(self._look_after, slot) for slot in self._slots]
         self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
+        self._broken = False
+        return None
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> str | None:
+        """Memory for this process's images, and on the first process the plan's way to the service."""
         size = max(self.part.size, PAGE)
         header = {"do": "allocate", "rank": self.peers.rank, "size": size, "slots": self.slots_wanted}
+        self._plan_name = secrets.token_hex(4)
         problem = None
         try:
+            if self._plan is not None:
+                plan, metadata = self._plan
+                ask(self._sock, {"do": "plan", "plan": self._plan_name, "index_bytes": len(plan)}, plan + metadata)
             answer = ask(self._sock, header, self._index.to_bytes())
-            wire.receive(self._sock)
-            self._slots = [_Slot(h, self.part.size, self._index, self._chunks, self._device) for h in answer.handles]
+            self._slots = [Staging(h, self.part.size, self._index, self._chunks, self._device) for h in answer.handles]
         except OSError as error:
-            problem = str(error)
-        problem = next((p for p in self.peers.exchange(problem) if p), None)
-        if problem:
-            raise FitError(
-                f"staging memory for checkpoints could not be had ({problem}): each process here needs "
-                f"checkpoint.slots x {size:,} bytes of host memory. Lower checkpoint.slots={self.slots_wanted}, or set "
+            problem = (
+                f"staging memory for checkpoints could not be had ({error}): each process here needs checkpoint.slots "
+                f"x {size:,} bytes of host memory. Lower checkpoint.slots={self.slots_wanted}, or set "
                 "checkpoint.background=false"
             )
+        return next((p for p in self.peers.exchange(problem) if p), None)
 
-    def _reopen(self) -> None:
+    def _reopen(self) -> str | None:
         """The service is gone on some host: begin anew on all."""
         self._join()
         for slot in self._slots:
             slot.close()
+        self._slots = []
         self._sock.close()
-        self._open()
+        return self._open()
 
     def _join(self) -> None:
         """Let the threads end: first those of the slots, which hand saves on to the one that watches."""
@@ -351,7 +287,7 @@ class Snapshots:
         thread.start()
         return thread
 
-    def _look_after(self, slot: _Slot) -> None:
+    def _look_after(self, slot: Staging) -> None:
         """Copy (on the CPU), then tell the service and wait until it has done with the slot."""
         sock: socket.socket | None = None
         while (copy := slot.work.get()) is not None:
@@ -368,7 +304,7 @@ class Snapshots:
                 copy.outcome.replica = answer["replica"]
             except (OSError, TrainingError) as error:
                 copy.outcome.why = str(error)
-                self._broken = self._broken or isinstance(error, ConnectionError)
+                self._broken = self._broken or isinstance(error, ConnectionError | TrainingError)
             copy.copied.set()
             slot.free.set()
             with self._freed:
@@ -395,7 +331,7 @@ class Snapshots:
             self._report(copy)
         sock.close()
 
-    def _report(self, copy: _Copy) -> None:
+    def _report(self, copy: Copy) -> None:
         if copy.waits is not None:
             copy.waits[1].synchronize()
             copy.outcome.stall += copy.waits[0].elapsed_time(copy.waits[1]) / 1e3
@@ -403,24 +339,5 @@ class Snapshots:
         self._outcomes.put(copy.outcome)
 
 
-def _own_index(shards: Sequence[Shard], part: Part, rank: int) -> Index:
-    """The chunks that this process writes, in file order."""
-    offer = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
-    columns = {
-        "tensor": offer.tensor[part.chunks],
-        "in_file": np.zeros(len(part.chunks), np.int32),
-        "start": part.start,
-        "length": part.length,
-        "data": part.data,
-        "crc": np.zeros(len(part.chunks), np.uint32),
-        "box": offer.box[part.chunks],
-    }
-    return Index(offer.tensors, [data_file(rank)], columns)
-
-
-def _listen_address(address: str) -> str:
-    return _own_address(address) if address == "auto" else address
-
-
-def _own_address(address: str) -> str:
-    return socket.gethostbyname(socket.gethostname()) if address == "auto" else address
+def _address(setting: str) -> str:
+    return socket.gethostbyname(socket.gethostname()) if setting == "auto" else setting

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PAGE = 4096
+_OBJECT_PART = 32 << 20  # bytes of one part of a multipart upload
 
 Buffer = memoryview | bytes | bytearray
 
@@ -109,7 +110,7 @@ class FsspecStorage:
 
     def create(self, path: str) -> Sink:
         self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
-        return _ObjectSink(self._fs.open(self._path(path), "wb", block_size=32 << 20))
+        return _ObjectSink(self._fs, self._path(path))
 
     def remove(self, path: str) -> None:
         self._fs.invalidate_cache()
@@ -131,8 +132,9 @@ class FsspecStorage:
 
 
 class _ObjectSink:
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+        self._file = fs.open(path, "wb", block_size=_OBJECT_PART)
 
     def write(self, data: Buffer) -> None:
         self._file.write(data)
@@ -143,3 +145,7 @@ class _ObjectSink:
     def abort(self) -> None:
         with contextlib.suppress(Exception):
             self._file.discard()
+        with contextlib.suppress(Exception):
+            self._file.closed = True  # else it would be completed when it is collected
+        with contextlib.suppress(Exception):
+            self._fs.rm(self._path)

@@ -81,6 +81,16 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
         view = view[got:]
 
 
+def alive(sock: socket.socket) -> bool:
+    """Whether the other side is still there; for one that says nothing while it waits for an answer."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
 def private_folder(run: Path | str) -> Path:
     """A folder of this user and host for the sockets of one run, not readable by others."""
     name = hashlib.sha256(str(Path(run).absolute()).encode()).hexdigest()[:16]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 
 import typer
+
+
+class _Axis(StrEnum):
+    TOKENS = "tokens"
+    STEPS = "steps"
+    HOURS = "hours"
 
 
 def register(app: typer.Typer) -> None:
@@ -13,12 +20,20 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def plot(
         runs: list[Path] = typer.Argument(..., help="Run folders.", show_default=False),
-        out: Path = typer.Option(Path("comparison.png"), help="PNG to write."),
+        out: Path = typer.Option(Path("comparison.png"), "--out", "-o", help="PNG to write."),
+        x: _Axis = typer.Option(_Axis.TOKENS, "--x", help="What lies along the bottom; hours count time in steps."),
+        smooth: float = typer.Option(
+            0.95, min=0, max=0.9999, help="Weight of the past in the average drawn over noisy curves; 0: none."
+        ),
     ) -> None:
-        """Draw loss, learning rate and gradient norm of one or more runs against tokens.
+        """Draw loss, learning rate and gradient norm of one or more runs, also of those that still go on.
 
-        Example: megascale plot runs/serial runs/parallel --out blocks.png
+        Examples:
+
+          megascale plot runs/serial runs/parallel --out blocks.png
+
+          megascale plot runs/* --x hours --smooth 0.99
         """
         from megascale.observe.plots import plot_runs
 
-        typer.echo(f"wrote {plot_runs(runs, out)}")
+        typer.echo(f"wrote {plot_runs(runs, out, x=x.value, smoothing=smooth)}")

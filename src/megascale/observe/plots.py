@@ -1,78 +1,167 @@
-"""Plots of runs: loss, learning rate and gradient norm over tokens, for one run or several beside each other."""
+"""Plots of runs: loss, learning rate and gradient norm over tokens, steps or hours, for one run or several."""
 
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megascale.errors import DataError
+
+Axis = Literal["tokens", "steps", "hours"]
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records of a run folder; DataError if it has none."""
     file = run / "metrics.jsonl"
     if not file.exists():
-        raise DataError(f"{run} has no metrics.jsonl; name a run folder such as runs/stdlib")
+        raise DataError(f"{run} has no metrics.jsonl; name the folder of a run that has begun, such as runs/stdlib")
     records = []
     for line in file.read_text().splitlines():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
             continue  # a last line cut by a crash
-    if not records:
-        raise DataError(f"{file} is empty; the run has not finished a step yet")
+    if not any("loss" in record for record in records):
+        raise DataError(f"{file} has no losses; the run has not finished a step yet")
     return records
 
 
-def _smooth(values: list[float], weight: float = 0.95) -> list[float]:
+@dataclass(frozen=True)
+class Curves:
+    """A run as it is drawn.
+
+    Attributes:
+        x: place of each step on the axis: tokens, steps, or hours spent in steps.
+        loss, rate, norm: of each step; a value that is no number is a gap.
+        held_out: place and loss of each evaluation.
+    """
+
+    name: str
+    x: list[float]
+    loss: list[float]
+    rate: list[float]
+    norm: list[float]
+    held_out: list[tuple[float, float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
+        """From a run's records."""
+        steps = [record for record in records if "loss" in record]
+        if axis == "hours":
+            x = [seconds / 3600 for seconds in accumulate(float(record["seconds"]) for record in steps)]
+        else:
+            x = [float(record["tokens" if axis == "tokens" else "step"]) for record in steps]
+        numbers = [record["step"] for record in steps]
+        held_out = []
+        for record in records:
+            # An evaluation stands where the last step before it stands, whatever the axis.
+            if "valid_loss" in record and (at := bisect_right(numbers, record["step"])):
+                held_out.append((x[at - 1], float(record["valid_loss"])))
+        loss, rate, norm = ([_number(r[key]) for r in steps] for key in ("loss", "learning_rate", "grad_norm"))
+        return cls(name, x, loss, rate, norm, held_out)
+
+    def label(self) -> str:
+        """What the legend says: the name and where the run has come to."""
+        parts = [f"{smooth(self.loss, 0.95)[-1]:.3f}"]
+        if self.held_out:
+            parts.append(f"held out {self.held_out[-1][1]:.3f}")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+def _number(value: Any) -> float:
+    return float(value) if math.isfinite(float(value)) else math.nan
+
+
+def smooth(values: list[float], weight: float) -> list[float]:
+    """Exponential average of the values so far, free of the bias to its start; gaps stay out of it."""
     out, mean, total = [], 0.0, 0.0
     for value in values:
-        mean, total = weight * mean + (1 - weight) * value, weight * total + (1 - weight)
-        out.append(mean / total)
+        if not math.isnan(value):
+            mean, total = weight * mean + (1 - weight) * value, weight * total + (1 - weight)
+        out.append(mean / total if total else math.nan)
     return out
 
 
-def plot_runs(runs: list[Path], out: Path) -> Path:
-    """Draw loss (with held-out points), learning rate and gradient norm against tokens; writes a PNG."""
+def unit(largest: float) -> tuple[float, str]:
+    """A divisor that makes numbers up to `largest` short, and its name."""
+    for size, name in ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands")):
+        if largest >= size:
+            return size, name
+    return 1.0, ""
+
+
+def plot_runs(runs: list[Path], out: Path, *, x: Axis = "tokens", smoothing: float = 0.95) -> Path:
+    """Draw loss (with held-out points), learning rate and gradient norm of runs; writes a PNG.
+
+    `smoothing`: weight of the past in the average that is drawn over each noisy curve, 0 to below 1; 0 draws the
+    curve alone. Raises DataError for a run without steps.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+    names = [run.name if sum(r.name == run.name for r in runs) == 1 else str(run) for run in runs]
+    curves = [Curves.of(name, read_metrics(run), x) for name, run in zip(names, runs, strict=True)]
+    scale, scale_name = unit(max(c.x[-1] for c in curves)) if x == "tokens" else (1.0, "")
     figure, (top, rate, norm) = plt.subplots(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1], layout="constrained"
     )
-    for number, run in enumerate(runs):
-        color = f"C{number}"
-        records = read_metrics(run)
-        steps = [r for r in records if "loss" in r]
-        tokens = [r["tokens"] / 1e6 for r in steps]
-        if steps:
-            top.plot(tokens, [r["loss"] for r in steps], color=color, alpha=0.25, linewidth=0.8)
-            label = f"{run.name}: training"
-            top.plot(tokens, _smooth([r["loss"] for r in steps]), color=color, linewidth=1.6, label=label)
-            rate.plot(tokens, [r["learning_rate"] for r in steps], color=color)
-            norm.plot(tokens, [r["grad_norm"] for r in steps], color=color, linewidth=0.8)
-        held_out = [r for r in records if "valid_loss" in r]
-        if held_out:
-            x, y = [r["tokens"] / 1e6 for r in held_out], [r["valid_loss"] for r in held_out]
-            top.plot(x, y, "o--", color=color, markersize=5, label=f"{run.name}: held out")
-    top.set_ylabel("loss (nats a token)")
-    top.set_yscale("log")
-    from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
-
-    top.yaxis.set_major_locator(MaxNLocator(8))
-    top.yaxis.set_major_formatter(ScalarFormatter())
-    top.yaxis.set_minor_formatter(NullFormatter())
-    top.legend()
+    for number, c in enumerate(curves):
+        color, places = f"C{number % 10}", [place / scale for place in c.x]
+        _noisy(top, places, c.loss, smoothing, color, c.label())
+        if c.held_out:
+            held_x, held_y = zip(*c.held_out, strict=True)
+            top.plot([p / scale for p in held_x], held_y, "o:", color=color, markersize=5, linewidth=1.0)
+        rate.plot(places, c.rate, color=color, linewidth=1.4)
+        _noisy(norm, places, c.norm, smoothing, color, None)
+    for axes in (top, norm):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if axes is top else (1, 2, 5)))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    top.set_ylim(*_limits(curves, smoothing))
+    top.set_ylabel("loss (nats a token)" + ("; dots: held out" if any(c.held_out for c in curves) else ""))
+    top.legend(title=f"last loss{', averaged' if smoothing else ''}", frameon=False)
     rate.set_ylabel("learning rate")
+    rate.set_ylim(bottom=0)
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     norm.set_ylabel("gradient norm")
-    norm.set_yscale("log")
-    norm.set_xlabel("tokens (millions)")
+    norm.set_xlabel(
+        {"tokens": f"tokens ({scale_name})" if scale_name else "tokens", "hours": "hours in steps"}.get(x, x)
+    )
     for axes in (top, rate, norm):
-        axes.grid(alpha=0.3)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.01)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     plt.close(figure)
     return out
+
+
+def _limits(curves: list[Curves], smoothing: float) -> tuple[float, float]:
+    """Of the loss axis: all averages and evaluations, and all but the wildest steps."""
+    shown = [loss for c in curves for _, loss in c.held_out]
+    for c in curves:
+        values = sorted(v for v in c.loss if not math.isnan(v))
+        if values:
+            cut = len(values) // 200
+            shown += [values[cut], values[-1 - cut], *smooth(c.loss, smoothing)]
+    known = [v for v in shown if v > 0]
+    return (min(known) / 1.03, max(known) * 1.03) if known else (0.1, 10.0)
+
+
+def _noisy(axes: Any, x: list[float], y: list[float], weight: float, color: str, label: str | None) -> None:
+    """A curve, pale under its average if there is one."""
+    if not weight:
+        axes.plot(x, y, color=color, linewidth=1.0, label=label)
+        return
+    axes.plot(x, y, color=color, alpha=0.22, linewidth=0.7)
+    axes.plot(x, smooth(y, weight), color=color, linewidth=1.6, label=label)

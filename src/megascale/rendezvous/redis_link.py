@@ -22,7 +22,7 @@ from torch.distributed import DistStoreError
 from megascale.errors import ConfigError
 from megascale.rendezvous import watch
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
-from megascale.rendezvous.redis_script import CHANGE, REVIVE, SUPERSEDED, Names
+from megascale.rendezvous.redis_script import CHANGE, DOOR_MS, REVIVE, SUPERSEDED, Names
 from megascale.rendezvous.resp import Address, Broken, Connection, Refused, access_error
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class Link:
     Attributes:
         names: the job's keys; whoever opens or joins the job sets the epoch, and `run_id`, the server's.
         restarts: how often the server lost its memory and this process gave back its part.
+        door_open: this process is the owner of a start that is under way.
     """
 
     def __init__(self, address: Address, names: Names, expiry: float) -> None:
@@ -78,6 +79,7 @@ class Link:
         self.run_id = ""
         self.closed = False
         self.restarts = 0
+        self.door_open = False
         self._journal = _Journal()
         self._free: list[_Slot] = []
         self._all: list[_Slot] = []
@@ -166,7 +168,7 @@ class Link:
 
     def heal(self) -> None:
         """Called by the watcher when a connection broke: reach the server again and give back what it forgot."""
-        if self.closed or not (self._journal.values or self._journal.sums):
+        if self.closed or not (self.door_open or self._journal.values or self._journal.sums):
             return
         try:
             self.command(time.monotonic() + 60.0, "PING")
@@ -245,8 +247,9 @@ class Link:
 
     def _revive(self, connection: Connection, run_id: str, deadline: float) -> None:
         names = self.names
-        keys = (names.fence, names.index, names.done, names.life)
-        connection.send(("EVAL", REVIVE, len(keys), *keys, names.token, self.expiry_ms, run_id))
+        keys = (names.fence, names.index, names.done, names.life, names.door)
+        door = f"{names.epoch} {run_id}" if self.door_open else ""
+        connection.send(("EVAL", REVIVE, len(keys), *keys, names.token, self.expiry_ms, run_id, door, DOOR_MS))
         if _answer(connection, deadline) == 1:
             log.warning("the Redis server at %s came back without its memory; ranks write theirs again", self.address)
         slot = _Slot()

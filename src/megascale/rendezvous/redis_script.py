@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Milliseconds for which the door stays open without its owner.
+DOOR_MS = 10_000
 # Written where a waiting reader of an older start looks, so that it wakes and goes to the new start.
 SUPERSEDED = b"\x00superseded"
 
@@ -88,10 +90,11 @@ if done then
   if string.sub(done, 1, cut - 1) == ARGV[3] then return string.sub(done, cut + 1) end
 end
 local function put(key, value)
+  -- First, for a server without memory refuses a script at its first write only if that needs memory.
+  redis.call('SADD', KEYS[2], key)
   redis.call('DEL', key)
   redis.call('RPUSH', key, value)
   redis.call('PEXPIRE', key, ARGV[4])
-  redis.call('SADD', KEYS[2], key)
 end
 local op, answer = ARGV[5], ''
 if op == 'set' then
@@ -138,8 +141,8 @@ redis.call('PEXPIRE', KEYS[1], ARGV[4])
 return answer
 """
 
-# KEYS: fence, door. ARGV: attempt, epoch, expiry ms, door's expiry ms, run id, names of what a waiting reader of an
-# older start looks at (after its epoch), and the word it finds there. Answers the fence as it was.
+# KEYS: fence, door. ARGV: attempt, epoch, expiry ms, door's expiry ms, run id. Answers the fence as it was, behind "+"
+# if the door stood open: then somebody may have joined the start that ends here.
 OPEN = """
 local token = redis.call('GET', KEYS[1])
 if token then
@@ -147,20 +150,26 @@ if token then
   if tonumber(string.sub(token, 1, cut - 1)) > tonumber(ARGV[1]) then return redis.error_reply('FENCED ' .. token) end
 end
 redis.call('SET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], 'PX', ARGV[3])
-redis.call('DEL', KEYS[2])
+local open = redis.call('DEL', KEYS[2])
 redis.call('RPUSH', KEYS[2], ARGV[2] .. ' ' .. ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
-return token or ''
+return (open == 1 and '+' or '') .. (token or '')
 """
 
-# The server came back without its memory. KEYS: fence, index, done, life. ARGV: token, expiry ms, run id.
-# The first process to notice clears what an old snapshot may have brought back; answers 1 if it was the first.
+# The server came back without its memory. KEYS: fence, index, done, life, door. ARGV: token, expiry ms, run id, the
+# door's value ("" but for the owner of a start that is under way) and expiry ms. The first process to notice clears
+# what an old snapshot may have brought back; answers 1 if it was the first.
 REVIVE = """
 local token = redis.call('GET', KEYS[1])
 if token and token ~= ARGV[1] then
   local have = tonumber(string.sub(token, 1, string.find(token, ':', 1, true) - 1))
   local mine = tonumber(string.sub(ARGV[1], 1, string.find(ARGV[1], ':', 1, true) - 1))
   if have >= mine then return redis.error_reply('FENCED ' .. token) end
+end
+if ARGV[4] ~= '' then
+  redis.call('DEL', KEYS[5])
+  redis.call('RPUSH', KEYS[5], ARGV[4])
+  redis.call('PEXPIRE', KEYS[5], ARGV[5])
 end
 if token == ARGV[1] and redis.call('GET', KEYS[4]) == ARGV[3] then return 0 end
 for _, key in ipairs(redis.call('SMEMBERS', KEYS[2])) do redis.call('DEL', key) end

@@ -22,14 +22,13 @@ from megascale.errors import ConfigError
 from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.faults import StoreFault, Superseded
 from megascale.rendezvous.redis_link import Link, parse_info
-from megascale.rendezvous.redis_script import OPEN, SUPERSEDED, Names
+from megascale.rendezvous.redis_script import DOOR_MS, OPEN, SUPERSEDED, Names
 from megascale.rendezvous.resp import Address
 
 log = logging.getLogger(__name__)
 
 EXPIRY = 24 * 3600.0
-# The door's life without its owner, and how often the owner renews it, in seconds.
-_DOOR, _DOOR_RENEWAL = 10.0, 3.0
+_DOOR_RENEWAL = DOOR_MS / 3000  # seconds between the owner's renewals of the door
 _BATCH = 1000
 # Calls that wait for no key still get this long, in seconds, whatever the store's time-out: the server may restart.
 _PATIENCE = 5.0
@@ -79,12 +78,14 @@ class RedisStore(dist.Store):
         except BaseException:
             link.close()
             raise
+        link.door_open = owner
         return cls(link, timeout, _Keeper(link) if owner else None)
 
     def seal(self) -> None:
         """Owner: everybody is here; close the door."""
         if self._keeper is not None:
             self._keeper.sealed.set()
+            self.link.door_open = False
             self.link.command(self._deadline(), "DEL", self.link.names.door)
 
     def remove_all(self) -> None:
@@ -220,8 +221,8 @@ class RedisStore(dist.Store):
     def _pop_waiting(self, key: str, queue: str) -> bytes:
         """Move the first element to a place of our own, then read it there: a broken connection loses nothing."""
         place = self.link.names.taken(uuid.uuid4().hex[:12])
-        deadline = self._deadline()
-        self.link.change(deadline, "list", [place])
+        self.link.change(self._deadline(), "list", [place])
+        deadline = time.monotonic() + self._timeout().total_seconds()
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -229,12 +230,12 @@ class RedisStore(dist.Store):
             # Plain commands may be sent twice, so the wait is shorter than what counts as a broken connection.
             step = min(left, 10.0)
             many = [("BLMOVE", queue, place, "LEFT", "LEFT", f"{max(step, 0.001):.3f}"), ("LRANGE", place, 0, -1)]
-            _, held = self.link.commands(deadline + 2.0, many)
+            _, held = self.link.commands(self._deadline(), many)
             if held:
                 # Newest first; what a repeated wait took besides goes back to the front.
                 for value in held[:-1]:
-                    self.link.command(deadline + 2.0, "LPUSH", queue, value)
-                self.link.change(deadline + 2.0, "delete", [place])
+                    self.link.command(self._deadline(), "LPUSH", queue, value)
+                self.link.change(self._deadline(), "delete", [place])
                 return held[-1]
 
 
@@ -256,7 +257,7 @@ class _Keeper:
         names, link = self._link.names, self._link
         try:
             while not self.sealed.wait(_DOOR_RENEWAL):
-                link.command(time.monotonic() + 60.0, "PEXPIRE", names.door, int(_DOOR * 1000))
+                link.command(time.monotonic() + 60.0, "PEXPIRE", names.door, DOOR_MS)
             while not self._stopped.wait(link.expiry_ms / 3000):
                 self.renew(link.expiry_ms)
         except (dist.DistError, ConfigError) as error:
@@ -288,14 +289,18 @@ def _open_door(door: Link, deadline: float) -> tuple[Names, str]:
         )
     mine = Names(door.names.job, door.names.attempt, uuid.uuid4().hex[:12])
     run_id = facts.get("run_id", "")
-    words = (mine.attempt, mine.epoch, door.expiry_ms, int(_DOOR * 1000), run_id)
+    words = (mine.attempt, mine.epoch, door.expiry_ms, DOOR_MS, run_id)
     before = door.command(deadline, "EVAL", OPEN, 2, mine.fence, mine.door, *words).decode()
-    if before and before != mine.token:
-        attempt, _, epoch = before.partition(":")
+    stood_open, token = before.startswith("+"), before.removeprefix("+")
+    if token and token != mine.token:
+        attempt, _, epoch = token.partition(":")
         old = Names(mine.job, int(attempt), epoch)
+        if old.door != mine.door:
+            stood_open = door.command(deadline, "DEL", old.door) == 1
         _purge(door, old, deadline)
-        wake = old.value(VERDICT)
-        door.commands(deadline, [("DEL", wake), ("RPUSH", wake, SUPERSEDED), ("PEXPIRE", wake, 60_000)])
+        if stood_open:
+            wake = old.value(VERDICT)
+            door.commands(deadline, [("DEL", wake), ("RPUSH", wake, SUPERSEDED), ("PEXPIRE", wake, 60_000)])
     return mine, run_id
 
 

@@ -135,8 +135,13 @@ class Connection:
         self._socket: socket.socket = plain
         try:
             if context is not None:
+                plain.settimeout(limit)
                 self._socket = context.wrap_socket(plain, server_hostname=address.host)
+                self._socket.settimeout(None)
             self._introduce(address, limit)
+        except TimeoutError:
+            self.close()
+            raise Broken("no answer to the TLS greeting; does the server speak TLS?") from None
         except OSError as error:
             self.close()
             raise _tls_error(address, error) if isinstance(error, ssl.SSLError) else Broken(_reason(error)) from None
@@ -256,7 +261,7 @@ def access_error(address: Address, text: str) -> ConfigError | None:
 
 def _tls_error(address: Address, error: ssl.SSLError) -> Exception:
     text = _reason(error)
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | TimeoutError):
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return Broken(text)
     if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
         return ConfigError(f"the server at {address} does not speak TLS; use redis:// in rendezvous.url")

@@ -30,6 +30,8 @@ from megascale.errors import ConfigError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
 from megascale.rendezvous.groups import Groups, lost_peer, make_groups
+from megascale.rendezvous.redis_store import RedisStore
+from megascale.rendezvous.resp import Address
 
 PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
 # Seconds that the keys of a failed start stay, so that every rank can still read what went wrong.
@@ -178,12 +180,6 @@ def connect(config: Config, rank: int, world: int, timeout: float) -> dist.Store
 
 def _redis_store(config: Config, rank: int, timeout: float) -> dist.Store:
     """The Redis store, opened by rank 0."""
-    try:
-        from megascale.rendezvous.redis_store import Address, RedisStore
-    except ImportError:
-        raise ConfigError(
-            f"rendezvous.url={config.rendezvous.url!r} needs the package redis; run: pip install 'megascale[redis]'"
-        ) from None
     settings = config.rendezvous
     secret = settings.password.get_secret_value() if settings.password else os.environ.get(PASSWORD_VARIABLE)
     address = Address.parse(

@@ -25,6 +25,7 @@ from megascale.ops import dispatch
 from megascale.optim.schedule import learning_rate
 from megascale.rendezvous.groups import lost_peer, shutdown
 from megascale.rendezvous.start import initialise
+from megascale.train.clock import StepClock
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluate import Evaluation, evaluate_file
 from megascale.train.processes import Place, memory_gib
@@ -100,7 +101,7 @@ class Trainer:
         self._unread: tuple[dict[str, Any], StepResult] | None = None
         self._stopping = False  # agreed by all ranks
         self._told = False
-        self._started = self._read_at = 0.0
+        self.clock = StepClock(place.device)
         self._loss: float | None = None
 
     # the run ----------------------------------------------------------------------------------------------------
@@ -173,11 +174,13 @@ class Trainer:
 
     def _train_step(self, wants_stop: bool) -> None:
         train = self.config.train
-        step, first, started = self.step + 1, self.consumed, time.perf_counter()
+        step, first = self.step + 1, self.consumed
         self.status.update("train", step)
         rate = learning_rate(self.config.lr, step, train.steps)
+        self.clock.start()
         self.engine.start_gather()
         result = self.engine.step(self._batches(first), step, rate, wants_stop)
+        self.clock.stop()
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
         if not self._told:
@@ -195,7 +198,6 @@ class Trainer:
             ids = self.source.ids(first, train.global_batch)
             digest = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
             append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": digest})
-        self._started = started
         if self.place.device.type == "cpu":
             self._flush()  # nothing runs ahead on a CPU
 
@@ -219,9 +221,7 @@ class Trainer:
         (record, result), self._unread = self._unread, None
         loss, norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
-        now = time.perf_counter()
-        seconds = now - max(self._started, self._read_at)
-        self._read_at = now
+        seconds = self.clock.read()
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
         record["memory_gib"] = memory_gib(self.place.device)
@@ -256,7 +256,7 @@ class Trainer:
             self._event(Event.CHECKPOINT_FAILED, step=self.step, message=str(error))
             raise
         self._event(Event.CHECKPOINT_SAVED, step=self.step, path=path.name, seconds=time.perf_counter() - started)
-        self._read_at = time.perf_counter()
+        self.clock.pause()
 
     def _resume(self) -> None:
         attempt = 0
@@ -297,7 +297,7 @@ class Trainer:
         for sink in self.sinks:
             sink.write(record)
         self._event(Event.EVALUATED, step=self.step, loss=found.loss, bits_per_byte=found.bits_per_byte)
-        self._read_at = time.perf_counter()
+        self.clock.pause()
         return found
 
     # telling ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,115 @@
+"""Staging memory as a trainer sees it: shared with the service, page-locked where there is a device to copy from."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megascale.checkpoint.archive import element_size
+from megascale.checkpoint.index import Index
+from megascale.checkpoint.layout import Shard
+from megascale.checkpoint.plan import Part, data_file, make_offer
+from megascale.checkpoint.saver import Slice, dtype_name
+from megascale.checkpoint.storage import PAGE
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Outcome:
+    """What became of a save.
+
+    Attributes:
+        step: which.
+        committed: it stands in storage, whole. Only the first process learns of it; on others, and for copies that
+            stay in memory, it is False with an empty `why`.
+        why: what went wrong, "" if nothing did.
+        bytes: size of the checkpoint.
+        stall: seconds that training stood still for it on this process, copy included.
+        seconds: from the start of the copy to the end of the service's work (to the commit where that is known).
+        replica: what went wrong with the copy to a peer, None if nothing did.
+    """
+
+    step: int
+    committed: bool = False
+    why: str = ""
+    bytes: int = 0
+    stall: float = 0.0
+    seconds: float = 0.0
+    replica: str | None = None
+
+
+@dataclass
+class Copy:
+    """A copy under way."""
+
+    outcome: Outcome
+    message: dict[str, Any]
+    started: float
+    copied: threading.Event = field(default_factory=threading.Event)
+    event: torch.cuda.Event | None = None
+    waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+
+class Staging:
+    """One image in shared memory, seen from the trainer, with the thread that looks after it."""
+
+    def __init__(self, handle: int, size: int, index: Index, chunks: Sequence[Slice], device: torch.device) -> None:
+        self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        os.close(handle)
+        self.pinned = device.type == "cuda" and _pin(self.map, max(size, PAGE))
+        memory = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for row, chunk in enumerate(chunks):
+            at, info = int(index.columns["data"][row]), chunk.info
+            count = chunk.box.count * element_size(info.dtype)
+            target = memory[at : at + count].view(getattr(torch, info.dtype)).reshape(chunk.box.sizes)
+            self.pairs.append((target, chunk.view()))
+        self.free = threading.Event()
+        self.free.set()
+        self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+
+    def close(self) -> None:
+        """Give the memory back to the service alone."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_char.from_buffer(self.map)))
+            self.pinned = False
+        self.pairs.clear()
+        with contextlib.suppress(BufferError):  # a tensor still looks at it; then it goes with that
+            self.map.close()
+
+
+def _pin(memory: mmap.mmap, size: int) -> bool:
+    """Page-lock shared memory for copies from the device; False (and a line in the log) where that is refused."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    code = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+    if int(code) != 0:
+        log.warning("%s bytes of staging memory could not be page-locked (CUDA error %s): slow copies", size, code)
+        return False
+    return True
+
+
+def own_index(shards: Sequence[Shard], part: Part, rank: int) -> Index:
+    """The chunks that this process writes, in file order."""
+    offer = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
+    columns = {
+        "tensor": offer.tensor[part.chunks],
+        "in_file": np.zeros(len(part.chunks), np.int32),
+        "start": part.start,
+        "length": part.length,
+        "data": part.data,
+        "crc": np.zeros(len(part.chunks), np.uint32),
+        "box": offer.box[part.chunks],
+    }
+    return Index(offer.tensors, [data_file(rank)], columns)

@@ -1,0 +1,157 @@
+"""Plots of runs: what lies along the bottom, averages, gaps, and pictures of the right runs; Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.api import load_config, train
+from megascale.errors import ConfigError, DataError
+from megascale.observe.metrics import Wandb
+from megascale.observe.plots import Curves, plot_runs, read_metrics, smooth, unit
+
+
+def record(step: int, loss: float) -> dict:
+    return {"step": step, "tokens": 512 * step, "loss": loss, "learning_rate": 1e-3, "grad_norm": 1.0, "seconds": 1.8}
+
+
+RECORDS = [
+    record(1, 4.0),
+    record(2, 3.0),
+    {"step": 2, "tokens": 1024, "valid_loss": 3.5},
+    record(3, float("nan")),
+    record(4, 2.0),
+    {"step": 4, "tokens": 2048, "valid_loss": 2.5},
+]
+
+
+def run_folder(path: Path, records: list[dict]) -> Path:
+    path.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("axis", "places"),
+    [
+        ("tokens", [512, 1024, 1536, 2048]),
+        ("steps", [1, 2, 3, 4]),
+        ("hours", [0.0005, 0.0010, 0.0015, 0.0020]),
+    ],
+)
+def test_each_axis_places_steps_and_evaluations(axis, places):
+    curves = Curves.of("a", RECORDS, axis)
+    assert curves.x == pytest.approx(places)
+    assert curves.held_out == [(pytest.approx(places[1]), 3.5), (pytest.approx(places[3]), 2.5)]
+    assert math.isnan(curves.loss[2])
+    assert "held out 2.500" in curves.label()
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=50), st.sampled_from([0.0, 0.5, 0.95]))
+def test_an_average_lies_among_what_it_averages(values, weight):
+    out = smooth(values, weight)
+    assert out[0] == pytest.approx(values[0])
+    for i, value in enumerate(out):
+        assert min(values[: i + 1]) - 1e-9 <= value <= max(values[: i + 1]) + 1e-9
+    if weight == 0:
+        assert out == pytest.approx(values)
+
+
+def test_gaps_stay_out_of_the_average():
+    out = smooth([math.nan, 2.0, math.nan, 2.0], 0.9)
+    assert math.isnan(out[0])
+    assert out[1:] == pytest.approx([2, 2, 2])
+
+
+def test_units_keep_numbers_short():
+    assert [unit(n)[1] for n in (7, 7e3, 7e6, 7e9, 3e11, 2e13)] == [
+        "",
+        "thousands",
+        "millions",
+        "billions",
+        "billions",
+        "trillions",
+    ]
+
+
+@pytest.mark.parametrize("axis", ["tokens", "steps", "hours"])
+@pytest.mark.parametrize("weight", [0.0, 0.9])
+def test_several_runs_in_one_picture(tmp_path, axis, weight):
+    runs = [run_folder(tmp_path / part / "same", RECORDS) for part in ("a", "b")]
+    out = plot_runs(runs, tmp_path / "new" / "out.png", x=axis, smoothing=weight)
+    assert out.read_bytes()[:4] == b"\x89PNG"
+    one = plot_runs(runs[:1], tmp_path / "one.png", x=axis, smoothing=weight)
+    assert one.read_bytes() != out.read_bytes()
+
+
+def test_a_folder_without_steps_is_named(tmp_path):
+    with pytest.raises(DataError, match="metrics"):
+        read_metrics(tmp_path)
+    with pytest.raises(DataError, match="not finished a step"):
+        read_metrics(run_folder(tmp_path / "a", [{"step": 0, "valid_loss": 1.0}]))
+    whole = run_folder(tmp_path / "b", RECORDS)
+    with open(whole / "metrics.jsonl", "a") as out:
+        out.write('{"step": 5, "lo')  # a crash cut the last line
+    assert len(read_metrics(whole)) == len(RECORDS)
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """Records of a file in LevelDB's log format, as Weights & Biases keeps offline runs: 32 KiB blocks of parts, each
+    with a checksum, a length and whether it is a whole record (1) or its first, a middle or its last part (2, 3, 4)."""
+    at, whole = 7, b""  # after the file's own header
+    while at < len(data):
+        if (1 << 15) - at % (1 << 15) < 7:
+            at += (1 << 15) - at % (1 << 15)
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+
+
+def offline_records(run: Path) -> list[dict]:
+    """What offline runs of Weights & Biases keep."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        for data in log_records(file.read_bytes()):
+            part = wandb_internal_pb2.Record()
+            part.ParseFromString(data)
+            if part.history.item:
+                found.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in part.history.item})
+    return found
+
+
+def test_weights_and_biases_gets_every_step_and_goes_on_after_a_resume(tiny, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = tmp_path / "runs" / "tiny"
+    for steps in (2, 4):
+        train(load_config(tiny, [f"--train.steps={steps}", "--observe.wandb=mine"]))
+    kept = offline_records(run)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["_step"]: record["loss"] for record in kept if "loss" in record}
+    assert losses == {r["step"]: r["loss"] for r in metrics if "loss" in r}
+    assert sorted(losses) == [1, 2, 3, 4]
+    assert any("valid_loss" in record for record in kept)
+    identity = (run / "wandb-id").read_text().strip()
+    assert all(path.name.endswith(identity) for path in run.glob("wandb/offline-run-*"))
+    assert len(list(run.glob("wandb/offline-run-*"))) == 2
+
+
+def test_weights_and_biases_missing_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"observe\.wandb='mine'.*megascale\[wandb\]"):
+        Wandb("mine", tmp_path, {})
+    assert not os.listdir(tmp_path)

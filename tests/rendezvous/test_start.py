@@ -1,0 +1,367 @@
+"""Starts of real processes with gloo: the groups are right, wrong starts are told on every rank, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megascale import config
+from megascale.errors import ConfigError, FitError, TrainingError
+from megascale.rendezvous.groups import shutdown
+from megascale.rendezvous.plan import AXIS_KINDS
+from megascale.rendezvous.start import initialise, is_loopback, job_facts, job_name
+
+from .conftest import free_port, needs_redis
+
+
+def start(rank: int, world: int, overrides: list[str]):
+    return initialise(config.load(None, overrides), rank=rank, world=world, local_rank=rank, device="cpu")
+
+
+def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> dict[str, object]:
+    """Start, use every group, leave; returns what each gave."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    groups = start(rank, world, overrides)
+    seen: dict[str, object] = {"seconds": time.perf_counter() - began, "report": groups.report()}
+    for kind in [*AXIS_KINDS, "embedding"]:
+        group = getattr(groups, kind)
+        if group is not None:
+            total = torch.tensor([2.0**rank])
+            dist.all_reduce(total, group=group)
+            seen[kind] = [r for r in range(world) if int(total.item()) >> r & 1]
+    for direction in ("forward", "backward"):
+        sender, receiver = getattr(groups, f"send_{direction}"), getattr(groups, f"recv_{direction}")
+        work = []
+        if sender is not None:
+            work.append(dist.isend(torch.tensor([float(rank)]), sender.peer, group=sender.group))
+        if receiver is not None:
+            came = torch.zeros(1)
+            work.append(dist.irecv(came, receiver.peer, group=receiver.group))
+        for handle in work:
+            handle.wait()
+        seen[direction] = (None if sender is None else sender.peer, None if receiver is None else int(came.item()))
+    if pause:
+        for step in range(200):
+            dist.all_reduce(torch.ones(1))
+            if rank == 0 and step == 50:
+                open(pause, "w").close()
+            time.sleep(0.01)
+    shutdown(groups)
+    return seen
+
+
+@pytest.mark.parametrize("store", ["env", pytest.param("redis", marks=needs_redis)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "virtual"), [(2, 2, 2), (1, 4, 1), (1, 3, 2), (2, 1, 1), (1, 8, 2), (1, 1, 1)]
+)
+def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, virtual, request):
+    world = 6 if pipeline == 3 else 8
+    overrides = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"parallel.virtual_stages={virtual}"]
+    server = request.getfixturevalue("redis_server")() if store == "redis" else None
+    if server is not None:
+        overrides.append(f"rendezvous.url={server.url}")
+    ranks.start(use_groups, range(world), world, overrides)
+    found = ranks.results(world)
+    from megascale.core.grid import Coordinate, Grid
+
+    grid = Grid.of_world(world, tensor, pipeline)
+    for rank, seen in found.items():
+        assert isinstance(seen, dict), seen
+        at = grid.coordinate(rank)
+        for kind, axes in AXIS_KINDS.items():
+            members = grid.group(axes, rank)
+            assert seen.get(kind) == (members if len(members) > 1 else None), kind
+        ends = [grid.rank(Coordinate(stage, at.data, at.tensor)) for stage in (0, pipeline - 1)]
+        tied = pipeline > 1 and at.pipeline in (0, pipeline - 1)
+        assert seen.get("embedding") == (ends if tied else None)
+        for direction, step in (("forward", 1), ("backward", -1)):
+            to, come = at.pipeline + step, at.pipeline - step
+            ring = virtual > 1 and pipeline > 1
+
+            def peer(stage: int) -> int | None:
+                inside = 0 <= stage < pipeline
+                return grid.rank(Coordinate(stage % pipeline, at.data, at.tensor)) if inside or ring else None  # noqa: B023
+
+            assert seen[direction] == (peer(to), peer(come)), direction
+    if server is not None:
+        assert server.keys() == []
+
+
+def test_ranks_with_different_settings_all_fail(ranks):
+    ranks.start(start, [0, 1], 3, ["lr.peak=0.1"])
+    ranks.start(start, [2], 3, ["lr.peak=0.2"])
+    for error in ranks.results(3).values():
+        assert isinstance(error, ConfigError)
+        assert "lr.peak is 0.2 on rank 2 but 0.1 on ranks 0-1" in str(error)
+
+
+def test_a_rank_that_never_comes_is_named(ranks, request):
+    ranks.start(start, [0, 2], 3, ["rendezvous.timeout=1"])
+    for error in ranks.results(2).values():
+        assert isinstance(error, TrainingError)
+        assert "rank 1 of 3 did not come" in str(error)
+
+
+def test_without_rank_zero_there_is_no_store(ranks):
+    ranks.start(start, [1], 2, ["rendezvous.timeout=1"])
+    error = ranks.results(1)[1]
+    assert isinstance(error, TrainingError)
+    assert "could not reach the store of rank 0" in str(error)
+
+
+@needs_redis
+def test_redis_missing_ranks_are_named_and_keys_vanish(ranks, redis_server):
+    server = redis_server()
+    ranks.start(start, [0, 2], 3, ["rendezvous.timeout=1", f"rendezvous.url={server.url}"])
+    for error in ranks.results(2).values():
+        assert "rank 1 of 3 did not come" in str(error)
+    assert all(server.ask("PTTL", key) <= 60_000 for key in server.keys())  # noqa: SIM118
+
+
+@needs_redis
+def test_redis_without_rank_zero(ranks, redis_server):
+    ranks.start(start, [1], 2, ["rendezvous.timeout=1", f"rendezvous.url={redis_server().url}"])
+    error = ranks.results(1)[1]
+    assert isinstance(error, TrainingError)
+    assert "rank 0 did not open job" in str(error)
+
+
+@needs_redis
+def test_redis_that_is_not_there(ranks):
+    port = free_port()
+    ranks.start(start, [0, 1], 2, ["rendezvous.timeout=1", f"rendezvous.url=redis://:secret@127.0.0.1:{port}"])
+    for error in ranks.results(2).values():
+        assert isinstance(error, TrainingError)
+        assert f"127.0.0.1:{port}" in str(error)
+        assert "secret" not in str(error)
+
+
+@needs_redis
+def test_redis_with_another_password(ranks, redis_server, monkeypatch):
+    server = redis_server("--requirepass", "s3cret")
+    place = f"127.0.0.1:{server.port}"
+    ranks.start(start, range(2), 2, [f"rendezvous.url=redis://:guess@{place}"])
+    for error in ranks.results(2).values():
+        assert isinstance(error, ConfigError)
+        assert "refuses the user or password" in str(error)
+        assert "guess" not in str(error)
+    monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "s3cret")
+    ranks.start(use_groups, range(2), 2, [f"rendezvous.url=redis://{place}"])
+    assert all(isinstance(seen, dict) for seen in ranks.results(2).values())
+
+
+@needs_redis
+@pytest.mark.parametrize("memory", [(), ("--appendonly", "yes")])
+def test_redis_restarted_during_the_start(ranks, redis_server, memory):
+    """The server dies while seven of eight ranks wait for the last, with and without its memory."""
+    server = redis_server(*memory)
+    overrides = ["parallel.tensor=2", "parallel.pipeline=2", f"rendezvous.url={server.url}"]
+    ranks.start(use_groups, range(7), 8, overrides)
+    deadline = time.monotonic() + 30
+    while b"blocked_clients:7" not in server.ask("INFO", "clients"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.restart()
+    ranks.start(use_groups, [7], 8, overrides)
+    found = ranks.results(8)
+    assert all(isinstance(seen, dict) for seen in found.values()), found
+    assert server.keys() == []
+
+
+@needs_redis
+@pytest.mark.parametrize("memory", [(), ("--appendonly", "yes")])
+def test_redis_restarted_during_training(ranks, redis_server, tmp_path, memory):
+    server = redis_server(*memory)
+    flag = tmp_path / "training"
+    ranks.start(use_groups, range(4), 4, [f"rendezvous.url={server.url}"], str(flag))
+    deadline = time.monotonic() + 60
+    while not flag.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.restart()
+    found = ranks.results(4)
+    assert all(isinstance(seen, dict) for seen in found.values()), found
+    assert server.keys() == []
+
+
+@needs_redis
+def test_redis_killed_at_any_moment_of_the_start(ranks, redis_server):
+    """Restarted again and again without memory, a start still comes to its end."""
+    server = redis_server()
+    stop = threading.Event()
+
+    def trouble() -> None:
+        for pause in (0.02, 0.05, 0.08, 0.11, 0.15, 0.2):
+            if stop.wait(pause):
+                return
+            server.restart()
+
+    overrides = ["parallel.tensor=2", "parallel.pipeline=2", f"rendezvous.url={server.url}"]
+    thread = threading.Thread(target=trouble)
+    thread.start()
+    ranks.start(use_groups, range(4), 4, overrides)
+    try:
+        found = ranks.results(4)
+    finally:
+        stop.set()
+        thread.join()
+    assert all(isinstance(seen, dict) for seen in found.values()), found
+
+
+def die(rank: int, world: int, overrides: list[str]) -> None:
+    """Start; rank 1 then ends without a word, the others wait for it."""
+    groups = start(rank, world, overrides)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1))
+    finally:
+        shutdown(groups, failed=True)
+
+
+@needs_redis
+def test_a_second_attempt_after_a_crash(ranks, redis_server, monkeypatch):
+    """A job dies; the next attempt starts at once, and what the first left is removed by it."""
+    server = redis_server()
+    overrides = [f"rendezvous.url={server.url}"]
+    monkeypatch.setenv("MEGASCALE_JOB", "job")
+    ranks.start(die, range(3), 3, overrides)
+    assert all(isinstance(error, RuntimeError) for error in ranks.results(2).values())
+    assert server.keys() != []
+    monkeypatch.setenv("MEGASCALE_ATTEMPT", "1")
+    ranks.start(use_groups, range(3), 3, overrides)
+    assert all(isinstance(seen, dict) for seen in ranks.results(3).values())
+    assert server.keys() == []
+
+
+@needs_redis
+def test_the_same_attempt_started_again_after_a_crash(ranks, redis_server):
+    """Nobody counted the attempt up; the second start still does not take the first one's keys for its own."""
+    server = redis_server()
+    overrides = [f"rendezvous.url={server.url}"]
+    ranks.start(die, range(3), 3, overrides)
+    ranks.results(2)
+    ranks.start(use_groups, [1, 2], 3, overrides)  # before rank 0, so that old keys are all there is
+    time.sleep(0.3)
+    ranks.start(use_groups, [0], 3, overrides)
+    assert all(isinstance(seen, dict) for seen in ranks.results(3).values())
+    assert server.keys() == []
+
+
+def test_one_process_needs_no_address(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    groups = start(0, 1, [])
+    assert groups.lanes() == []
+    assert groups.tensor is groups.data_reduce is groups.model is None
+    shutdown(groups)
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):
+        start(0, 2, [])
+
+
+def test_addresses_that_are_wrong(ranks, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "many")
+    with pytest.raises(ConfigError, match="MASTER_PORT='many'"):
+        start(0, 2, [])
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    import socket
+
+    with (
+        socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))),
+        pytest.raises(ConfigError, match="choose a free port"),
+    ):
+        start(0, 2, [])
+    monkeypatch.setenv("USE_LIBUV", "0")
+    with pytest.raises(ConfigError, match="unset USE_LIBUV"):
+        start(0, 2, [])
+    with pytest.raises(ConfigError, match="unknown scheme"):
+        start(0, 2, ["rendezvous.url=etcd://somewhere"])
+
+
+def test_a_layout_that_does_not_divide(ranks):
+    ranks.start(start, range(3), 3, ["parallel.tensor=2"])
+    assert all(isinstance(error, FitError) for error in ranks.results(3).values())
+
+
+def test_the_store_listens_on_loopback_only(ranks):
+    ranks.start(_listening, [0], 2, ["rendezvous.timeout=1"])
+    assert ranks.results(1)[0] == {"0100007F"}
+
+
+def _listening(rank: int, world: int, overrides: list[str]) -> set[str]:
+    """Addresses (as in /proc) that this process listens on while it waits for the others."""
+    port = f"{int(os.environ['MASTER_PORT']):04X}"
+    found: set[str] = set()
+
+    def look() -> None:
+        while not found:
+            for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+                for line in Path(file).read_text().splitlines()[1:]:
+                    local, state = line.split()[1], line.split()[3]
+                    if local.endswith(f":{port}") and state == "0A":
+                        found.add(local.split(":")[0])
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    with pytest.raises(TrainingError):
+        start(rank, world, overrides)
+    thread.join()
+    return found
+
+
+def test_passwords_stay_out_of_sight():
+    loaded = config.load(None, ["rendezvous.url=redis://me:s3cr%3At@host:6379/2"])
+    assert loaded.rendezvous.url == "redis://me@host:6379/2"
+    assert loaded.rendezvous.password.get_secret_value() == "s3cr:t"
+    shown = f"{loaded!r} {loaded} {loaded.to_toml()} {job_facts(loaded)} {loaded.model_dump()}"
+    assert "s3cr" not in shown
+    assert "password" not in loaded.to_toml()
+    assert config.load(None, ["rendezvous.url=redis://:pw@host"]).rendezvous.url == "redis://host"
+
+
+def test_job_names(monkeypatch):
+    for name in ("MEGASCALE_JOB", "MEGASCALE_ATTEMPT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    loaded = config.load(None, ["train.name=big"])
+    monkeypatch.setenv("MASTER_ADDR", "h")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert job_name(loaded) == ("big-@h:1", 0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert job_name(loaded)[1] == 3
+    monkeypatch.setenv("MEGASCALE_JOB", "j")
+    monkeypatch.setenv("MEGASCALE_ATTEMPT", "7")
+    assert job_name(loaded) == ("j", 7)
+    monkeypatch.setenv("MEGASCALE_ATTEMPT", "last")
+    with pytest.raises(ConfigError, match="MEGASCALE_ATTEMPT='last'"):
+        job_name(loaded)
+    assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "node7")] == [True] * 3 + [False] * 2
+
+
+@needs_redis
+def test_torchs_own_init_method(ranks, redis_server):
+    server = redis_server()
+    ranks.start(_by_url, range(3), 3, f"{server.url}/1?job=mine&attempt=2")
+    assert ranks.results(3) == dict.fromkeys(range(3), 3.0)
+    keys = [key for key in server.ask("INFO", "keyspace").decode().splitlines() if key.startswith("db")]
+    assert [key[:3] for key in keys] == ["db1"]
+
+
+def _by_url(rank: int, world: int, url: str) -> float:
+    from megascale.rendezvous.redis_store import register
+
+    register()
+    register()
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.barrier()
+    dist.destroy_process_group()
+    return total.item()
