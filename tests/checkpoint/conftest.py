@@ -25,8 +25,11 @@ context.set_forkserver_preload(
 )
 
 
-def _child(rank: int, size: int, store: str, results: Any, function: Callable[..., Any], args: tuple) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _child(
+    rank: int, size: int, store: str, environment: dict, results: Any, function: Callable[..., Any], args: tuple
+) -> None:
+    # The server may have been started before a fixture set its variables.
+    os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -43,7 +46,9 @@ def run_group(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
         children = [
-            context.Process(target=_child, args=(rank, size, f"{folder}/store", results, function, args))
+            context.Process(
+                target=_child, args=(rank, size, f"{folder}/store", dict(os.environ), results, function, args)
+            )
             for rank in range(size)
         ]
         for child in children:
