@@ -21,6 +21,7 @@ from megascale.checkpoint.memory import ask
 from megascale.checkpoint.pending import finish_pending
 from megascale.checkpoint.replica import partners
 from megascale.config import CheckpointConfig
+from megascale.errors import DataError
 
 from .conftest import assert_same, blank, context, cut, logical_state, run_group, whole
 
@@ -230,6 +231,20 @@ def test_whole_save_without_commit_is_finished_at_the_next_start(run: Path) -> N
     assert checkpointer.load() == {"step": 3}
     assert_same(got, logical_state(3))
     assert finish_pending(storage) == []
+
+
+def test_a_first_save_that_died_is_as_none(run: Path) -> None:
+    storage = LocalStorage(run / "checkpoints")
+    storage.write("step-3/00000001-abcdabcd-00000.distcp", b"half")
+    checkpointer = Checkpointer(_config(background=False), run, whole(logical_state(1)))
+    assert checkpointer.load() is None
+    checkpointer.save(3, {})
+    assert [o.committed for o in checkpointer.poll()] == [True]
+    assert len(storage.list("step-3")) == 4
+    # An unreadable COMMIT is another matter: there was something.
+    (run / "checkpoints" / "step-3" / "COMMIT").write_bytes(b"{}")
+    with pytest.raises(DataError, match="half-written"):
+        checkpointer.load()
 
 
 def _uncommit(storage: LocalStorage) -> None:

@@ -39,7 +39,7 @@ class Case:
     def twin(self) -> dict[str, Any]:
         """The same training on one process, all samples of a step at once."""
         whole = {**self.tree["train"], "micro_batch": self.tree["train"]["global_batch"]}
-        return {**self.tree, "parallel": {}, "train": whole}
+        return {**self.tree, "parallel": {}, "overlap": {}, "train": whole}
 
 
 def case(
@@ -54,6 +54,7 @@ def case(
     model: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
+    overlap: dict[str, Any] | None = None,
 ) -> Case:
     """`microbatches` is what a data-parallel rank runs in a step."""
     tree = {
@@ -61,6 +62,7 @@ def case(
         "model": {**SMALL["model"], **(model or {})},
         "optimizer": {**SMALL["optimizer"], **(optimizer or {})},
         "train": {**SMALL["train"], **(train or {})},
+        "overlap": overlap or {},
         "parallel": {
             "tensor": tensor,
             "pipeline": pipeline,
@@ -208,4 +210,5 @@ def cases(draw: st.DrawFn) -> Case:
         model=model,
         optimizer={"name": pick("adamw", "lamb"), "clip": pick(0.3, 0.0)},
         train={"micro_batch": pick(1, 2), "seed": pick(1, 2)},
+        overlap={"tensor": pick("auto", "async", "off"), "data": pick(True, False)},
     )

@@ -19,8 +19,8 @@ def _fused():
     dispatch.configure("auto")
 
 
-def test_every_operator_is_checked_and_timed(capsys):
-    result = run(TINY, torch.device("cpu"), 0.0)
+def test_every_operator_is_checked_and_timed(capsys, tmp_path):
+    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
     assert [row for row in result["rows"] if row["error"]] == []
     assert len(result["rows"]) >= 29
     assert all(row["fused"] for row in result["rows"])
@@ -30,8 +30,8 @@ def test_every_operator_is_checked_and_timed(capsys):
     assert "layer norm" in capsys.readouterr().out
 
 
-def test_a_wrong_kernel_and_a_crash_are_rows():
-    bench = Bench(TINY, torch.device("cpu"), 0.0)
+def test_a_wrong_kernel_and_a_crash_are_rows(tmp_path):
+    bench = Bench(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
     bench.facts["copy_bytes_per_s"] = 1e9
     case = cases(TINY, bench.device)[0]
     right = case.fused

@@ -193,6 +193,20 @@ def test_redis_restarted_during_training(ranks, redis_server, tmp_path, memory):
 
 
 @needs_redis
+def test_a_server_that_is_gone_at_the_end_does_not_spoil_the_run(ranks, redis_server, tmp_path):
+    server = redis_server()
+    flag = tmp_path / "training"
+    ranks.start(use_groups, range(2), 2, [f"rendezvous.url={server.url}"], str(flag))
+    deadline = time.monotonic() + 60
+    while not flag.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.kill()
+    found = ranks.results(2)
+    assert all(isinstance(seen, dict) for seen in found.values()), found
+
+
+@needs_redis
 def test_redis_killed_at_any_moment_of_the_start(ranks, redis_server):
     """Restarted again and again without memory, a start still comes to its end."""
     server = redis_server()
@@ -236,6 +250,7 @@ def test_a_second_attempt_after_a_crash(ranks, redis_server, monkeypatch):
     ranks.start(die, range(3), 3, overrides)
     assert all(isinstance(error, RuntimeError) for error in ranks.results(2).values())
     assert server.keys() != []
+    assert all(server.ask("PTTL", key) <= 60_000 for key in server.keys())  # noqa: SIM118
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "1")
     ranks.start(use_groups, range(3), 3, overrides)
     assert all(isinstance(seen, dict) for seen in ranks.results(3).values())
@@ -289,6 +304,14 @@ def test_addresses_that_are_wrong(ranks, monkeypatch):
 def test_a_layout_that_does_not_divide(ranks):
     ranks.start(start, range(3), 3, ["parallel.tensor=2"])
     assert all(isinstance(error, FitError) for error in ranks.results(3).values())
+
+
+@needs_redis
+def test_a_layout_that_does_not_divide_leaves_nothing_for_long(ranks, redis_server):
+    server = redis_server()
+    ranks.start(start, range(3), 3, ["parallel.tensor=2", f"rendezvous.url={server.url}"])
+    assert all(isinstance(error, FitError) for error in ranks.results(3).values())
+    assert all(server.ask("PTTL", key) <= 60_000 for key in server.keys())  # noqa: SIM118
 
 
 def test_the_store_listens_on_loopback_only(ranks):

@@ -3,7 +3,6 @@ PyTorch, torch.compile and the time its bytes need at the copy rate of the same 
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,8 +80,9 @@ def main(
     cuda = torch.cuda.is_available()
     if not cuda and not tiny:
         raise ConfigError("megascale bench kernels measures a CUDA device and none is visible; --tiny runs the checks")
-    result = run(TINY if tiny else Sizes(), torch.device("cuda" if cuda else "cpu"), 0.0 if tiny else compile_until)
-    out.write_text(json.dumps(result, indent=1))
+    result = run(
+        TINY if tiny else Sizes(), torch.device("cuda" if cuda else "cpu"), 0.0 if tiny else compile_until, out
+    )
     show(result)
     wrong = [row["op"] for row in result["rows"] if row["error"]]
     if wrong:

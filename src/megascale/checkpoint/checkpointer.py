@@ -91,7 +91,8 @@ class Checkpointer:
             state = self._load_held(sequence, identity, step, shards, report)
             if state is not None:
                 return state
-        there = self.peers.share(bool(folders.step_folders(storage)) if self.peers.rank == 0 else None)
+        # A first save that died half-way leaves nothing to load and nothing lost: as if there were none.
+        there = self.peers.share(any(folders.survey(storage)) if self.peers.rank == 0 else None)
         if not there and step is None:
             return None
         state = load(self.folder, shards, step=step, group=self.group, report=report)

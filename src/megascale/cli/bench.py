@@ -10,6 +10,7 @@ import typer
 BENCHES: tuple[str, ...] = (
     "init",
     "kernels",
+    "layouts",
     "schedules",
     "tokenize",
     "train",

@@ -8,10 +8,11 @@ start-up print.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,11 @@ from megascale.rendezvous.faults import StoreFault
 from megascale.rendezvous.plan import DIRECTIONS, GroupSpec, plan_groups, rank_groups
 
 __all__ = ["GroupSpec", "Groups", "Lane", "lost_peer", "make_groups", "plan_groups", "rank_groups", "shutdown"]
+
+
+log = logging.getLogger(__name__)
+AFTERLIFE = 60.0  # seconds that the keys of a failed run stay, so that every rank can still read what went wrong
+_LEAVE = 10.0  # seconds that the end of a run waits for the others or for the store
 
 
 @dataclass(frozen=True)
@@ -238,7 +244,7 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
     """Leave all groups and the store; every rank calls it at the end.
 
     The last rank to leave removes the job's keys from a Redis server. With `failed` (an error is under way, peers
-    may be lost) nothing waits for anybody, and keys are left to expire.
+    may be lost) nothing waits for anybody, and rank 0 lets the keys expire within a minute.
     """
     if dist.is_initialized():
         if failed:
@@ -248,16 +254,26 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
     store, groups.root_store, groups.store, groups.world = groups.root_store, None, None, None
     if store is None:
         return
-    if not failed:
-        last = store.add("left", 1) == groups.grid.world
-        if hasattr(store, "remove_all"):
-            if last:
-                store.remove_all()
-        elif last:
-            store.set("all left", "1")
-        elif groups.rank == 0:
-            # Rank 0 serves the store: the others' last calls must find it.
-            with suppress(dist.DistError):
-                store.wait(["all left"], timedelta(seconds=10))
+    try:
+        store.set_timeout(timedelta(seconds=_LEAVE))
+        if not failed:
+            _leave(store, groups)
+        elif hasattr(store, "expire_soon"):
+            store.expire_soon(AFTERLIFE)
+    except dist.DistError as error:
+        # The work is done and saved; only the tidying is not.
+        log.warning("rank %d could not sign off at the store: %s", groups.rank, str(error).splitlines()[0])
     if hasattr(store, "close"):
         store.close()
+
+
+def _leave(store: Any, groups: Groups) -> None:
+    last = store.add("left", 1) == groups.grid.world
+    if hasattr(store, "remove_all"):
+        if last:
+            store.remove_all()
+    elif last:
+        store.set("all left", "1")
+    elif groups.rank == 0:
+        # Rank 0 serves the store: the others' last calls must find it.
+        store.wait(["all left"], timedelta(seconds=_LEAVE))

@@ -99,10 +99,10 @@ class RedisStore(dist.Store):
         self.link.command(deadline, "EVAL", drop, 2, names.fence, names.door, names.token)
 
     def expire_soon(self, seconds: float) -> None:
-        """Owner, after a failed start: let the keys vanish once the others have read what went wrong."""
+        """Owner, after a failure: let the keys vanish once the others have read what went wrong."""
         if self._keeper is not None:
             self._keeper.stop()
-            self._keeper.renew(int(seconds * 1000))
+            self._keeper.renew(int(seconds * 1000), _PATIENCE)
 
     def close(self) -> None:
         """Let go of the server; the data stays. Clones end with their original."""
@@ -259,15 +259,15 @@ class _Keeper:
             while not self.sealed.wait(_DOOR_RENEWAL):
                 link.command(time.monotonic() + 60.0, "PEXPIRE", names.door, DOOR_MS)
             while not self._stopped.wait(link.expiry_ms / 3000):
-                self.renew(link.expiry_ms)
+                self.renew(link.expiry_ms, 60.0)
         except (dist.DistError, ConfigError) as error:
             if not self._stopped.is_set():
                 log.warning("keys of job %r are no longer kept from expiring: %s", names.job, error)
 
-    def renew(self, expiry_ms: int) -> None:
-        """Set the expiry of every key of the epoch."""
+    def renew(self, expiry_ms: int, patience: float) -> None:
+        """Set the expiry of every key of the epoch; StoreFault if the server is away for `patience` seconds."""
         names, link = self._link.names, self._link
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + patience
         keys = [names.fence, names.index, names.done, names.life]
         for batch in _index(link, names, deadline):
             keys += batch

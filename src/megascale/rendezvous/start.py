@@ -16,26 +16,27 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 import megascale
-from megascale.config import Config
 from megascale.core.grid import Grid
-from megascale.errors import ConfigError, MegascaleError, TrainingError
+from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
-from megascale.rendezvous.groups import Groups, lost_peer, make_groups
+from megascale.rendezvous.groups import AFTERLIFE, Groups, lost_peer, make_groups
 from megascale.rendezvous.redis_store import RedisStore
 from megascale.rendezvous.resp import Address
 
+if TYPE_CHECKING:
+    from megascale.config import Config
+
 PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
-# Seconds that the keys of a failed start stay, so that every rank can still read what went wrong.
-_AFTERLIFE = 60.0
 # Above this many ranks gloo's default full mesh of connections (each rank to all) is made on demand instead.
 _GLOO_MESH = 256
 
@@ -71,9 +72,10 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
     store = _meet(config, rank, world, lap)
     try:
         groups = _start_groups(config, store, rank, world, device, lap)
-    except StoreFault as error:
-        raise TrainingError(str(error)) from None
-    except RuntimeError as error:
+    except BaseException as error:
+        _abandon(store, error, (rank, world) if isinstance(error, FitError) else None)
+        if isinstance(error, StoreFault):
+            raise TrainingError(str(error)) from None
         why = lost_peer(error)
         if why is None:
             raise
@@ -96,25 +98,32 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
         left = max(0.1, deadline - time.monotonic())
         store = connect(config, rank, world, left)
         lap("connect")
-        redis_store: Any = store if hasattr(store, "link") else None
         try:
             agree(store, rank, world, facts, left)
-            if redis_store is not None:
-                redis_store.seal()
+            if isinstance(store, RedisStore):
+                store.seal()
             lap("agree")
             return store
         except BaseException as error:
-            if redis_store is not None:
-                if not isinstance(error, Fenced):
-                    redis_store.expire_soon(_AFTERLIFE)
-                redis_store.close()
-            elif isinstance(error, MegascaleError):
-                see_off(store, rank, world)
+            _abandon(store, error, (rank, world) if isinstance(error, MegascaleError) else None)
             if isinstance(error, Superseded):
                 continue
             if isinstance(error, dist.DistError):
                 raise TrainingError(f"the start broke off on rank {rank}: {_first_line(error)}") from None
             raise
+
+
+def _abandon(store: dist.Store, error: BaseException, others: tuple[int, int] | None) -> None:
+    """After a failed start: leave nothing in a Redis server for long, or, with `others` = (rank, world), stay until
+    the others have read in rank 0's store what is wrong with the start."""
+    with suppress(dist.DistError, ConfigError):
+        if not isinstance(store, RedisStore):
+            if others is not None:
+                see_off(store, *others)
+        elif not isinstance(error, Fenced):
+            store.expire_soon(AFTERLIFE)
+    if isinstance(store, RedisStore):
+        store.close()
 
 
 def _start_groups(
@@ -158,7 +167,7 @@ def _start_groups(
 def _at_exit(groups: weakref.ref[Groups]) -> None:
     """A process that ends without `shutdown`: torch's threads must not wait in a store that runs in Python."""
     left = groups()
-    if left is not None and left.root_store is not None and hasattr(left.root_store, "link"):
+    if left is not None and isinstance(left.root_store, RedisStore):
         left.root_store.close()
 
 

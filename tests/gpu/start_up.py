@@ -1,0 +1,344 @@
+"""Start-up over TCPStore and over Redis on real GPUs, and whether a Redis store slows training steps.
+
+One file to run on a GPU host, in under two minutes; it needs torch and megascale's sources, no pydantic:
+
+    PYTHONPATH=src python tests/gpu/start_up.py --redis-server PATH --out start_up.json
+
+For each store, twice in turn: N processes start, make and warm the groups of a 3D layout over NCCL, run steps of
+matrix products and collectives, and leave. Reported: seconds by phase, milliseconds a step, how often torch's
+threads called into the store meanwhile and how long they held it. Then three ends that must not hang: a rank that
+leaves without shutdown, a rank that is killed while the others wait for it, and a server restarted during steps.
+`--device cpu` runs the same with gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+LIMIT = 60  # seconds for any set of processes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# One rank
+
+WATCHED = ("set", "get", "add", "wait", "check", "compare_set", "deleteKey", "append", "multi_get", "multi_set")
+
+
+def settings(url: str, world: int) -> Any:
+    """What `initialise` reads of a configuration."""
+    tensor, pipeline = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (2, 2)}.get(world, (1, 1))
+    return SimpleNamespace(
+        rendezvous=SimpleNamespace(
+            url=url,
+            password=None,
+            tls_ca=None,
+            tls_certificate=None,
+            tls_key=None,
+            timeout=30.0,
+            group_timeout=20.0,
+            expiry=3600.0,
+        ),
+        parallel=SimpleNamespace(tensor=tensor, pipeline=pipeline, virtual_stages=2, data=None, gpus_per_host=8),
+        model=SimpleNamespace(tied_embeddings=True),
+        train=SimpleNamespace(name="gpu-start-up"),
+        model_dump=lambda mode: {"parallel": {"tensor": tensor, "pipeline": pipeline}},
+    )
+
+
+class Calls:
+    """Counts what goes to a Redis store, by thread and kind, and the time it takes."""
+
+    def __init__(self) -> None:
+        self.count: dict[str, int] = {}
+        self.seconds = 0.0
+        self.keys: list[str] = []
+        from megascale.rendezvous.redis_store import RedisStore
+
+        for name in WATCHED:
+            setattr(RedisStore, name, self._counting(name, getattr(RedisStore, name)))
+
+    def _counting(self, name: str, real: Any) -> Any:
+        def call(store: Any, *words: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return real(store, *words)
+            finally:
+                self.seconds += time.perf_counter() - began
+                where = "main" if threading.current_thread() is threading.main_thread() else "background"
+                self.count[f"{where} {name}"] = self.count.get(f"{where} {name}", 0) + 1
+                if words:
+                    self.keys.append(f"{name} {words[0] if isinstance(words[0], str) else list(words[0])[:2]}")
+
+        return call
+
+    def take(self) -> dict[str, Any]:
+        """What came since the last time."""
+        found = {"calls": self.count, "seconds": round(self.seconds, 4), "keys": self.keys[:60]}
+        self.count, self.seconds, self.keys = {}, 0.0, []
+        return found
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank: start, steps, leave; writes what it saw."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    began = time.perf_counter()
+    import torch
+    import torch.distributed as dist
+
+    from megascale.rendezvous.groups import shutdown
+    from megascale.rendezvous.start import initialise
+
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if arguments.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.ones(1, device=device).sum().item()  # the context, which is not the store's matter
+    seen: dict[str, Any] = {"rank": rank, "import and device": time.perf_counter() - began}
+    redis = arguments.url.startswith("redis")
+    calls = Calls() if redis else None
+    began = time.perf_counter()
+    groups = initialise(settings(arguments.url, world), rank=rank, world=world, local_rank=rank, device=device)
+    seen["start"] = time.perf_counter() - began
+    seen["phases"] = groups.timings
+    if calls:
+        seen["calls at start"] = calls.take()
+    if arguments.end == "lost" and rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    failed = False
+    try:
+        seen["steps"] = steps(groups, device, arguments)
+        if calls:
+            seen["calls in steps"] = calls.take()
+    except (RuntimeError, dist.DistError) as error:
+        failed = True
+        seen["lost"] = str(error).splitlines()[0][:200]
+    if arguments.end == "no shutdown" and not failed:
+        Path(arguments.answer, f"{rank}.json").write_text(json.dumps(seen))
+        sys.exit(0)
+    began = time.perf_counter()
+    shutdown(groups, failed=failed)
+    seen["shutdown"] = time.perf_counter() - began
+    Path(arguments.answer, f"{rank}.json").write_text(json.dumps(seen))
+
+
+def steps(groups: Any, device: Any, arguments: argparse.Namespace) -> dict[str, float]:
+    """Steps of matrix products, collectives of each kind and host work in Python, as training has them."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = device.type == "cuda"
+    size = 4096 if cuda else 128
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+    flat = torch.randn(1 << (24 if cuda else 14), device=device)
+    times = []
+    for step in range(arguments.steps):
+        began = time.perf_counter()
+        for _ in range(8):
+            b = a @ a
+            if groups.tensor is not None:
+                dist.all_reduce(b, group=groups.tensor)
+            sum(range(2000))  # Python that holds the interpreter
+        for group in (groups.data_reduce, groups.model, groups.stage):
+            if group is not None:
+                dist.all_reduce(flat, group=group)
+        lanes(groups, a)
+        # As training does: a flag of the world, read on the host.
+        flag = torch.zeros(1, device=device)
+        if groups.grid.world > 1:
+            dist.all_reduce(flag)
+        assert float(flag) == 0.0
+        times.append(time.perf_counter() - began)
+        flat.zero_()
+        if step == 20 and groups.rank == 0:
+            Path(arguments.answer, "stepping").touch()
+    kept = sorted(times[10:])
+    ms = {"mean": statistics.fmean(kept), "median": kept[len(kept) // 2], "p99": kept[int(len(kept) * 0.99)]}
+    return {name: 1e3 * value for name, value in ms.items()}
+
+
+def lanes(groups: Any, tensor: Any) -> None:
+    """A transfer on every lane."""
+    import torch
+    import torch.distributed as dist
+
+    handles, places = [], []
+    for send, receive in (
+        (groups.send_forward, groups.recv_forward),
+        (groups.send_backward, groups.recv_backward),
+    ):
+        if send is not None:
+            handles.append(dist.isend(tensor, send.peer, group=send.group))
+        if receive is not None:
+            places.append(torch.empty_like(tensor))
+            handles.append(dist.irecv(places[-1], receive.peer, group=receive.group))
+    for handle in handles:
+        handle.wait()
+
+
+# All ranks
+
+
+def run(arguments: argparse.Namespace, url: str, end: str = "", steps: int = 0, restart: Any = None) -> dict[str, Any]:
+    """N ranks on one store; what they saw, and how they ended."""
+    with tempfile.TemporaryDirectory() as answer:
+        common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        common |= {"WORLD_SIZE": str(arguments.ranks), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        words = [sys.executable, __file__, "--worker", "--url", url, "--answer", answer, "--end", end]
+        words += ["--device", arguments.device, "--steps", str(steps or arguments.steps)]
+        logs = [open(Path(answer, f"{rank}.log"), "w+") for rank in range(arguments.ranks)]  # noqa: SIM115
+        began = time.perf_counter()
+        ranks = [
+            subprocess.Popen(
+                words, env=common | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=logs[r], stderr=subprocess.STDOUT
+            )
+            for r in range(arguments.ranks)
+        ]
+        if restart is not None:
+            while not Path(answer, "stepping").exists() and time.perf_counter() - began < LIMIT:
+                time.sleep(0.01)
+            restart()
+        hung = []
+        for rank, process in enumerate(ranks):
+            try:
+                process.wait(max(0.1, LIMIT - (time.perf_counter() - began)))
+            except subprocess.TimeoutExpired:
+                hung.append(rank)
+                process.kill()
+                process.wait()
+        whole = time.perf_counter() - began
+        seen = {
+            r: json.loads(Path(answer, f"{r}.json").read_text())
+            for r in range(arguments.ranks)
+            if Path(answer, f"{r}.json").exists()
+        }
+        said = {}
+        for rank, log in enumerate(logs):
+            log.seek(0)
+            said[rank] = log.read()[-1500:]
+            log.close()
+        codes = [process.returncode for process in ranks]
+        bad = {rank: said[rank] for rank in said if codes[rank] != 0 or rank in hung}
+        return {"seconds": whole, "exit codes": codes, "hung": hung, "ranks": seen, "logs": bad}
+
+
+class Redis:
+    """A redis-server on loopback."""
+
+    def __init__(self, program: str) -> None:
+        self.program, self.port = program, free_port()
+        self.start()
+
+    def start(self) -> None:
+        words = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
+        self.process = subprocess.Popen([self.program, *words], stdout=subprocess.DEVNULL)
+        for _ in range(500):
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+        raise SystemExit(f"{self.program} does not start")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def keys(self) -> int:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as link:
+            link.sendall(b"DBSIZE\r\n")
+            return int(link.recv(100).strip(b":\r\n"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=0, help="default: the host's GPUs")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--redis-server", default="redis-server")
+    parser.add_argument("--out", default="start_up.json")
+    parser.add_argument("--url", default="env://")
+    parser.add_argument("--answer", default="")
+    parser.add_argument("--end", default="")
+    parser.add_argument("--worker", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments)
+        return
+    import torch
+
+    arguments.ranks = arguments.ranks or torch.cuda.device_count() or 2
+    redis = Redis(arguments.redis_server)
+    url = f"redis://127.0.0.1:{redis.port}"
+    name = torch.cuda.get_device_name(0) if arguments.device == "cuda" else "cpu"
+    record: dict[str, Any] = {"device": f"{arguments.ranks} x {name}", "torch": torch.__version__, "runs": []}
+    try:
+        for turn in range(2):
+            for store, place in (("tcp", "env://"), ("redis", url)):
+                found = run(arguments, place) | {"store": store, "turn": turn, "keys left": redis.keys()}
+                record["runs"].append(found)
+                report(found)
+        for end in ("no shutdown", "lost"):
+            found = run(arguments, url, end, steps=50) | {"store": "redis", "end": end}
+            record["runs"].append(found)
+            report(found)
+        found = run(arguments, url, steps=100, restart=redis.restart) | {"store": "redis", "end": "server restarted"}
+        found["keys left"] = redis.keys()
+        record["runs"].append(found)
+        report(found)
+    finally:
+        redis.stop()
+        Path(arguments.out).write_text(json.dumps(record, indent=1))
+    best = {
+        store: [r for r in record["runs"] if r["store"] == store and "end" not in r and r["ranks"]]
+        for store in ("tcp", "redis")
+    }
+    for store, runs in best.items():
+        start = min(max(rank["start"] for rank in r["ranks"].values()) for r in runs)
+        step = min(r["ranks"][0]["steps"]["median"] for r in runs if 0 in r["ranks"])
+        print(f"BEST {store}: start {start:.3f} s, median step {step:.3f} ms")
+
+
+def report(found: dict[str, Any]) -> None:
+    ranks = found["ranks"].values()
+    starts = [f"{rank['start']:.3f}" for rank in ranks]
+    step = [f"{rank['steps']['median']:.3f}/{rank['steps']['p99']:.3f}" for rank in ranks if "steps" in rank]
+    print(f"{found['store']:6} {found.get('end', ''):17} start s {starts} step ms median/p99 {step}", end=" ")
+    print(f"codes {found['exit codes']} hung {found['hung']} whole {found['seconds']:.1f} s", end=" ")
+    print(f"keys left {found.get('keys left', '-')}")
+    for rank in list(ranks)[:1]:
+        print("   phases ms:", {name: round(1e3 * seconds) for name, seconds in rank["phases"].items()})
+        for when in ("calls at start", "calls in steps"):
+            if when in rank:
+                print(f"   {when}:", rank[when]["calls"], f"{rank[when]['seconds']} s")
+        if "lost" in rank:
+            print("   lost:", rank["lost"], f"shutdown {rank['shutdown']:.2f} s")
+    for rank, text in list(found["logs"].items())[:2]:
+        print(f"   rank {rank} said: ...{text[-400:]}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
