@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.api import load_config, train
 from megascale.errors import ConfigError, DataError
 from megascale.observe.metrics import Wandb
 from megascale.observe.plots import Curves, plot_runs, read_metrics, smooth, unit
@@ -133,13 +132,13 @@ def offline_records(run: Path) -> list[dict]:
     return found
 
 
-def test_weights_and_biases_gets_every_step_and_goes_on_after_a_resume(tiny, tmp_path, monkeypatch):
+def test_weights_and_biases_gets_every_step_and_goes_on_after_a_resume(tiny, megascale, tmp_path):
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "runs" / "tiny"
-    for steps in (2, 4):
-        train(load_config(tiny, [f"--train.steps={steps}", "--observe.wandb=mine"]))
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    for steps in (2, 4):  # in processes of their own: the package's file is whole once its process has ended
+        found = megascale("train", tiny, f"--train.steps={steps}", "--observe.wandb=mine", env=offline)
+        assert found.returncode == 0, found.stderr
     kept = offline_records(run)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = {record["_step"]: record["loss"] for record in kept if "loss" in record}
