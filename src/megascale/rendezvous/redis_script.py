@@ -141,8 +141,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[4])
 return answer
 """
 
-# KEYS: fence, door. ARGV: attempt, epoch, expiry ms, door's expiry ms, run id. Answers the fence as it was, behind "+"
-# if the door stood open: then somebody may have joined the start that ends here.
+# KEYS: fence, door. ARGV: attempt, epoch, expiry ms, door's expiry ms, run id.
 OPEN = """
 local token = redis.call('GET', KEYS[1])
 if token then
@@ -150,10 +149,10 @@ if token then
   if tonumber(string.sub(token, 1, cut - 1)) > tonumber(ARGV[1]) then return redis.error_reply('FENCED ' .. token) end
 end
 redis.call('SET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], 'PX', ARGV[3])
-local open = redis.call('DEL', KEYS[2])
+redis.call('DEL', KEYS[2])
 redis.call('RPUSH', KEYS[2], ARGV[2] .. ' ' .. ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
-return (open == 1 and '+' or '') .. (token or '')
+return 1
 """
 
 # The server came back without its memory. KEYS: fence, index, done, life, door. ARGV: token, expiry ms, run id, the

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megascale.errors import ConfigError
 from megascale.rendezvous.agree import VERDICT
-from megascale.rendezvous.faults import StoreFault, Superseded
+from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
 from megascale.rendezvous.redis_link import Link, parse_info
 from megascale.rendezvous.redis_script import DOOR_MS, OPEN, SUPERSEDED, Names
 from megascale.rendezvous.resp import Address
@@ -255,14 +255,17 @@ class _Keeper:
 
     def _run(self) -> None:
         names, link = self._link.names, self._link
-        try:
-            while not self.sealed.wait(_DOOR_RENEWAL):
-                link.command(time.monotonic() + 60.0, "PEXPIRE", names.door, DOOR_MS)
-            while not self._stopped.wait(link.expiry_ms / 3000):
-                self.renew(link.expiry_ms, 60.0)
-        except (dist.DistError, ConfigError) as error:
-            if not self._stopped.is_set():
-                log.warning("keys of job %r are no longer kept from expiring: %s", names.job, error)
+        while not self._stopped.is_set():
+            try:
+                if not self.sealed.wait(_DOOR_RENEWAL):
+                    link.command(time.monotonic() + 60.0, "PEXPIRE", names.door, DOOR_MS)
+                elif not self._stopped.wait(link.expiry_ms / 3000):
+                    self.renew(link.expiry_ms, 60.0)
+            except (Fenced, ConfigError):
+                return
+            except StoreFault as error:
+                if not self._stopped.is_set():
+                    log.warning("keys of job %r were not kept from expiring, trying again: %s", names.job, error)
 
     def renew(self, expiry_ms: int, patience: float) -> None:
         """Set the expiry of every key of the epoch; StoreFault if the server is away for `patience` seconds."""
@@ -277,9 +280,9 @@ class _Keeper:
 
 def _open_door(door: Link, deadline: float) -> tuple[Names, str]:
     """Owner: take the job, and clear away what an older start left."""
-    facts: dict[str, str] = {}
-    for text in door.commands(deadline, [("INFO", "server"), ("INFO", "memory")]):
-        facts |= parse_info(text)
+    ours = door.names
+    *texts, token = door.commands(deadline, [("INFO", "server"), ("INFO", "memory"), ("GET", ours.fence)])
+    facts = {name: value for text in texts for name, value in parse_info(text).items()}
     policy = facts.get("maxmemory_policy", "noeviction")
     if facts.get("maxmemory", "0") != "0" and policy != "noeviction":
         log.warning(
@@ -287,21 +290,26 @@ def _open_door(door: Link, deadline: float) -> tuple[Names, str]:
             door.address,
             policy,
         )
-    mine = Names(door.names.job, door.names.attempt, uuid.uuid4().hex[:12])
+    mine = Names(ours.job, ours.attempt, uuid.uuid4().hex[:12])
     run_id = facts.get("run_id", "")
+    old = Names(ours.job, *_parts(token)) if token else mine
+    # Somebody may have joined the start that ends here if its door stands open.
+    stood_open = door.command(deadline, "EXISTS", old.door) == 1
     words = (mine.attempt, mine.epoch, door.expiry_ms, DOOR_MS, run_id)
-    before = door.command(deadline, "EVAL", OPEN, 2, mine.fence, mine.door, *words).decode()
-    stood_open, token = before.startswith("+"), before.removeprefix("+")
-    if token and token != mine.token:
-        attempt, _, epoch = token.partition(":")
-        old = Names(mine.job, int(attempt), epoch)
+    door.command(deadline, "EVAL", OPEN, 2, mine.fence, mine.door, *words)
+    if old != mine:
         if old.door != mine.door:
-            stood_open = door.command(deadline, "DEL", old.door) == 1
+            door.command(deadline, "DEL", old.door)
         _purge(door, old, deadline)
         if stood_open:
             wake = old.value(VERDICT)
             door.commands(deadline, [("DEL", wake), ("RPUSH", wake, SUPERSEDED), ("PEXPIRE", wake, 60_000)])
     return mine, run_id
+
+
+def _parts(token: bytes) -> tuple[int, str]:
+    attempt, _, epoch = token.decode().partition(":")
+    return int(attempt), epoch
 
 
 def _pass_door(door: Link, deadline: float) -> tuple[Names, str]:
