@@ -253,9 +253,26 @@ def test_all_waiters_wake_and_nobody_polls(opened, redis_server):
     assert got == [b"now"] * 20
 
 
+def test_a_time_out_keeps_the_connection(opened, redis_server):
+    """Thousands of ranks whose wait ends at once must not all connect anew."""
+    server = redis_server()
+    store = opened(server)
+    store.seal()
+    store.set("k", "v")
+    before = _statistic(server, "total_connections_received")
+    for _ in range(3):
+        with pytest.raises(dist.DistStoreError):
+            store.wait(["absent"], timedelta(milliseconds=20))
+    assert store.get("k") == b"v"
+    assert _statistic(server, "total_connections_received") == before + 1  # the question itself
+
+
 def _commands(server: Server) -> int:
-    text = server.ask("INFO", "stats").decode()
-    return int(text.partition("total_commands_processed:")[2].split()[0])
+    return _statistic(server, "total_commands_processed")
+
+
+def _statistic(server: Server, name: str) -> int:
+    return int(server.ask("INFO", "stats").decode().partition(f"{name}:")[2].split()[0])
 
 
 KEYS = st.sampled_from(["a", "b", "c/d"])

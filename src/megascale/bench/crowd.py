@@ -39,7 +39,7 @@ Part = Callable[["Store", int], list[float]]
 Connect = Callable[[int], "Store"]
 
 _STACK = 256 * 1024
-_SPARE = 200  # open files of a process besides its connections
+_SPARE = 1200  # open files of a process besides its connections
 
 
 def free_port() -> int:
@@ -107,7 +107,7 @@ def serve_redis(clients: int, program: str = "redis-server", *options: str) -> I
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         words = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", folder]
-        words += ["--maxclients", str(clients + 100), "--tcp-backlog", "4096", *options]
+        words += ["--maxclients", str(clients + 1000), "--tcp-backlog", "4096", *options]
         process = subprocess.Popen([found, *words], stdout=subprocess.DEVNULL)
         try:
             _until_listening(port, process)

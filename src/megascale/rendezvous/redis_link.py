@@ -117,15 +117,19 @@ class Link:
     def take(self, deadline: float, keys: Sequence[str]) -> list[bytes]:
         """The values of `keys` (full names), waiting for those that are not there; DistStoreError at `deadline`."""
         values: list[bytes] = []
+        owed = 0  # answers that are still on their way
 
         def once(connection: Connection) -> None:
+            nonlocal owed
             while len(values) < len(keys):
                 part = keys[len(values) : len(values) + _PIPELINE]
                 left = max(0.001, deadline - time.monotonic())
                 wait = f"{left:.3f}"
                 connection.send(*[("BLMOVE", key, key, "LEFT", "LEFT", wait) for key in part])
-                for _ in part:
+                owed = len(part)
+                while owed:
                     value = _answer(connection, deadline, longest=float("inf"))
+                    owed -= 1
                     if value is None:
                         return
                     values.append(value)
@@ -134,8 +138,8 @@ class Link:
             try:
                 self._persist(slot, once, deadline)
             finally:
-                if len(values) < len(keys):
-                    slot.drop()  # answers may still be on their way
+                if owed:
+                    slot.drop()
         if len(values) < len(keys):
             raise DistStoreError(keys[len(values)])
         if SUPERSEDED in values:
