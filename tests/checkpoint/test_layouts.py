@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import LoadReport, Shard, load, save
+from megascale.checkpoint.index import Index, TensorInfo
 from megascale.checkpoint.layout import slices, split
 from megascale.checkpoint.plan import make_offer, make_plan
+from megascale.checkpoint.reading import Want, assign_readers, moves, rounds
 from megascale.core.tensors import Box
 from megascale.errors import TrainingError
 
@@ -157,3 +159,49 @@ def test_cover_check_is_exact(shape: tuple[int, ...], data: st.DataObject) -> No
     else:
         with pytest.raises(ValueError, match="t: "):
             make_plan([offer])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_each_chunk_is_read_once_by_someone_who_can(data: st.DataObject) -> None:
+    """Random needs and holders: one reader each, balanced where all need all, rounds in bounds and the same rows."""
+    ranks, files = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 4))
+    count = data.draw(st.integers(1, 60))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    columns = {name: np.zeros(count, np.int64) for name in ("tensor", "data", "crc")}
+    columns |= {
+        "in_file": rng.integers(0, files, count),
+        "start": np.arange(count) * 100,
+        "length": rng.integers(1, 100, count),
+        "box": np.zeros((count, 2, 1), np.int64),
+    }
+    index = Index({"t": TensorInfo((1,), "float32")}, [f"f{i}" for i in range(files)], columns)
+    share = data.draw(st.sampled_from([0.2, 0.7, 1.0]))
+    needs = [np.flatnonzero(rng.random(count) < share) for _ in range(ranks)]
+    wants = [Want(rows, np.zeros((len(rows), 2, 1), np.int64)) for rows in needs]
+    holders = None
+    if data.draw(st.booleans()):
+        holders = {f"f{i}": sorted({int(rng.integers(ranks)) for _ in range(2)}) for i in range(files)}
+    reader = assign_readers(index, wants, holders)
+    for row in range(count):
+        who = [rank for rank in range(ranks) if row in needs[rank]]
+        if not who:
+            assert reader[row] == -1
+            continue
+        able = who if holders is None else [r for r in who if r in holders[index.file(row)]]
+        assert reader[row] in (able or holders[index.file(row)])
+    if holders is None and share == 1.0:
+        loads = np.bincount(reader, columns["length"], minlength=ranks)
+        assert loads.max() - loads.min() <= 200
+    limit = data.draw(st.integers(50, 2000))
+    schedule = rounds(index, reader, wants, limit)
+    walked = [(rank, row) for parts in schedule for rank, rows in enumerate(parts) for row in rows.tolist()]
+    assert sorted(walked) == sorted((int(reader[row]), row) for row in range(count) if reader[row] >= 0)
+    fans = np.sum([np.isin(np.arange(count), rows) for rows in needs], axis=0)
+    for parts in schedule:
+        for rows in parts:
+            costs = columns["length"][rows] * np.maximum(fans[rows] - 1, 1)
+            assert costs.sum() - (costs.max() if len(rows) else 0) <= limit
+    moved = moves(reader, wants)
+    for row in range(count):
+        assert moved[row] == any(row in needs[r] and reader[row] != r for r in range(ranks))

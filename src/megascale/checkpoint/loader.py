@@ -25,7 +25,7 @@ from megascale.checkpoint.index import Index
 from megascale.checkpoint.layout import Shard, overlap, slices
 from megascale.checkpoint.mismatch import explain_mismatch
 from megascale.checkpoint.peers import Peers
-from megascale.checkpoint.reading import Want, assign_readers, info_of, rounds, spans, want
+from megascale.checkpoint.reading import Want, assign_readers, info_of, moves, rounds, spans, want
 from megascale.checkpoint.storage import Storage, open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError
@@ -181,14 +181,17 @@ def fill(
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
-    schedule = rounds(index, assign_readers(index, wants, holders), wants)
+    reader = assign_readers(index, wants, holders)
+    schedule, moved = rounds(index, reader, wants), moves(reader, wants)
     with ThreadPoolExecutor(1) as ahead:
         pending: Future | None = None
         for number, parts in enumerate(schedule):
             data = (pending or ahead.submit(fetch, index, parts[peers.rank], read, report)).result()
             if number + 1 < len(schedule):
                 pending = ahead.submit(fetch, index, schedule[number + 1][peers.rank], read, report)
-            for row, box, tensor in _trade(index, parts, wants, data, peers, report):
+            # All know which rounds move anything; where each reads its own, nobody waits for anybody.
+            moving = any(moved[rows].any() for rows in parts)
+            for row, box, tensor in _trade(index, parts, wants, data, peers, report, moving):
                 for shard in by_name[index.name(row)]:
                     _copy(box, tensor, shard)
     found, report.damage = report.damage, []
@@ -225,11 +228,14 @@ def _trade(
     data: Mapping[int, torch.Tensor],
     peers: Peers,
     report: LoadReport,
+    moving: bool,
 ) -> list[tuple[int, Box, torch.Tensor]]:
     """One round: give the others what they need of `data`, get what this process needs; (row, box, elements)."""
     result = []
     sends: list[list[torch.Tensor]] = [[] for _ in wants]
     for rank, w in enumerate(wants):
+        if rank != peers.rank and not moving:
+            continue
         for row, part in _chosen(w, parts[peers.rank]):
             _, box = info_of(index, row, part)
             cut = data[row][slices(index.box(row), box)] if box.sizes else data[row]
@@ -237,7 +243,7 @@ def _trade(
                 result.append((row, box, cut))
             else:
                 sends[rank].append(cut.contiguous().reshape(-1).view(torch.uint8))
-    if peers.alone:
+    if not moving:
         return result
     expected: list[list[tuple[int, Box, str]]] = []
     for rank in range(peers.size):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import queue
 import shutil
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from megascale.checkpoint.storage import PAGE, Buffer, Sink
 
 _BLOCK = 8 << 20
+_BLOCKS = 4
 
 
 class Disk:
@@ -146,17 +148,19 @@ def _write_all(disk: Disk, handle: int, data: memoryview, at: int) -> None:
 
 class _FileSink:
     """Writes past the page cache where the file system lets it (several times faster than through it and kinder to
-    the loader's memory), one block behind the caller, so that gathering, checksums and the disk overlap."""
+    the loader's memory), some blocks behind the caller, so that gathering, checksums and the disk overlap."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self.disk, self.path = disk, path
         self._handle, self._direct = disk.create(path, direct=True)
-        self._blocks = [mmap.mmap(-1, _BLOCK) for _ in range(2)]
-        self._current = 0
+        self._block: mmap.mmap | None = None
         self._filled = 0
         self._size = 0
-        self._thread: threading.Thread | None = None
+        self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        self._made = 0
+        self._full: queue.SimpleQueue[tuple[mmap.mmap, int, int] | None] = queue.SimpleQueue()
         self._error: OSError | None = None
+        self._thread: threading.Thread | None = None
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data)
@@ -164,26 +168,27 @@ class _FileSink:
             if not self._filled and len(view) >= _BLOCK and self._aligned(view):
                 # Already laid out as the file wants it (staging memory): no copy.
                 whole = len(view) - len(view) % PAGE
-                self._wait()
+                self._settle()
                 self._put(view[:whole], self._size)
                 self._size += whole
                 view = view[whole:]
                 continue
+            block = self._block = self._block or self._take()
             count = min(len(view), _BLOCK - self._filled)
-            block = np.frombuffer(self._blocks[self._current], np.uint8)
-            block[self._filled : self._filled + count] = np.frombuffer(view[:count], np.uint8)
+            target = np.frombuffer(block, np.uint8)
+            target[self._filled : self._filled + count] = np.frombuffer(view[:count], np.uint8)
             self._filled += count
             view = view[count:]
             if self._filled == _BLOCK:
-                self._flush()
+                self._hand_over(_BLOCK)
 
     def finish(self) -> None:
         try:
             whole = self._filled - self._filled % PAGE
-            rest = bytes(self._blocks[self._current][whole : self._filled])
-            self._filled = whole
-            self._flush()
-            self._wait()
+            rest = bytes(self._block[whole : self._filled]) if self._block is not None else b""
+            if whole:
+                self._hand_over(whole)
+            self._settle()
             if rest:
                 self._put(memoryview(rest), self._size)
             self.disk.sync(self._handle)
@@ -193,7 +198,7 @@ class _FileSink:
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
-            self._wait()
+            self._settle()
         self._close()
         with contextlib.suppress(OSError):
             self.disk.remove(self.path)
@@ -201,23 +206,34 @@ class _FileSink:
     def _aligned(self, view: memoryview) -> bool:
         return np.frombuffer(view, np.uint8).ctypes.data % PAGE == 0
 
-    def _flush(self) -> None:
-        """Hand the filled block to the disk and go on with the other one."""
-        self._wait()
-        if not self._filled:
-            return
-        view, at = memoryview(self._blocks[self._current])[: self._filled], self._size
-        self._size += self._filled
-        self._thread = threading.Thread(target=self._put_quietly, args=(view, at), daemon=True)
-        self._thread.start()
-        self._current ^= 1
-        self._filled = 0
+    def _take(self) -> mmap.mmap:
+        """A block to fill: a new one, or the next that is written."""
+        if self._error is not None:
+            self._settle()
+        if self._made < _BLOCKS and self._free.empty():
+            self._made += 1
+            return mmap.mmap(-1, _BLOCK)
+        return self._free.get()
 
-    def _put_quietly(self, view: memoryview, at: int) -> None:
-        try:
-            self._put(view, at)
-        except OSError as error:
-            self._error = error
+    def _hand_over(self, count: int) -> None:
+        """Let the disk have the block."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        assert self._block is not None
+        self._full.put((self._block, count, self._size))
+        self._size += count
+        self._block, self._filled = None, 0
+
+    def _work(self) -> None:
+        while (item := self._full.get()) is not None:
+            block, count, at = item
+            try:
+                if self._error is None:
+                    self._put(memoryview(block)[:count], at)
+            except OSError as error:
+                self._error = error
+            self._free.put(block)
 
     def _put(self, view: memoryview, at: int) -> None:
         while len(view):
@@ -234,8 +250,10 @@ class _FileSink:
         fcntl.fcntl(self._handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._direct = False
 
-    def _wait(self) -> None:
+    def _settle(self) -> None:
+        """Wait until all that was handed over is written."""
         if self._thread is not None:
+            self._full.put(None)
             self._thread.join()
             self._thread = None
         if self._error is not None:

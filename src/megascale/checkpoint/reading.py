@@ -64,35 +64,52 @@ def assign_readers(
         holders: for each data file the processes that can read it (for copies in memory); None: all can.
     """
     c = index.columns
-    need = np.zeros((len(index), len(wants)), bool)
-    for rank, w in enumerate(wants):
-        need[w.rows, rank] = True
-    allowed = need
+    rows = np.concatenate([w.rows for w in wants])
+    ranks = np.repeat(np.arange(len(wants)), [len(w.rows) for w in wants])
     if holders is not None:
-        can = np.zeros((len(index.files), len(wants)), bool)
-        for number, name in enumerate(index.files):
-            can[number, list(holders[name])] = True
-        allowed = need & can[c["in_file"]]
-        # Nobody who needs it has it: any of those that have it reads it for them.
-        stranded = need.any(axis=1) & ~allowed.any(axis=1)
-        allowed[stranded] = can[c["in_file"][stranded]]
+        rows, ranks = _able(index, rows, ranks, holders, len(wants))
+    order = np.lexsort((ranks, rows))
+    rows, ranks = rows[order], ranks[order]
     reader = np.full(len(index), -1, np.int64)
-    kinds, kind = np.unique(np.packbits(allowed, axis=1), axis=0, return_inverse=True)
-    members = np.unpackbits(kinds, axis=1, count=len(wants)).astype(bool)
-    load = np.zeros(len(wants))
-    for k in np.argsort(members.sum(axis=1), kind="stable"):
-        candidates = np.flatnonzero(members[k])
-        rows = np.flatnonzero(kind.reshape(-1) == k)
-        if not len(candidates):
-            continue
-        rows = rows[np.lexsort((c["start"][rows], c["in_file"][rows]))]
-        ends = np.cumsum(c["length"][rows])
-        quota = _fill_up(load[candidates], float(ends[-1]))
-        # A chunk goes to the process in whose share its middle lies.
-        which = np.searchsorted(np.cumsum(quota), ends - c["length"][rows] / 2)
-        reader[rows] = candidates[np.minimum(which, len(candidates) - 1)]
-        load += np.bincount(reader[rows], c["length"][rows], minlength=len(wants))
+    if not len(rows):
+        return reader
+    first = np.flatnonzero(np.diff(rows, prepend=-1))
+    count = np.diff(np.append(first, len(rows)))
+    rows = rows[first]
+    # Chunks with the same candidates form a kind. A sum of random numbers, one a process, tells sets apart.
+    marks = np.random.default_rng(0).integers(0, 1 << 63, len(wants), np.uint64)
+    _, kind = np.unique(np.add.reduceat(marks[ranks], first), return_inverse=True)
+    alone = count == 1
+    reader[rows[alone]] = ranks[first[alone]]
+    load = np.bincount(ranks[first[alone]], c["length"][rows[alone]], minlength=len(wants)).astype(float)
+    shared = np.flatnonzero(~alone)
+    shared = shared[np.lexsort((c["start"][rows[shared]], c["in_file"][rows[shared]], kind[shared], count[shared]))]
+    for part in np.split(shared, np.flatnonzero(np.diff(kind[shared])) + 1):
+        if len(part):
+            candidates = ranks[first[part[0]] : first[part[0]] + count[part[0]]]
+            ends = np.cumsum(c["length"][rows[part]])
+            quota = _fill_up(load[candidates], float(ends[-1]))
+            # A chunk goes to the process in whose share its middle lies.
+            which = np.searchsorted(np.cumsum(quota), ends - c["length"][rows[part]] / 2)
+            reader[rows[part]] = candidates[np.minimum(which, len(candidates) - 1)]
+            load += np.bincount(reader[rows[part]], c["length"][rows[part]], minlength=len(wants))
     return reader
+
+
+def _able(
+    index: Index, rows: np.ndarray, ranks: np.ndarray, holders: Mapping[str, Sequence[int]], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the pairs (chunk, process that needs it) those whose process can read it; where none can, all that can."""
+    in_file = index.columns["in_file"].astype(np.int64)
+    able = [np.array(holders[name], np.int64) for name in index.files]
+    keys = np.concatenate([number * size + ranks_able for number, ranks_able in enumerate(able)])
+    hit = np.isin(in_file[rows] * size + ranks, keys)
+    stranded = np.setdiff1d(rows, rows[hit])
+    more = [able[in_file[row]] for row in stranded]
+    return (
+        np.concatenate([rows[hit], np.repeat(stranded, [len(m) for m in more])]),
+        np.concatenate([ranks[hit], *more]),
+    )
 
 
 def _fill_up(load: np.ndarray, amount: float) -> np.ndarray:
@@ -112,19 +129,37 @@ def rounds(index: Index, reader: np.ndarray, wants: Sequence[Want], limit: int =
 
     All processes compute the same rounds and walk through them together.
     """
+    c = index.columns
     fans = np.zeros(len(index), np.int64)
-    for w in wants:
-        fans[w.rows] += 1
-    result: list[list[np.ndarray]] = []
-    per_rank = []
-    for rank in range(len(wants)):
-        rows = np.flatnonzero(reader == rank)
-        rows = rows[np.lexsort((index.columns["start"][rows], index.columns["in_file"][rows]))]
-        cost = np.cumsum(index.columns["length"][rows] * np.maximum(fans[rows] - 1, 1))
-        cuts = (np.flatnonzero(np.diff(cost // limit)) + 1).tolist()
-        per_rank.append([part for part in np.split(rows, cuts) if len(part)])
-    for number in range(max((len(parts) for parts in per_rank), default=0)):
-        result.append([p[number] if number < len(p) else np.zeros(0, np.int64) for p in per_rank])
+    np.add.at(fans, np.concatenate([w.rows for w in wants]), 1)
+    rows = np.flatnonzero(reader >= 0)
+    rows = rows[np.lexsort((c["start"][rows], c["in_file"][rows], reader[rows]))]
+    if not len(rows):
+        return []
+    who = reader[rows]
+    cost = np.cumsum(c["length"][rows] * np.maximum(fans[rows] - 1, 1))
+    begins = np.flatnonzero(np.diff(who, prepend=-1))
+    before = np.zeros(len(wants), np.int64)
+    before[who[begins]] = np.append(0, cost)[begins]
+    slot = (cost - before[who] - 1) // limit
+    # Numbers of rounds without gaps, from 0 for each process.
+    new = (np.diff(who, prepend=-1) != 0) | (np.diff(slot, prepend=0) != 0)
+    number = np.cumsum(new)
+    base = np.zeros(len(wants), np.int64)
+    base[who[begins]] = number[begins]
+    number -= base[who]
+    nothing = np.zeros(0, np.int64)
+    result = [[nothing] * len(wants) for _ in range(int(number.max()) + 1)]
+    for part in np.split(np.arange(len(rows)), np.flatnonzero(new)[1:]):
+        result[int(number[part[0]])][int(who[part[0]])] = rows[part]
+    return result
+
+
+def moves(reader: np.ndarray, wants: Sequence[Want]) -> np.ndarray:
+    """[rows] whether some process needs a chunk that another reads."""
+    result = np.zeros(len(reader), bool)
+    for rank, w in enumerate(wants):
+        result[w.rows[reader[w.rows] != rank]] = True
     return result
 
 
