@@ -86,7 +86,7 @@ def print_end(config: Config, result: Result) -> None:
         console.rule("sample", align="left")
         console.print(config.train.sample_prompt + "".join(pieces), markup=False, soft_wrap=True)
         console.rule()
-        console.print(f"more: megascale generate {folder} --prompt 'import '", markup=False)
+        console.print(f"more: megascale generate {folder} --prompt import", markup=False)
 
 
 def print_evaluation(found: Evaluation) -> None:
