@@ -341,6 +341,8 @@ class Trainer:
             self.sinks.append(TensorBoard(self.folder.path / "tensorboard", self.step))
         if observe.wandb is not None:
             self.sinks.append(Wandb(observe.wandb, self.folder.path, self.config.model_dump(exclude_none=True)))
+        if self.groups is not None:
+            self._say(self.groups.report())
         if self.step:
             source = self.checkpointer.loaded_from
             where = "" if source == "storage" else f" from {source}"
