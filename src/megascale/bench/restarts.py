@@ -115,7 +115,8 @@ def restarts(
         calm.must_have_finished()
         progress.reset(bar, description="killed 0 times")
         dice = random.Random(seed)
-        killed, attempts = Run(configs[0], "killed"), []
+        killed = Run(configs[0], "killed")
+        attempts: list[Attempt] = []
         while (done := killed.steps()) < steps:
             progress.update(bar, completed=done, description=f"killed {len(attempts)} times")
             last = len(attempts) == kills
