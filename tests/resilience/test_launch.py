@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import torch
 from tests.conftest import lines
 
 from megascale import checkpoint
-from megascale.resilience.journal import Reader
+from megascale.resilience.journal import Reader, born
 from megascale.train.restore import restore
 
 
@@ -64,7 +65,7 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     assert job.events()[-2].kind == "job_done"
     # Nothing is left behind.
     for node in ("n0", "n1", "n2"):
-        assert not os.path.exists(f"/proc/{job.agent(node)}")
+        assert not born(job.agent(node))
 
     calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=2")
     assert calm.returncode == 0, calm.stderr
@@ -178,18 +179,8 @@ def test_agents_end_when_no_driver_comes_back(launch):
     agent = job.agent("n0")
     job.process.kill()
     job.process.wait()
-    import time
-
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and os.path.exists(f"/proc/{agent}") and _alive(agent):
+    while time.monotonic() < deadline and born(agent):
         time.sleep(0.05)
-    assert not _alive(agent)
+    assert not born(agent)
     assert checkpoint.latest(job.run / "checkpoints")  # the trainers saved first
-
-
-def _alive(pid: int) -> bool:
-    from megascale.resilience.journal import born
-
-    return born(pid) != 0
-
-
