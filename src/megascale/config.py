@@ -348,6 +348,17 @@ class ObserveConfig(Section):
     )
 
 
+class ResilienceConfig(Section):
+    """Training that runs itself (`megascale launch`)."""
+
+    checksum_interval: int = Field(
+        0,
+        ge=0,
+        description="steps between checksums of the weights, compared between data-parallel copies; 0: none",
+    )
+    faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
+
+
 class Config(Section):
     """The whole tree."""
 
@@ -362,6 +373,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     rendezvous: RendezvousConfig = RendezvousConfig()
     observe: ObserveConfig = ObserveConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
 
     @property
     def run_folder(self) -> Path:

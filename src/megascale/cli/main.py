@@ -23,6 +23,7 @@ COMMANDS: tuple[str, ...] = (
     "simulate",
     "bench",
     "doctor",
+    "hang",
 )
 
 app = typer.Typer(
