@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
     def hang(
         folder: Path = typer.Argument(
             ...,
-            help="Run folder, such as runs/stdlib, or a folder with copies of its status files or flight-recorder dumps.",
+            help="Run folder, such as runs/stdlib, or a folder with copies of status files or flight-recorder dumps.",
             show_default=False,
         ),
         ask: bool = typer.Option(True, help="Ask ranks that run on this host for their stacks and flight records."),

@@ -143,7 +143,7 @@ class Faults:
         """Samples come through a child process, and it stops."""
         source = self.trainer.source
         read = source.batch
-        inner, outer = os.pipe()
+        inner, _outer = os.pipe()
         child = os.fork()
         if child == 0:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its rank

@@ -103,7 +103,7 @@ def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5) -> Scene
 
 
 def process_state(pid: int, mark: str = "") -> ProcessState:
-    """State of a process on this host; "gone" too if it does not have the file `mark` mapped (its number was reused)."""
+    """State of a process here; "gone" too if it does not have the file `mark` mapped (its number was reused)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         letter = text.rpartition(")")[2].split()[0]
