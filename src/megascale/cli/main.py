@@ -15,6 +15,8 @@ COMMANDS: tuple[str, ...] = (
     "data",
     "plan",
     "train",
+    "launch",
+    "jobs",
     "evaluate",
     "generate",
     "plot",
