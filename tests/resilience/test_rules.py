@@ -64,15 +64,35 @@ def trace(error: str) -> str:
 EXITS = [
     ({"state": "signalled", "code": signal.SIGSEGV}, "segmentation_fault", "respawn"),
     ({"state": "signalled", "code": signal.SIGKILL}, "process_killed", "respawn"),
-    ({"state": "exited", "code": 1, "stderr_tail": trace("RuntimeError: CUDA error: an illegal memory access")}, "cuda_error", "respawn"),
-    ({"state": "exited", "code": 1, "stderr_tail": trace("torch.OutOfMemoryError: CUDA out of memory.")}, "out_of_memory", "respawn"),
-    ({"state": "exited", "code": 1, "message": "the disk of 'runs' is full: a checkpoint needs 9 bytes"}, "disk_full", "respawn"),
-    ({"state": "exited", "code": 1, "message": "the loss of step 7 is nan and training stopped"}, "nonfinite_loss", "diagnose"),
+    (
+        {"state": "exited", "code": 1, "stderr_tail": trace("RuntimeError: CUDA error: an illegal memory access")},
+        "cuda_error",
+        "respawn",
+    ),
+    (
+        {"state": "exited", "code": 1, "stderr_tail": trace("torch.OutOfMemoryError: CUDA out of memory.")},
+        "out_of_memory",
+        "respawn",
+    ),
+    (
+        {"state": "exited", "code": 1, "message": "the disk of 'runs' is full: a checkpoint needs 9 bytes"},
+        "disk_full",
+        "respawn",
+    ),
+    (
+        {"state": "exited", "code": 1, "message": "the loss of step 7 is nan and training stopped"},
+        "nonfinite_loss",
+        "diagnose",
+    ),
     ({"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}, "user_error", "respawn"),
     ({"state": "exited", "code": 3, "message": "4 ranks cannot be laid out"}, "user_error", "stop"),
-    ({"state": "exited", "code": 1, "stderr_tail": "RuntimeError: NCCL error: unhandled system error"}, "network_error", "respawn"),
+    (
+        {"state": "exited", "code": 1, "stderr_tail": "RuntimeError: NCCL error: unhandled system error"},
+        "network_error",
+        "respawn",
+    ),
     ({"state": "exited", "code": 9, "stderr_tail": ""}, "process_exit", "respawn"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("how", "kind", "action"), EXITS)
@@ -337,7 +357,8 @@ def test_clocks_change_nothing(state, skew):
     for member in state.members:
         member.last_seen += shift
         member.history = deque(
-            ((t + shift, Heartbeat(**{**vars(h), "sent_ns": h.sent_ns + abs(skew)})) for t, h in member.history), HISTORY
+            ((t + shift, Heartbeat(**{**vars(h), "sent_ns": h.sent_ns + abs(skew)})) for t, h in member.history),
+            HISTORY,
         )
         if member.heartbeat:
             member.heartbeat = member.history[-1][1]

@@ -60,7 +60,9 @@ class Engine:
         dispatch.configure(config.kernels.mode, config.kernels.attention)
         at = grid.coordinate(rank)
         self.data_rank = at.data
-        self.before_update: Callable[[], None] | None = None  # when weights and gradients are whole
+        # Called with the step's number: before, weights and gradients are whole.
+        self.before_update: list[Callable[[int], None]] = []
+        self.after_update: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
         self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(groups, "world", grid.world, rank)
@@ -182,14 +184,16 @@ class Engine:
         for flat in self.flats:
             flat.finish_reduction()
         calls.current.at(b"optimizer")
-        if self.before_update is not None:
-            self.before_update()
+        for look in tuple(self.before_update):
+            look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
         riders = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=self.device)
         if loss is not None and self.tensor.rank == 0:
             riders[0] += loss
         norm, summed = self.optimizer.step(learning_rate, step, riders)
         assert summed is not None
+        for look in self.after_update:
+            look(step)
         return StepResult(summed[0], norm, summed[1])
 
     def _gather(self, chunk: int) -> None:

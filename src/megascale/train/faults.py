@@ -72,24 +72,27 @@ class Faults:
     def _out_of_memory(self, fault: dict[str, Any]) -> None:
         torch.empty(1 << 60, dtype=torch.uint8, device=self.trainer.place.device)
 
-    def _nan_gradient(self, fault: dict[str, Any]) -> None:
-        def poison() -> None:
-            self.trainer.engine.flats[0].shards[0].grads[:1] = float("nan")
-            self.trainer.engine.before_update = None
+    def _before_update(self, act: Callable[[], None]) -> None:
+        """Do `act` once, before this step's update and before anybody else looks."""
+        looks = self.trainer.engine.before_update
 
-        self.trainer.engine.before_update = poison
+        def once(step: int) -> None:
+            looks.remove(once)
+            act()
+
+        looks.insert(0, once)
+
+    def _nan_gradient(self, fault: dict[str, Any]) -> None:
+        grads = self.trainer.engine.flats[0].shards[0].grads
+        self._before_update(lambda: grads[:1].fill_(float("nan")))  # type: ignore[arg-type,return-value]
 
     def _flip_weight(self, fault: dict[str, Any]) -> None:
-        """The highest mantissa bit of this rank's first weight, once its chunk's parameters are whole."""
-
-        def flip() -> None:
-            flat = self.trainer.engine.flats[0].params
-            bits, mask = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]), 0
-            mask = {torch.bfloat16: 1 << 6, torch.float32: 1 << 22, torch.float64: 1 << 51}[flat.dtype]
-            bits[:1] ^= mask
-            self.trainer.engine.before_update = None
-
-        self.trainer.engine.before_update = flip
+        """The highest mantissa bit of one weight: of the master weights at rest, or of the copy in use."""
+        engine = self.trainer.engine
+        if fault.get("copy"):
+            self._before_update(lambda: _flip(engine.flats[0].params))
+        else:
+            _flip(engine.optimizer.states[0].master)
 
     def _slow_rank(self, fault: dict[str, Any]) -> None:
         self._slow = float(fault.get("seconds") or 0.5)
@@ -101,18 +104,15 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
 
         # The event log is made lasting too, but only by rank 0 and after the save.
-        os.fsync = die
+        os.fsync = die  # type: ignore[assignment]
 
     # hangs ------------------------------------------------------------------------------------------------------
 
     def _mismatch(self, fault: dict[str, Any]) -> None:
         """One collective more than the others of the group make, at the end of the step's backward."""
 
-        def extra() -> None:
-            self.trainer.engine.before_update = None
-            all_reduce(torch.zeros(7, device=self.trainer.place.device), self._axis(str(fault["group"]))).wait()
-
-        self.trainer.engine.before_update = extra
+        axis = self._axis(str(fault["group"]))
+        self._before_update(lambda: all_reduce(torch.zeros(7, device=self.trainer.place.device), axis).wait())  # type: ignore[arg-type,return-value]
 
     def _axis(self, name: str) -> Axis:
         engine = self.trainer.engine
@@ -158,12 +158,19 @@ class Faults:
             os.read(inner, 1)  # nobody writes: the other end stays open here
             return read(*arguments)
 
-        source.batch = batch  # type: ignore[method-assign]
+        source.batch = batch  # type: ignore[method-assign,assignment]
 
     def _spin(self, fault: dict[str, Any]) -> None:
         """Compute for ever."""
         while True:
             threading.Event().wait(0.01)
+
+
+def _flip(flat: torch.Tensor) -> None:
+    """Flip the highest mantissa bit of the first element."""
+    kinds = {torch.bfloat16: (torch.int16, 6), torch.float32: (torch.int32, 22), torch.float64: (torch.int64, 51)}
+    kind, bit = kinds[flat.dtype]
+    flat[:1].view(kind).bitwise_xor_(1 << bit)
 
 
 class _Sent:

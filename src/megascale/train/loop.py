@@ -32,6 +32,7 @@ from megascale.train.faults import Faults
 from megascale.train.processes import Place, memory_gib
 from megascale.train.run_folder import RunFolder, append
 from megascale.train.telling import Telling
+from megascale.train.weights import WeightWatch
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Trainer:
         self._unread: tuple[dict[str, Any], StepResult] | None = None
         self._stopping = False  # agreed by all ranks
         self._told = False
+        every = config.resilience.checksum_interval
+        self.weights = WeightWatch(self.engine, place.rank, every) if every else None
         self.faults = Faults(self.folder.faults, self) if config.resilience.faults else None
         self.clock = StepClock(place.device)
         self._loss: float | None = None
@@ -231,6 +234,8 @@ class Trainer:
         (record, result), self._unread = self._unread, None
         loss, norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
+        if self.weights is not None:
+            self.status.checksum = self.weights.read() or self.status.checksum
         seconds = self.clock.read()
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}

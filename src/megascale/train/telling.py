@@ -7,6 +7,7 @@ A stopped process answers neither, which is a finding of its own.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -67,7 +68,8 @@ class Telling:
         if hasattr(signal, "SIGUSR2"):
             # Somebody may ask just now: without a handler the signal would end the process.
             faulthandler.unregister(signal.SIGUSR2)
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         self._calls.close()
         self._stacks.close()
         self.status.close()
@@ -103,6 +105,6 @@ def _flight_records() -> str:
     """What torch's flight recorder holds, as JSON; CUDA builds keep NCCL's calls in a recorder of their own."""
     from torch._C import _distributed_c10d as c10d
 
-    dump = getattr(c10d, "_dump_nccl_trace_json", None) or c10d._dump_fr_trace_json
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json")  # noqa: B009
     text = dump()
     return text.decode() if isinstance(text, bytes) else text

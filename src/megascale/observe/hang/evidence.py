@@ -169,8 +169,8 @@ def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int
     for rank, what in found.items():
         if rank in asked:
             answered = rank not in waiting
-            stack = _main_thread(status / f"rank-{rank}.stack") if answered else _py_spy(what)
-            found[rank] = replace(what, answered=answered, stack=stack)
+            frames = _main_thread(status / f"rank-{rank}.stack") if answered else _py_spy(what)
+            found[rank] = replace(what, answered=answered, stack=frames)
         elif what.process == "stopped":
             found[rank] = replace(what, answered=False, stack=_py_spy(what))
     return found

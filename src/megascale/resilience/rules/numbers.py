@@ -146,16 +146,16 @@ def checksums(view: View) -> list[Verdict]:
                 at = view.grid.coordinate(rank)
                 sums[int(step), at.pipeline, at.tensor][rank] = value
                 where[rank] = member.node
-    for (step, stage, _), by_rank in sorted(sums.items()):
-        values = Counter(by_rank.values())
-        if len(values) < 2:
+    for (after, stage, _), by_rank in sorted(sums.items()):
+        votes = Counter(by_rank.values())
+        if len(votes) < 2:
             continue
-        (usual, count), *rest = values.most_common()
+        (usual, count), *rest = votes.most_common()
         clear = count > rest[0][1]
         odd = sorted(r for r, v in by_rank.items() if not clear or v != usual)
         nodes = tuple(dict.fromkeys(where[r] for r in odd))
         evidence = [
-            f"after step {step} the weights of stage {stage} differ between data-parallel copies: "
+            f"after step {after} the weights of stage {stage} differ between data-parallel copies: "
             + ", ".join(f"rank {r} on {where[r]} {by_rank[r]}" for r in sorted(by_rank)[:8])
         ]
         if not clear:
