@@ -44,7 +44,7 @@ def jobs(
     folders = [runs] if (runs / FILE).exists() else sorted(p.parent for p in runs.glob(f"*/{FILE}"))
     if not folders:
         raise DataError(f"{runs} holds no run that was started with `megascale launch`")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for folder in folders:
         reader = Reader(folder)
         job, alive = reader.job, reader.driver_alive()

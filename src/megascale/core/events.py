@@ -28,6 +28,7 @@ class Event(StrEnum):
     JOURNAL_DAMAGED = "journal_damaged"
     NODE_JOINED = "node_joined"
     NODE_LOST = "node_lost"
+    EVICTION_ASKED = "eviction_asked"
     NODE_EVICTED = "node_evicted"
     NODE_CORDONED = "node_cordoned"
     NODE_UNCORDONED = "node_uncordoned"

@@ -96,7 +96,7 @@ class Agent:
             reader, writer = await asyncio.open_connection(host, port, local_addr=self._local(host))
             try:
                 channel = await wire.open_channel(reader, writer, self.token, driver=False)
-                hello = {"job": self.job, "node": self.node, "address": self.address, "pod": self.pod}
+                hello: dict[str, Any] = {"job": self.job, "node": self.node, "address": self.address, "pod": self.pod}
                 hello |= {"boot": self.boot, "epoch": self.epoch, "attempt": self.trainers.attempt}
                 hello |= {"pid": os.getpid(), "hardware": self.facts[0], "versions": self.facts[1]}
                 channel.tell(do="hello", **hello)

@@ -107,7 +107,7 @@ def build(driver: Driver) -> FastAPI:
     """The application for one driver."""
     bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token")
 
-    def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)]) -> None:
+    def check(given: HTTPAuthorizationCredentials | None = Security(bearer)) -> None:
         word = given.credentials.encode() if given is not None else b""
         if not hmac.compare_digest(word, driver.token):
             raise HTTPException(

@@ -58,11 +58,13 @@ class Diary:
     def uses(self) -> list[Use]:
         """Rungs used so far, for their budgets."""
         rungs = {str(rung): rung for rung in RUNGS}
-        return [
-            Use(entry.time, rungs[entry.action], entry.nodes[0] if entry.nodes else "")
-            for entry in self._journal.events()
-            if entry.kind == Event.LADDER and entry.action in rungs
-        ]
+        found: list[Use] = []
+        for entry in self._journal.events():
+            if entry.kind == Event.LADDER and entry.action in rungs:
+                if entry.details.get("explains"):
+                    found.remove(next(use for use in reversed(found) if not use.node))
+                found.append(Use(entry.time, rungs[entry.action], entry.nodes[0] if entry.nodes else ""))
+        return found
 
 
 def describe(entry: Entry) -> str:

@@ -75,6 +75,7 @@ class Driver(Placing):
         self.started = time.monotonic()
         self._entered = time.monotonic()
         self._first_bad: float | None = None
+        self._to_evict: list[str] = []
         self._first_steps: dict[int, int] = {}
         self._noted: set[tuple[Any, ...]] = set()
         self._wake = asyncio.Event()

@@ -43,12 +43,12 @@ def serve(sock: socket.socket, modules: list[str]) -> None:
     _say(sock, {"ready": os.getpid()})
     buffer = b""
     while True:
-        readable, _, _ = select.select([sock, wake_read], [], [])
+        readable, _, _ = select.select([sock.fileno(), wake_read], [], [])
         if wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
             _reap(sock)
-        if sock in readable:
+        if sock.fileno() in readable:
             data = sock.recv(65536)
             if not data:
                 return

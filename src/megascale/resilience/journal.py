@@ -89,9 +89,9 @@ class Journal:
             damaged = True
             aside = path.with_name(f"{FILE}.damaged-{int(time.time())}")
             for suffix in ("", "-wal", "-shm"):
-                old = path.with_name(path.name + suffix)
-                if old.exists():
-                    os.replace(old, aside.with_name(aside.name + suffix))
+                part = path.with_name(path.name + suffix)
+                if part.exists():
+                    os.replace(part, aside.with_name(aside.name + suffix))
             db = _open(path)
         while True:
             row = db.execute("SELECT epoch, beat, host, pid, born FROM lease").fetchone()
@@ -101,7 +101,7 @@ class Journal:
                     f"a driver already runs this job (process {row[3]} on {row[2]}, epoch {row[0]}); "
                     f"talk to it with `megascale jobs`, or end it first"
                 )
-            old = row[0] if row else 0
+            old: int = row[0] if row else 0
             epoch = max(old, least_epoch) + 1
             me = (epoch, 0, socket.gethostname(), os.getpid(), born(os.getpid()))
             with _transaction(db):
@@ -273,7 +273,7 @@ def _job(db: sqlite3.Connection) -> Job | None:
 
 def _nodes(db: sqlite3.Connection) -> list[NodeRow]:
     rows = db.execute("SELECT name, address, state, why, since, facts FROM nodes ORDER BY rowid").fetchall()
-    return [NodeRow(*row[:5], json.loads(row[5])) for row in rows]
+    return [NodeRow(a, b, c, d, e, json.loads(f)) for a, b, c, d, e, f in rows]
 
 
 def _events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
@@ -282,4 +282,17 @@ def _events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
         "ORDER BY id LIMIT ?",
         (after, limit),
     ).fetchall()
-    return [Entry(*row[:5], *(tuple(json.loads(part)) for part in row[5:8]), json.loads(row[8])) for row in rows]
+    return [
+        Entry(
+            id=row[0],
+            time=row[1],
+            attempt=row[2],
+            kind=row[3],
+            action=row[4],
+            nodes=tuple(json.loads(row[5])),
+            ranks=tuple(json.loads(row[6])),
+            evidence=tuple(json.loads(row[7])),
+            details=json.loads(row[8]),
+        )
+        for row in rows
+    ]

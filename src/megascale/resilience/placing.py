@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,12 @@ from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
 
 JOIN = 60.0  # seconds in which an agent that was started must come
+TOGETHER = 2.0  # seconds to wait at the first start for spares too
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """n2 before n10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 class Placing:
@@ -38,7 +45,9 @@ class Placing:
     _entered: float
     _asked: float = 0.0
     _requests: int = 0
+    _unexplained: bool = False  # the last recovery blamed no node so far
     _first_bad: float | None
+    _to_evict: list[str]
     _first_steps: dict[int, int]
 
     def note(self, kind: Event | str, **about: Any) -> Entry:
@@ -160,9 +169,15 @@ class Placing:
         choice = ladder.choose(self.limits, at, self.uses)
         if node is not None and name not in self.job.placement and choice.rung == "spare":
             choice = replace(choice, rung="replenish")  # a spare that is lost: have a new one
+        why, explains = choice.why, bool(name) and self._unexplained
+        if explains:
+            # Ranks had lost contact with nobody known to blame; it was this node, so that retry costs no budget.
+            self.uses.remove(next(use for use in reversed(self.uses) if not use.node))
+            why = (*why, f"{name} explains why ranks had lost contact; that retry does not count")
+        self._unexplained = not name
         self.uses.append(Use(at.now, choice.rung, name))
         nodes = (name,) if name else ()
-        self.note(Event.LADDER, action=choice.rung, nodes=nodes, evidence=choice.why)
+        self.note(Event.LADDER, action=choice.rung, nodes=nodes, evidence=why, explains=explains)
         if choice.rung == "stop":
             self.fail("the ladder has no rung left: " + "; ".join(choice.why))
         elif choice.rung == "respawn":
@@ -235,14 +250,19 @@ class Placing:
 
     def place(self, now: float) -> None:
         """Give every rank a node, when there are enough: the old ones where they still serve, spares in the gaps."""
+        while self._to_evict:
+            self.mend(self._to_evict.pop(), evict=True)
         job, limits = self.job, self.limits
         whole = limits.nodes
-        free = [n for n in self.nodes.values() if n.usable and n.name not in job.placement]
+        free = [self.nodes[n] for n in sorted(self.nodes, key=_natural) if n not in job.placement]
+        free = [n for n in free if n.usable]
         kept = [self.nodes[name] for name in job.placement]
         usable = sum(n.usable for n in kept) + len(free)
         coming = self._requests or any(n.state is NodeState.JOINING for n in self.nodes.values())
-        if any(n.state is NodeState.JOINING for n in kept) or (not kept and usable < whole and coming):
+        if any(n.state is NodeState.JOINING for n in kept):
             return  # what the ladder chose is under way
+        if not kept and coming and (usable < whole or now - self._entered < TOGETHER):
+            return  # nodes that start together are placed in the order of their names
         data, count = job.data, len(kept) or whole
         if usable >= whole:
             data, count = whole * job.ranks_per_node // self._model, whole
@@ -282,7 +302,7 @@ class Placing:
 
     def _begin_attempt(self, now: float) -> None:
         first = self.nodes[self.job.placement[0]]
-        self.started, self._first_bad, self._first_steps = now, None, {}
+        self.started, self._first_bad, self._first_steps, self._unexplained = now, None, {}, False
         self.enter(Phase.STARTING, attempt=self.job.attempt + 1, master=(first.address, first.port))
         for node in self.nodes.values():
             node.forget_attempt()
@@ -355,8 +375,12 @@ class Placing:
 
     def evict(self, name: str, why: str) -> None:
         """Take a node out; its ranks move."""
-        node = self.nodes[name]
-        if name in self.job.placement and self.job.phase in (Phase.STARTING, Phase.RUNNING):
+        node, phase = self.nodes[name], self.job.phase
+        self.note(Event.EVICTION_ASKED, nodes=(name,), evidence=(why,))
+        if name in self.job.placement and phase is Phase.RUNNING:
+            self._to_evict.append(name)  # nothing is broken: the trainers save first
+            self.suspend(Phase.WAITING, f"evict {name}: {why}", save=True)
+        elif name in self.job.placement and phase is Phase.STARTING:
             self.recover((name,), frozenset({name}))
         else:
             self._take_out(node, True, why)

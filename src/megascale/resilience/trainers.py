@@ -61,10 +61,10 @@ class Trainers:
         self.end_server()
         mine, theirs = socket.socketpair()
         mine.setblocking(False)
+        server = "megascale.resilience.forkserver"
         with open(self.folder / "forkserver.log", "ab") as out:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "megascale.resilience.forkserver"]
-                + [str(theirs.fileno()), str(os.getpid()), *PRELOAD],
+                [sys.executable, "-m", server, str(theirs.fileno()), str(os.getpid()), *PRELOAD],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,

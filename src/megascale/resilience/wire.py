@@ -62,7 +62,7 @@ class Channel:
         self.send(MESSAGE, json.dumps(message, separators=(",", ":")))
 
     async def receive(self) -> tuple[bytes, bytes]:
-        """The next (kind, JSON text). Refused for a frame that is too large, forged or repeated; EOFError at the end."""
+        """The next (kind, JSON text). Refused: a frame too large, forged or repeated; EOFError at the end."""
         try:
             head = await self._reader.readexactly(_LENGTH.size)
             (size,) = _LENGTH.unpack(head)
