@@ -34,6 +34,8 @@ class Trainer:
     status: int | None = None
     word: tuple[Any, ...] = ()
     changed: float = 0.0
+    checksum: str = ""
+    compute_seconds: float = 0.0
 
 
 class Trainers:
@@ -138,6 +140,7 @@ class Trainers:
                 "MASTER_PORT": str(order["master"][1]),
                 "MEGASCALE_JOB": order["job"],
                 "MEGASCALE_ATTEMPT": str(self.attempt),
+                "MEGASCALE_NODE": self.folder.name,
                 "MEGASCALE_NODE_ADDRESS": address,
             }
             request = {"rank": rank, "attempt": self.attempt, "env": env, "words": order["words"], "log": str(log)}
@@ -179,6 +182,15 @@ class Trainers:
         """Every rank as it stands now."""
         return tuple(self._worker(self.trainers[rank]) for rank in sorted(self.trainers))
 
+    def checksums(self) -> dict[str, str]:
+        """ "STEP:RANK" -> the newest checksum of each rank that makes them."""
+        pairs = ((t.rank, *t.checksum.partition(":")) for t in self.trainers.values() if t.checksum)
+        return {f"{step}:{rank}": value for rank, step, _, value in pairs}
+
+    def step_seconds(self) -> dict[int, float]:
+        """Compute seconds of each rank's last step."""
+        return {t.rank: t.compute_seconds for t in self.trainers.values() if t.compute_seconds}
+
     def _worker(self, t: Trainer) -> Worker:
         now = time.monotonic()
         status = read_status(self.run / "status" / f"rank-{t.rank}.status")
@@ -186,6 +198,7 @@ class Trainers:
             word = (status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
             if word != t.word:
                 t.word, t.changed = word, now
+            t.checksum, t.compute_seconds = status.checksum, status.compute_seconds
         phase, step, action, microbatch, message = t.word[:5] if t.word else ("", 0, "", -1, "")
         state: Literal["running", "exited", "signalled"] = "running"
         code, tail = 0, ""

@@ -11,12 +11,10 @@ from megascale.resilience.rules import exits, health, numbers, offenders, silenc
 from megascale.resilience.verdicts import Verdict
 from megascale.resilience.view import View
 
-RULES = (
-    exits.processes,
-    silence.heartbeats,
-    silence.slow_start,
-    silence.hang,
-    health.log_lines,
+# What must be seen at once, from the newest heartbeats only.
+QUICK = (exits.processes, silence.heartbeats, silence.slow_start, silence.hang, health.log_lines)
+# What goes through the history of all nodes.
+SLOW = (
     health.devices,
     health.traffic,
     numbers.losses,
@@ -26,6 +24,10 @@ RULES = (
 )
 
 
-def judge(view: View) -> list[Verdict]:
-    """All verdicts on `view`, in no order. Nodes that offended before are judged harder."""
-    return offenders.repeated(view, [verdict for rule in RULES for verdict in rule(view)])
+def judge(view: View, thorough: bool = True) -> list[Verdict]:
+    """All verdicts on `view`, in no order. Nodes that offended before are judged harder.
+
+    thorough: also what goes through the history; every second or so is often enough.
+    """
+    rules = QUICK + SLOW if thorough else QUICK
+    return offenders.repeated(view, [verdict for rule in rules for verdict in rule(view)])

@@ -29,6 +29,7 @@ SLOW_STEPS = 20
 SLOW_NODE = 1.25
 SLOW_NODE_LEAST = 1.15  # the lower quartile must be above this too
 SLOW_BEATS = 20
+CHECKSUM_BEATS = 10  # heartbeats over which copies of one step are looked for
 _LEAST_DIFFERENCE = 2e-3  # seconds a step; below it nothing is won
 
 
@@ -137,7 +138,7 @@ def checksums(view: View) -> list[Verdict]:
     sums: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
     where: dict[int, str] = {}
     for member in view.members:
-        for _, heartbeat in member.history:
+        for _, heartbeat in list(member.history)[-CHECKSUM_BEATS:]:
             for key, value in heartbeat.checksums.items():
                 step, _, rank_text = key.partition(":")
                 if not (step.isdigit() and rank_text.isdigit()) or int(rank_text) >= view.grid.world:
