@@ -352,6 +352,12 @@ class ObserveConfig(Section):
 class ResilienceConfig(Section):
     """Training that runs itself (`megascale launch`): nodes, heartbeats, and how far to go before giving up."""
 
+    checksum_interval: int = Field(
+        0,
+        ge=0,
+        description="steps between checksums of the weights, compared between data-parallel copies; 0: none",
+    )
+    faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
     nodes: int = Field(1, ge=1, description="nodes that hold ranks; on one machine a node is a few processes")
     spares: int = Field(0, ge=0, description="nodes that stand by with everything imported")
     interval: float = Field(1.0, gt=0, description="seconds between an agent's heartbeats")

@@ -25,6 +25,7 @@ COMMANDS: tuple[str, ...] = (
     "simulate",
     "bench",
     "doctor",
+    "hang",
 )
 
 app = typer.Typer(

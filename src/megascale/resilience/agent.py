@@ -238,6 +238,8 @@ class Agent:
             logs=self.logs.take(),
             gpus=self.gpus.take(),
             traffic=self.traffic.take(),
+            checksums=self.trainers.checksums(),
+            step_seconds=self.trainers.step_seconds(),
         )
 
     async def _watch_logs(self) -> None:

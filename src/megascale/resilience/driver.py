@@ -20,10 +20,11 @@ from megascale.core.events import Event
 from megascale.core.grid import Grid
 from megascale.core.heartbeat import Heartbeat
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from megascale.resilience import rules, wire
+from megascale.resilience import hangs, rules, wire
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.contact import Contact, make_token, write_contact
 from megascale.resilience.diary import Diary
+from megascale.resilience.figures import Figures
 from megascale.resilience.intake import Intake
 from megascale.resilience.journal import Entry, Journal
 from megascale.resilience.machine import ENDED, Job, Phase
@@ -37,6 +38,7 @@ log = logging.getLogger("megascale.driver")
 TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
 SETTLE = 0.3  # seconds after a first bad end in which others of the same cause show
+THOROUGH = 1.0  # seconds between looks at the history of all nodes
 LEAVE = 10.0  # seconds that agents get to end
 
 
@@ -70,6 +72,10 @@ class Driver(Placing):
         self.intake = Intake(job.name, self.token, self)
         self.uses = self.diary.uses()
         self.incidents: list[tuple[float, str, str]] = []
+        self.past: list[tuple[float, Verdict]] = []
+        self.figures = Figures(run)
+        self._looked = 0.0
+        self._explaining = False
         self.learned: dict[str, float] = {}
         self.order = int(time.time() * 1000)  # stop orders of a driver before are not answers to ours
         self.started = time.monotonic()
@@ -207,8 +213,8 @@ class Driver(Placing):
 
     def _learn(self, before: Heartbeat | None, after: Heartbeat) -> None:
         """How long trainers stay in a phase without any change, as long as they then go on."""
-        if before is None or before.attempt != after.attempt:
-            return
+        if before is None or before.attempt != after.attempt or self.job.phase is not Phase.RUNNING:
+            return  # a first step is longer than any other
         for old, new in zip(before.workers, after.workers, strict=False):
             moved = (old.phase, old.step, old.action) != (new.phase, new.step, new.action)
             if moved and old.rank == new.rank and old.phase:
@@ -278,6 +284,8 @@ class Driver(Placing):
             first_step=self.limits.first_step,
             learned=dict(self.learned),
             incidents=list(self.incidents),
+            past=list(self.past),
+            metrics=self.figures.read(),
         )
 
     def _judge(self, now: float) -> None:
@@ -294,7 +302,23 @@ class Driver(Placing):
         ended = sum(w.state != "running" for w in workers)
         if bad and ended < self.job.world and now - (self._first_bad or now) < SETTLE:
             return
-        self.act(rules.judge(view))
+        thorough = now - self._looked > THOROUGH
+        self._looked = now if thorough else self._looked
+        verdicts = rules.judge(view, thorough)
+        hang = next((v for v in verdicts if v.kind == Event.HANG), None)
+        if hang is not None and not self._explaining:
+            self._explaining = True
+            self.spawn(self._explain(hang, view))
+        self.act([v for v in verdicts if v.kind != Event.HANG])
+
+    async def _explain(self, hang: Verdict, view: View) -> None:
+        """Find out who began a hang, beside the loop: ranks are asked for their stacks."""
+        try:
+            found = await asyncio.to_thread(hangs.refine, hang, view, self.run_folder)
+        finally:
+            self._explaining = False
+        if self.job.attempt == view.attempt:
+            self.act([found])
 
     def _progress(self, now: float, workers: list[Any]) -> None:
         """The furthest step, and whether this attempt has done its first."""
@@ -335,6 +359,7 @@ class Driver(Placing):
         hard = [v for v in fresh if SEVERITY[v.action] >= SEVERITY["respawn"]]
         if not hard or self.job.phase not in (Phase.STARTING, Phase.RUNNING):
             return
+        self.past += [(time.monotonic(), v) for v in hard]
         worst = max(hard, key=lambda v: SEVERITY[v.action])
         if worst.action == "stop":
             self.fail("; ".join(worst.evidence[:3]), self._code_of(worst))

@@ -35,6 +35,8 @@ class Trainer:
     word: tuple[Any, ...] = ()
     changed: float = 0.0
     first: int = -1
+    checksum: str = ""
+    compute_seconds: float = 0.0
 
 
 class Trainers:
@@ -139,6 +141,7 @@ class Trainers:
                 "MASTER_PORT": str(order["master"][1]),
                 "MEGASCALE_JOB": order["job"],
                 "MEGASCALE_ATTEMPT": str(self.attempt),
+                "MEGASCALE_NODE": self.folder.name,
                 "MEGASCALE_NODE_ADDRESS": address,
             }
             request = {"rank": rank, "attempt": self.attempt, "env": env, "words": order["words"], "log": str(log)}
@@ -186,6 +189,15 @@ class Trainers:
             self._look(t)
         return {t.rank: (t.word[0], t.word[1] > t.first) for t in self.running() if t.word}
 
+    def checksums(self) -> dict[str, str]:
+        """ "STEP:RANK" -> the newest checksum of each rank that makes them."""
+        pairs = ((t.rank, *t.checksum.partition(":")) for t in self.trainers.values() if t.checksum)
+        return {f"{step}:{rank}": value for rank, step, _, value in pairs}
+
+    def step_seconds(self) -> dict[int, float]:
+        """Compute seconds of each rank's last step."""
+        return {t.rank: t.compute_seconds for t in self.trainers.values() if t.compute_seconds}
+
     def _look(self, t: Trainer) -> None:
         status = read_status(self.run / "status" / f"rank-{t.rank}.status")
         if status is not None and status.pid == t.pid:
@@ -194,6 +206,7 @@ class Trainers:
                 t.word, t.changed = word, time.monotonic()
                 if status.phase == "train" and t.first < 0:
                     t.first = status.step
+            t.checksum, t.compute_seconds = status.checksum, status.compute_seconds
 
     def _worker(self, t: Trainer) -> Worker:
         self._look(t)

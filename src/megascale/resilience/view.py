@@ -7,8 +7,19 @@ from dataclasses import dataclass, field
 
 from megascale.core.grid import Grid
 from megascale.core.heartbeat import Heartbeat, Worker
+from megascale.resilience.verdicts import Verdict
 
 HISTORY = 120
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a step gave, from the run's metrics: loss, gradient norm before clipping, seconds."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    seconds: float
 
 
 @dataclass
@@ -54,6 +65,8 @@ class View:
         learned: seconds that a trainer's phase ("train", "evaluate", "save", ...) may go without any change: from the
             longest seen so far; empty or lacking a phase before it was seen.
         incidents: (time, node, kind) of verdicts that named a node, over all attempts, oldest first.
+        past: (time, verdict) of what earlier attempts were ended for, oldest first.
+        metrics: of this attempt's last steps, oldest first.
     """
 
     job: str
@@ -68,6 +81,8 @@ class View:
     first_step: float
     learned: dict[str, float] = field(default_factory=dict)
     incidents: list[tuple[float, str, str]] = field(default_factory=list)
+    past: list[tuple[float, Verdict]] = field(default_factory=list)
+    metrics: list[Metric] = field(default_factory=list)
 
     def workers(self) -> list[tuple[Member, Worker]]:
         """Every worker that has been heard of, with its node, by rank."""
