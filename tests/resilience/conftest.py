@@ -87,9 +87,7 @@ class Launched:
         self.wait(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}")
 
     def pid(self, rank: int) -> int:
-        status = read_status(self.run / "status" / f"rank-{rank}.status")
-        assert status is not None
-        return status.pid
+        return self.wait(lambda: read_status(self.run / "status" / f"rank-{rank}.status"), "a whole status").pid
 
     def agent(self, node: str) -> int:
         return json.loads((self.run / "nodes" / node / "agent.json").read_text())["pid"]
