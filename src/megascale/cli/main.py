@@ -26,6 +26,7 @@ COMMANDS: tuple[str, ...] = (
     "bench",
     "doctor",
     "hang",
+    "faults",
 )
 
 app = typer.Typer(
