@@ -161,6 +161,7 @@ def test_a_second_driver_is_refused_and_a_stopped_one_is_fenced(launch):
     assert "another driver has taken the job" in job.output.read_text()
     assert job.pid(0) == pid
     os.kill(pid, 0)
+    assert [e.attempt for e in job.events() if e.kind == "attempt_started"] == [1]
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130, job.story()
 
