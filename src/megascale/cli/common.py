@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from megascale import config
@@ -25,3 +26,9 @@ def load(file: Path | None, extra: list[str]) -> config.Config:
             word = f"{word}={value}"
         overrides.append(word)
     return config.load(file, overrides)
+
+
+def need(module: str, extra: str) -> None:
+    """ConfigError with the remedy if an optional package is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"this command needs the package {module}; run: pip install 'megascale[{extra}]'")

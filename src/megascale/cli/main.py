@@ -15,6 +15,8 @@ COMMANDS: tuple[str, ...] = (
     "data",
     "plan",
     "train",
+    "launch",
+    "jobs",
     "evaluate",
     "generate",
     "plot",
@@ -23,6 +25,8 @@ COMMANDS: tuple[str, ...] = (
     "simulate",
     "bench",
     "doctor",
+    "hang",
+    "faults",
 )
 
 app = typer.Typer(

@@ -12,16 +12,27 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-_SIZE = 1024
+from megascale.core.calls import read_calls
+
+_SIZE = 4096
 _HEADER = struct.Struct("<QI")
 
 
 @dataclass(frozen=True)
 class Status:
-    """A trainer's last word. `phase` is one of start, load, train, evaluate, save, done, failed."""
+    """A trainer's last word.
+
+    Attributes:
+        phase: one of start, load, train, evaluate, save, done, failed.
+        step, action, microbatch: where in the run and in the step; the last two from the record of calls.
+        time_ns: of the last change, on this host's clock.
+        message: why it failed.
+        checksum: "STEP:HEX" of this rank's parameters after that step (`resilience.checksum_interval`), else "".
+        compute_seconds: of the last step, without the time this rank waited for others.
+    """
 
     rank: int
     pid: int
@@ -31,6 +42,8 @@ class Status:
     action: str = ""
     microbatch: int = -1
     message: str = ""
+    checksum: str = ""
+    compute_seconds: float = 0.0
 
 
 class StatusFile:
@@ -44,11 +57,24 @@ class StatusFile:
             file.truncate(_SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._sequence = 0
+        self.checksum = ""
+        self.compute_seconds = 0.0
         self.update("start", 0)
 
     def update(self, phase: str, step: int, action: str = "", microbatch: int = -1, message: str = "") -> None:
         """Say where this rank is."""
-        status = Status(self.rank, os.getpid(), phase, step, time.time_ns(), action, microbatch, message[:400])
+        status = Status(
+            self.rank,
+            os.getpid(),
+            phase,
+            step,
+            time.time_ns(),
+            action,
+            microbatch,
+            message[:400],
+            self.checksum,
+            round(self.compute_seconds, 6),
+        )
         body = json.dumps(asdict(status)).encode()[: _SIZE - _HEADER.size]
         self._sequence += 2
         self._map[: _HEADER.size] = _HEADER.pack(self._sequence - 1, len(body))
@@ -67,6 +93,10 @@ def read_status(path: Path) -> Status | None:
         sequence, length = _HEADER.unpack_from(data)
         if sequence % 2 or not length:
             return None
-        return Status(**json.loads(data[_HEADER.size : _HEADER.size + length]))
+        status = Status(**json.loads(data[_HEADER.size : _HEADER.size + length]))
     except (OSError, struct.error, ValueError, TypeError):
         return None
+    calls = read_calls(path.with_suffix(".calls"), history=False)
+    if calls is None or calls.pid != status.pid or calls.time_ns < status.time_ns:
+        return status
+    return replace(status, action=calls.action, microbatch=calls.microbatch, time_ns=calls.time_ns)

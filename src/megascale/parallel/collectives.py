@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megascale.core import calls
+
 # torch 2.13 has new names for these two and warns of the old ones, on every rank.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -26,27 +28,31 @@ class Axis:
         size, rank: how many ranks, and which one this is.
         overlap: how tensor-parallel products hide their collective: "fused" (symmetric memory), "async" (the
             collective runs beside independent products) or "off".
+        name: what the record of calls (core/calls.py) knows the group as; "" is not recorded.
     """
 
     group: Any = None
     size: int = 1
     rank: int = 0
     overlap: str = "async"
+    name: str = ""
 
 
 ALONE = Axis()
 
 
 class Pending:
-    """A result that is on its way: `wait()` returns it."""
+    """A result that is on its way: `wait()` returns it. `call` is its handle in the record of calls."""
 
-    def __init__(self, tensor: torch.Tensor, work: Any = None) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: torch.Tensor, work: Any = None, call: int = -1) -> None:
+        self._tensor, self._work, self._call = tensor, work, call
 
     def wait(self) -> torch.Tensor:
         """The finished tensor; on CUDA the current stream waits, on CPU the caller does."""
         if self._work is not None:
+            calls.current.wait(self._call)
             self._work.wait()
+            calls.current.done(self._call)
             self._work = None
         return self._tensor
 
@@ -57,7 +63,8 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    return Pending(out, _all_gather(out, x, group=axis.group, async_op=True))
+    call = calls.current.begin(axis.name, "all_gather", out.nbytes)
+    return Pending(out, _all_gather(out, x, group=axis.group, async_op=True), call)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
@@ -66,14 +73,16 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True))
+    call = calls.current.begin(axis.name, "reduce_scatter", x.nbytes)
+    return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True), call)
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
     """Sum (or `op`) over ranks, in place."""
     if axis.size == 1:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True))
+    call = calls.current.begin(axis.name, "all_reduce", x.nbytes)
+    return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), call)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -112,7 +121,8 @@ def all_gather_into(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Pend
     """Gather equal parts into `whole`; `part` may be this rank's slice of it."""
     if axis.size == 1:
         return Pending(whole)
-    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True))
+    call = calls.current.begin(axis.name, "all_gather", whole.nbytes)
+    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True), call)
 
 
 def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
@@ -120,4 +130,5 @@ def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(whole)
     part = whole.view(axis.size, -1)[axis.rank]
-    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True))
+    call = calls.current.begin(axis.name, "reduce_scatter", whole.nbytes)
+    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True), call)

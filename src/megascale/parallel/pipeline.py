@@ -15,16 +15,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megascale.core import calls
 from megascale.core.schedule import ActionKind, Schedule
 from megascale.core.spans import NoRecorder, Recorder
+from megascale.parallel.collectives import Pending
+
+_LABELS = {kind: kind.label.encode() for kind in ActionKind}
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One end of a communicator of two ranks that carries one direction of one edge."""
+    """One end of a communicator of two ranks that carries one direction of one edge.
+
+    `name` is what the record of calls (core/calls.py) knows it as.
+    """
 
     group: Any
     peer: int
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ class PipelineExecutor:
         }
         loss: torch.Tensor | None = None
         started: set[int] = set()
-        for kind, chunk, i in self.actions:
+        for index, (kind, chunk, i) in enumerate(self.actions):
+            calls.current.at(_LABELS[kind], chunk, i, index)
             mark = self.recorder.start(kind.label, chunk, i, "pipeline" if kind.is_send or kind.is_receive else "")
             if kind == ActionKind.FORWARD:
                 if chunk not in started:
@@ -146,6 +155,7 @@ class PipelineExecutor:
         for i in range(microbatches):
             for chunk in range(self.schedule.virtual):
                 x = None
+                calls.current.at(b"evaluate", chunk, i)
                 if not self._is_first(chunk):
                     x, pending = self._receive(ActionKind.RECV_FORWARD)
                     pending.wait()
@@ -169,12 +179,14 @@ class PipelineExecutor:
     def _receive(self, kind: ActionKind) -> tuple[torch.Tensor, Any]:
         lane = self._lane(kind)
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return buffer, dist.irecv(buffer, lane.peer, group=lane.group)
+        call = calls.current.begin(lane.name, "recv", self.bytes)
+        return buffer, Pending(buffer, dist.irecv(buffer, lane.peer, group=lane.group), call)
 
     def _send(self, kind: ActionKind, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         lane = self._lane(kind)
         tensor = tensor.contiguous()
-        return tensor, dist.isend(tensor, lane.peer, group=lane.group)
+        call = calls.current.begin(lane.name, "send", self.bytes)
+        return tensor, Pending(tensor, dist.isend(tensor, lane.peer, group=lane.group), call)
 
     @staticmethod
     def _arrived(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megascale.core import calls
 from megascale.parallel.collectives import Axis
 
 
@@ -50,7 +51,9 @@ def gather_and_consume(
 
     x = x.contiguous()
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    call = calls.current.begin(axis.name, "fused_gather", whole.nbytes)
     symmetric._pipelined_all_gather_and_consume(x, consume, whole, axis.group.group_name, ag_out_needed=keep)
+    calls.current.done(call)
     return whole
 
 
@@ -65,5 +68,7 @@ def produce_and_scatter(
     from torch.distributed import _symmetric_memory as symmetric
 
     stack = like.new_empty((axis.size * shape[0], *shape[1:]))
+    call = calls.current.begin(axis.name, "fused_scatter", stack.nbytes)
     symmetric._pipelined_produce_and_all2all(produce, stack, axis.group.group_name)
+    calls.current.done(call)
     return stack.view(axis.size, *shape).sum(0)

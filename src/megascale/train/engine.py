@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megascale.core import calls
 from megascale.core.layout import Layout
 from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
@@ -59,6 +60,9 @@ class Engine:
         dispatch.configure(config.kernels.mode, config.kernels.attention)
         at = grid.coordinate(rank)
         self.data_rank = at.data
+        # Called with the step's number: before, weights and gradients are whole.
+        self.before_update: list[Callable[[int], None]] = []
+        self.after_update: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
         self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(groups, "world", grid.world, rank)
@@ -184,8 +188,12 @@ class Engine:
                 gathered=lambda chunk: self.flats[chunk].finish_gather(),
             )
         )
+        calls.current.at(b"reduce")
         for flat in self.flats:
             flat.finish_reduction()
+        calls.current.at(b"optimizer")
+        for look in tuple(self.before_update):
+            look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
         riders = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=self.device)
         if loss is not None and self.tensor.rank == 0:
@@ -193,6 +201,8 @@ class Engine:
         before_update()
         norm, summed = self.optimizer.step(learning_rate, step, riders)
         assert summed is not None
+        for look in self.after_update:
+            look(step)
         return StepResult(summed[0], norm, summed[1])
 
     def _gather(self, chunk: int) -> None:
@@ -235,7 +245,9 @@ class Engine:
 def _axis(groups: Groups | None, name: str, size: int, rank: int) -> Axis:
     """One axis of `groups`; ALONE where there is nobody else."""
     group = getattr(groups, name) if groups is not None else None
-    return ALONE if size == 1 or group is None else Axis(group, size, rank)
+    if size == 1 or group is None:
+        return ALONE
+    return Axis(group, size, rank, name="world" if name == "world" else group.group_name)
 
 
 def _lanes(groups: Groups | None) -> Lanes:
@@ -243,4 +255,6 @@ def _lanes(groups: Groups | None) -> Lanes:
         return Lanes()
     names = ("send_forward", "recv_forward", "send_backward", "recv_backward")
     ends = {name: getattr(groups, name) for name in names}
-    return Lanes(**{name: None if end is None else Lane(end.group, end.peer) for name, end in ends.items()})
+    return Lanes(
+        **{n: None if e is None else Lane(e.group, e.peer, e.group.group_name) for n, e in ends.items()},
+    )

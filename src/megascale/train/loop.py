@@ -15,10 +15,10 @@ import torch
 
 from megascale import checkpoint
 from megascale.config import Config
+from megascale.core import calls
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
-from megascale.core.status import StatusFile
 from megascale.data.samples import SampleSource
 from megascale.errors import MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
@@ -29,8 +29,11 @@ from megascale.rendezvous.start import initialise
 from megascale.train.clock import StepClock
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluate import Evaluation, evaluate_file
+from megascale.train.faults import Faults
 from megascale.train.processes import Place, memory_gib
 from megascale.train.run_folder import RunFolder, append
+from megascale.train.telling import Telling
+from megascale.train.weights import WeightWatch
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,9 @@ class Trainer:
         self._unread: tuple[dict[str, Any], StepResult] | None = None
         self._stopping = False  # agreed by all ranks
         self._told = False
+        every = config.resilience.checksum_interval
+        self.weights = WeightWatch(self.engine, place.rank, every) if every else None
+        self.faults = Faults(self.folder.faults, self) if config.resilience.faults else None
         self.clock = StepClock(place.device)
         self._loss: float | None = None
 
@@ -113,7 +119,9 @@ class Trainer:
         """Train to train.steps (or an interruption); always leaves a checkpoint of the last whole step."""
         train = self.config.train
         self.folder.create()
-        self.status = StatusFile(self.folder.status, self.place.rank)
+        place = self.place
+        self.telling = Telling(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
+        self.status = self.telling.status
         if self.leader:
             self.folder.config.write_text(self.config.to_toml())
         self._resume()
@@ -163,7 +171,7 @@ class Trainer:
         finally:
             for sink in self.sinks:
                 sink.close()
-            self.status.close()
+            self.telling.close()
             if self.groups is not None:
                 failure = sys.exc_info()[0]
                 shutdown(self.groups, failed=failure is not None and failure is not KeyboardInterrupt)
@@ -181,7 +189,9 @@ class Trainer:
     def _train_step(self, wants_stop: bool) -> None:
         train = self.config.train
         step, first = self.step + 1, self.consumed
-        self.status.update("train", step)
+        self.telling.step_begins(step)
+        if self.faults is not None:
+            self.faults.step(step)
         rate = learning_rate(self.config.lr, step, train.steps)
         self.clock.start()
         self.engine.start_gather()
@@ -189,6 +199,7 @@ class Trainer:
             self._batches(first), step, rate, wants_stop, before_update=self.checkpointer.before_update
         )
         self.clock.stop()
+        self.telling.step_ended()
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
         if not self._told:
@@ -217,7 +228,9 @@ class Trainer:
         start = first + self.grid.coordinate(self.place.rank).data * share
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            calls.current.reads()
             rows = torch.from_numpy(self.source.batch(start + i * train.micro_batch, train.micro_batch))
+            calls.current.has_read()
             columns = rows.t().contiguous().to(self.place.device, non_blocking=True)
             return columns[:-1], columns[1:]
 
@@ -230,6 +243,8 @@ class Trainer:
         (record, result), self._unread = self._unread, None
         loss, norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
+        if self.weights is not None:
+            self.status.checksum = self.weights.read() or self.status.checksum
         seconds = self.clock.read()
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}

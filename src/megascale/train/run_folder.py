@@ -25,6 +25,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.status = path / "status"
         self.logs = path / "logs"
+        self.flight = path / "flight"
+        self.faults = path / "faults"
         self.plots = path / "plots"
 
     def create(self) -> None:

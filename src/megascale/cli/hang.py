@@ -1,0 +1,73 @@
+"""`megascale hang`: who waits for whom in a run that stands still, and which rank began it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def hang(
+        folder: Path = typer.Argument(
+            ...,
+            help="Run folder, such as runs/stdlib, or a folder with copies of status files or flight-recorder dumps.",
+            show_default=False,
+        ),
+        ask: bool = typer.Option(True, help="Ask ranks that run on this host for their stacks and flight records."),
+        as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    ) -> None:
+        """Say which rank holds a run up, in which collective, and how that is known.
+
+        Joins what every rank wrote down (the call it is in, its place in the schedule) with the state of its process,
+        its stack and torch's flight recorder. Ranks that are gone, stopped or silent are suspects. Harmless to a run
+        that is well: it is told to be moving. Exit code 0: nothing hangs; 1: something does.
+
+        Examples:
+
+          megascale hang runs/stdlib-3d
+
+          megascale hang runs/stdlib-3d --json
+
+          megascale hang dumps-from-another-cluster --no-ask
+        """
+        import json
+
+        from megascale.observe.hang import report
+
+        scene, verdict = report.examine(folder, ask)
+        if as_json:
+            typer.echo(json.dumps(report.as_json(scene, verdict), indent=2))
+        else:
+            _print(scene, verdict)
+        if verdict.kind != "none":
+            raise typer.Exit(1)
+
+
+def _print(scene, verdict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megascale.observe.hang import report
+    from megascale.observe.hang.verdict import place
+
+    console = Console(highlight=False)
+    colour = "green" if verdict.kind == "none" else "red"
+    console.print(f"[bold {colour}]{report.headline(verdict)}[/]")
+    for line in verdict.evidence:
+        console.print(f"  - {line}", markup=False)
+    table = Table("rank", "process", "stands at", "waits in", "for", "s", box=None, padding=(0, 2))
+    waits = {w.rank: w for w in verdict.waits}
+    for rank in sorted(scene.ranks)[:64]:
+        what, wait = scene.ranks[rank], waits.get(rank)
+        row = [f"[red]{rank}[/]" if rank in verdict.ranks else str(rank), what.process, place(what)]
+        if wait is not None:
+            on = "all came" if wait.all_came else ", ".join(map(str, wait.on[:8]))
+            row += [f"{wait.group} call {wait.sequence} {wait.op}", on, f"{wait.seconds:.1f}"]
+        table.add_row(*row)
+    console.print(table)
+    if len(scene.ranks) > 64:
+        console.print(f"and {len(scene.ranks) - 64} more ranks (--json has all)")

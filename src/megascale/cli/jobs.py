@@ -1,0 +1,249 @@
+"""`megascale jobs|nodes|events|evict|cordon|uncordon|pause|resume|restart`: look at launched jobs and steer them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from megascale.errors import ConfigError, DataError, TrainingError
+
+RUN = typer.Argument(..., help="The run folder, such as runs/stdlib.", show_default=False)
+JSON = typer.Option(False, "--json", help="Print JSON for a machine.")
+WHY = typer.Option("asked for on the command line", "--why", help="Goes into the journal.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(jobs)
+    app.command()(nodes)
+    app.command()(events)
+    app.command()(evict)
+    app.command()(cordon)
+    app.command()(uncordon)
+    app.command()(pause)
+    app.command()(resume)
+    app.command()(restart)
+
+
+def jobs(
+    runs: Path = typer.Argument(Path("runs"), help="A folder of run folders, or one run folder."),
+    as_json: bool = JSON,
+) -> None:
+    """List launched jobs: phase, attempt, step, and whether a driver is at work.
+
+    Works with and without a running driver. Example: megascale jobs
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from megascale.resilience.journal import FILE, Reader
+
+    folders = [runs] if (runs / FILE).exists() else sorted(p.parent for p in runs.glob(f"*/{FILE}"))
+    if not folders:
+        raise DataError(f"{runs} holds no run that was started with `megascale launch`")
+    rows: list[dict[str, Any]] = []
+    for folder in folders:
+        reader = Reader(folder)
+        job, alive = reader.job, reader.driver_alive()
+        reader.close()
+        if job is not None:
+            rows.append(
+                {"run": str(folder), "phase": job.phase.value, "attempt": job.attempt, "step": job.step}
+                | {"ranks": job.world, "nodes": list(job.placement), "driver": alive, "why": job.why}
+            )
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    table = Table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision")
+    for r in rows:
+        cells = [r["run"], r["phase"], r["attempt"], r["step"], r["ranks"], " ".join(r["nodes"])]
+        table.add_row(*map(str, cells), "at work" if r["driver"] else "none", r["why"])
+    Console().print(table)
+
+
+def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
+    """Show a job's nodes: state, ranks, last heartbeat, what each rank does.
+
+    Asks the driver; without one, shows what the journal remembers. Example: megascale nodes runs/stdlib
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from megascale.resilience.journal import Reader
+
+    reader = Reader(run)
+    remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
+    reader.close()
+    if alive:
+        found = _ask(run, "GET", "/v1/nodes")
+    else:
+        found = [
+            {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
+            | {"ranks": list(job.ranks(n.name)) if job else [], "seen": None, "why": n.why, "workers": []}
+            for n in remembered
+        ]
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", "why")
+    for n in found:
+        state = n["state"] + (" (cordoned)" if n["cordoned"] else "")
+        seen = "" if n["seen"] is None else f"{n['seen']:.1f} s ago"
+        doing = ", ".join(sorted({f"{w['phase'] or w['state']} {w['step']}" for w in n["workers"]}))
+        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing, n["why"])
+    Console().print(table)
+    if not alive:
+        typer.echo("no driver is at work: this is what the journal remembers")
+
+
+def events(
+    run: Path = RUN,
+    as_json: bool = JSON,
+    follow: bool = typer.Option(False, "--follow", "-f", help="Go on as new events come; Ctrl-C ends."),
+    all_events: bool = typer.Option(False, "--all", help="Also what the trainers tell (checkpoints, evaluations)."),
+) -> None:
+    """Tell the story of a job: what happened, what was decided, and on what evidence.
+
+    Example: megascale events runs/stdlib
+    """
+    import time
+
+    from rich.console import Console
+
+    from megascale.resilience.journal import Reader
+
+    reader, console, after = Reader(run), Console(highlight=False, soft_wrap=True), 0
+    told = _trainers(run) if all_events else []
+    first: float | None = None
+    while True:
+        fresh = reader.events(after)
+        story: list[Any] = sorted([*fresh, *told], key=lambda e: e["time"] if isinstance(e, dict) else e.time)
+        told = []
+        for entry in story:
+            if as_json:
+                typer.echo(json.dumps(entry if isinstance(entry, dict) else vars(entry)))
+                continue
+            first = first if first is not None else (entry["time"] if isinstance(entry, dict) else entry.time)
+            _tell(console, entry, first)
+        after = fresh[-1].id if fresh else after
+        if not follow:
+            break
+        time.sleep(0.5)
+    reader.close()
+
+
+def _trainers(run: Path) -> list[dict[str, Any]]:
+    found = []
+    file = run / "events.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("by") != "driver":
+            found.append(record)
+    return found
+
+
+def _tell(console: Any, entry: Any, first: float) -> None:
+    from rich.text import Text
+
+    from megascale.resilience.diary import clock
+
+    if isinstance(entry, dict):
+        rest = {k: v for k, v in entry.items() if k not in ("time", "event") and not isinstance(v, dict)}
+        text = ", ".join(f"{k} {v}" for k, v in rest.items())
+        console.print(Text.assemble((f"{clock(entry['time'])} ", "dim"), f"{'':9}{entry['event']}  ", (text, "dim")))
+        return
+    colour = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}.get(entry.action)
+    about = f" on {', '.join(entry.nodes)}" if entry.nodes else ""
+    about += f" (rank {', '.join(map(str, entry.ranks))})" if entry.ranks else ""
+    action = f" -> {entry.action}" if entry.action not in ("", "none") else ""
+    since = f"{entry.time - first:+8.2f}s "
+    head = Text.assemble((f"{clock(entry.time)} ", "dim"), (since, "dim"), (entry.kind, colour or "yellow"))
+    console.print(head.append(about).append(action, style="bold"))
+    for sentence in entry.evidence:
+        console.print(Text(f"{'':23}{sentence}", style="dim"))
+
+
+def evict(run: Path = RUN, node: str = typer.Argument(..., help="Such as n2."), why: str = WHY) -> None:
+    """Take a node out of a job; its ranks move to a spare or a new node.
+
+    Example: megascale evict runs/stdlib n2 --why "fan is loud"
+    """
+    _order(run, f"/v1/nodes/{node}/evict", why)
+
+
+def cordon(run: Path = RUN, node: str = typer.Argument(..., help="Such as n2."), why: str = WHY) -> None:
+    """Give a node nothing new; what it runs goes on.
+
+    Example: megascale cordon runs/stdlib n2
+    """
+    _order(run, f"/v1/nodes/{node}/cordon", why)
+
+
+def uncordon(run: Path = RUN, node: str = typer.Argument(..., help="Such as n2."), why: str = WHY) -> None:
+    """Allow a node again, an evicted one too.
+
+    Example: megascale uncordon runs/stdlib n2
+    """
+    _order(run, f"/v1/nodes/{node}/uncordon", why)
+
+
+def pause(run: Path = RUN, why: str = WHY) -> None:
+    """Let a job save and stop; its nodes stay ready.
+
+    Example: megascale pause runs/stdlib
+    """
+    _order(run, "/v1/job/pause", why)
+
+
+def resume(run: Path = RUN, why: str = WHY) -> None:
+    """Go on with a paused job.
+
+    Example: megascale resume runs/stdlib
+    """
+    _order(run, "/v1/job/resume", why)
+
+
+def restart(run: Path = RUN, why: str = WHY) -> None:
+    """Save, import the code anew and start the trainers again, with the settings in RUN/driver/job.toml.
+
+    Example: megascale restart runs/stdlib --why "new kernel"
+    """
+    _order(run, "/v1/job/restart", why)
+
+
+def _order(run: Path, path: str, why: str) -> None:
+    answer = _ask(run, "POST", path, {"why": why})
+    typer.echo(f"done; the job is {answer['phase']}")
+
+
+def _ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Talk to the run's driver. Raises ConfigError for what it refuses, TrainingError if it does not answer."""
+    import urllib.error
+    import urllib.request
+
+    from megascale.resilience.contact import read_contact, read_token
+
+    contact = read_contact(run)
+    headers = {"Authorization": f"Bearer {read_token(run).decode()}", "Content-Type": "application/json"}
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(contact.api + path, data, headers, method=method)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    try:
+        with opener.open(request, timeout=10) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        try:
+            why = json.load(error)["detail"]
+        except (ValueError, KeyError, TypeError):
+            why = f"HTTP {error.code}"
+        raise ConfigError(f"the driver of {run} refused: {why}") from None
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"the driver of {run} does not answer at {contact.api} ({error}); start it again with `megascale launch`"
+        ) from None

@@ -1,0 +1,212 @@
+"""What is known of each rank of a run that stands still: its last words, its process, its stack, its flight recorder.
+
+Reading never depends on the ranks' help: the files are memory-mapped and stay when a process hangs or dies. Ranks on
+this host are also asked for their stacks; one that does not answer is told apart from one that was not asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from megascale.core.calls import READER, CallRecord, read_calls
+from megascale.core.status import Status, read_status
+from megascale.errors import DataError
+from megascale.observe.hang.flight import FlightDump, read_flight
+
+ProcessState = Literal["running", "stopped", "gone", "unknown"]
+_ANSWER = 1.0  # seconds that the ranks of this host have to answer
+_FRAMES = 8
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """All that is known of one rank.
+
+    Attributes:
+        rank: which one.
+        process: "running", "stopped" (SIGSTOP, a debugger), "gone", or "unknown" where it runs on another host.
+        status, record: its files, None where it left none.
+        answered: whether it answered when asked for its stack; None if it was not asked.
+        stack: frames of its main thread, innermost first.
+        reader: state of the process that reads its samples, if it waits for one.
+        flight: what torch's flight recorder held.
+    """
+
+    rank: int
+    process: ProcessState = "unknown"
+    status: Status | None = None
+    record: CallRecord | None = None
+    answered: bool | None = None
+    stack: tuple[str, ...] = ()
+    reader: ProcessState = "unknown"
+    flight: FlightDump | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The evidence of a whole run.
+
+    Attributes:
+        ranks: by rank; a rank that left nothing is missing.
+        world: how many ranks there are, as the ranks themselves say.
+        moving: ranks whose place changed while we looked.
+        now_ns: when it was taken, on this host's clock.
+    """
+
+    ranks: dict[int, RankEvidence]
+    world: int
+    moving: frozenset[int] = field(default_factory=frozenset)
+    now_ns: int = 0
+
+
+def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5) -> Scene:
+    """Read a run folder (or a folder of `rank-N.calls` files).
+
+    Args:
+        ask: signal the ranks that live on this host for their stacks and flight records.
+        watch_seconds: how long to look for movement; 0 does not look.
+
+    Raises:
+        DataError: nothing of the kind lies there.
+    """
+    status_folder = folder / "status" if (folder / "status").is_dir() else folder
+    flight_folder = folder / "flight" if (folder / "flight").is_dir() else folder
+    ranks = _ranks(status_folder, flight_folder)
+    if not ranks:
+        raise DataError(
+            f"{folder} holds no rank-N.status or rank-N.calls files and no flight-recorder dumps; name a run folder, "
+            "such as runs/stdlib, or a folder with copies of its status files"
+        )
+    before = {rank: _events(status_folder, rank) for rank in ranks}
+    found = {rank: _read(status_folder, rank) for rank in ranks}
+    if ask:
+        found = _ask(status_folder, flight_folder, found)
+    elif watch_seconds:
+        time.sleep(watch_seconds)
+    moving = frozenset(rank for rank in ranks if watch_seconds and _events(status_folder, rank) != before[rank])
+    for rank, what in found.items():
+        file = next((f for f in _flight_files(flight_folder, rank) if f.exists()), None)
+        if file is not None and what.answered is not False:
+            found[rank] = replace(what, flight=read_flight(file))
+    return Scene(found, _world(found), moving, time.time_ns())
+
+
+def process_state(pid: int, mark: str = "") -> ProcessState:
+    """State of a process here; "gone" too if it does not have the file `mark` mapped (its number was reused)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        letter = text.rpartition(")")[2].split()[0]
+        if letter in "ZX" or (mark and mark not in Path(f"/proc/{pid}/maps").read_text()):
+            return "gone"
+        return "stopped" if letter in "Tt" else "running"
+    except PermissionError:
+        return "unknown"
+    except (OSError, IndexError):
+        return "gone"
+
+
+def _ranks(status: Path, flight: Path) -> list[int]:
+    names = [p.name for folder in (status, flight) if folder.is_dir() for p in folder.iterdir()]
+    matches = (re.fullmatch(r"rank-(\d+)\.(?:status|calls|json)|nccl_trace_rank_(\d+)|rank-(\d+)", n) for n in names)
+    return sorted({int(next(g for g in m.groups() if g)) for m in matches if m})
+
+
+def _flight_files(folder: Path, rank: int) -> tuple[Path, ...]:
+    return folder / f"rank-{rank}.json", folder / f"nccl_trace_rank_{rank}", folder / f"rank-{rank}"
+
+
+def _events(folder: Path, rank: int) -> object:
+    record = read_calls(folder / f"rank-{rank}.calls", history=False)
+    status = read_status(folder / f"rank-{rank}.status")
+    return (record and record.events, record and record.waiting, status and (status.phase, status.step))
+
+
+def _read(folder: Path, rank: int) -> RankEvidence:
+    file = folder / f"rank-{rank}.calls"
+    record, status = read_calls(file), read_status(folder / f"rank-{rank}.status")
+    here = record is not None and record.host == socket.gethostname()[:40]
+    process = process_state(record.pid, str(file.resolve())) if here and record else "unknown"
+    what = RankEvidence(rank, process, status, record)
+    if record and record.waiting and record.waiting.group == READER and record.waiting.pid:
+        what = replace(what, reader=process_state(record.waiting.pid) if what.process != "unknown" else "unknown")
+    return what
+
+
+def _world(found: dict[int, RankEvidence]) -> int:
+    said = [e.record.world for e in found.values() if e.record]
+    return max([*said, max(found) + 1])
+
+
+def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int, RankEvidence]:
+    """Ask every rank that runs here for its stack and its flight records; wait a moment for the answers."""
+    asked = [r for r, e in found.items() if e.process == "running" and e.record and hasattr(signal, "SIGUSR2")]
+    for rank in asked:
+        stack, dump = status / f"rank-{rank}.stack", flight / f"rank-{rank}.json"
+        dump.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.truncate(stack, 0)
+            record = found[rank].record
+            assert record is not None
+            os.kill(record.pid, signal.SIGUSR2)
+        with suppress(OSError):  # no reader at the other end: the rank has ended or keeps no recorder
+            os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
+    deadline = time.monotonic() + _ANSWER
+    waiting = set(asked)
+    while waiting and time.monotonic() < deadline:
+        time.sleep(0.02)
+        waiting -= {r for r in waiting if _complete(status / f"rank-{r}.stack")}
+    for rank, what in found.items():
+        if rank in asked:
+            answered = rank not in waiting
+            frames = _main_thread(status / f"rank-{rank}.stack") if answered else _py_spy(what)
+            found[rank] = replace(what, answered=answered, stack=frames)
+        elif what.process == "stopped":
+            found[rank] = replace(what, answered=False, stack=_py_spy(what))
+    return found
+
+
+def _complete(stack: Path) -> bool:
+    try:
+        return "Current thread" in stack.read_text()
+    except OSError:
+        return False
+
+
+def _main_thread(stack: Path) -> tuple[str, ...]:
+    """Frames of the thread that took the signal, innermost first, as `function (file:line)`."""
+    text = stack.read_text().partition("Current thread")[2].partition("\n\n")[0].partition("\nThread ")[0]
+    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
+    return tuple(f"{function} ({_short(file)}:{line})" for file, line, function in frames[:_FRAMES])
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-2:])
+
+
+def _py_spy(what: RankEvidence) -> tuple[str, ...]:
+    """The stack of a process that cannot answer, where py-spy is installed and may look; else nothing."""
+    program = shutil.which("py-spy")
+    if program is None or what.record is None:
+        return ()
+    command = [program, "dump", "--nonblocking", "--pid", str(what.record.pid)]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    threads = [part for part in text.split("\nThread ") if "MainThread" in part]
+    return tuple(line.strip() for line in _frames(threads))[:_FRAMES]
+
+
+def _frames(threads: Iterable[str]) -> list[str]:
+    return [line for part in threads for line in part.splitlines()[1:] if line.strip()]

@@ -1,0 +1,1 @@
+"""Where nodes come from: one interface, local processes or Kubernetes behind it."""

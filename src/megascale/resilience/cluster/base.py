@@ -1,0 +1,36 @@
+"""What the driver asks of whatever provides nodes. Local processes implement it; so can Kubernetes or Slurm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node that the cluster knows. alive: whether an agent could be started there; running: whether one is."""
+
+    name: str
+    address: str
+    alive: bool
+    running: bool
+
+
+class Cluster(Protocol):
+    """Nodes with an agent each. Calls are quick or asynchronous; the driver's loop waits for none of them long."""
+
+    def places(self) -> list[Place]:
+        """Every node that exists now, evicted ones included until they are removed."""
+        ...
+
+    async def start_agent(self, name: str) -> bool:
+        """Start (again) the agent of a node; what an older agent there left running is ended first. False: not now."""
+        ...
+
+    async def fence(self, name: str) -> bool:
+        """Make sure that nothing of this job runs on a node any more; True once that is certain."""
+        ...
+
+    async def request(self) -> str | None:
+        """Ask for one new node with a running agent; its name, or None if the cluster has none to give now."""
+        ...

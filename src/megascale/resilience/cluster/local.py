@@ -1,0 +1,110 @@
+"""Nodes on one machine: each is an agent process with a folder (RUN/nodes/NAME) and a loopback address of its own.
+
+A node whose folder holds a file `down` plays a broken machine: no agent can be started on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megascale.resilience.cluster.base import Place
+from megascale.resilience.journal import born
+
+DOWN = "down"
+STATE = "agent.json"
+
+
+class LocalCluster:
+    """Args:
+    run: the run folder.
+    devices: GPUs to be shared out, one list a node in order of creation; empty on CPU.
+    """
+
+    def __init__(self, run: Path, devices: list[list[int]] | None = None) -> None:
+        self.run, self.devices = run, devices or []
+        self.folder = run / "nodes"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def ensure(self, count: int) -> None:
+        """Have at least `count` nodes that are not down, without starting anything."""
+        while sum(place.alive for place in self.places()) < count:
+            self._create()
+
+    def places(self) -> list[Place]:
+        return [
+            Place(path.name, _address(path.name), not (path / DOWN).exists(), self._agent(path.name) is not None)
+            for path in sorted(self.folder.iterdir(), key=lambda p: _number(p.name))
+        ]
+
+    async def start_agent(self, name: str) -> bool:
+        folder = self.folder / name
+        if (folder / DOWN).exists() or not folder.exists():
+            return False
+        await self.fence(name)
+        self._children = [child for child in self._children if child.poll() is None]
+        command = [sys.executable, "-m", "megascale.resilience.agent", "--run", str(self.run), "--node", name]
+        command += ["--folder", str(folder), "--address", _address(name), "--pod", f"local-{name}"]
+        environment = dict(os.environ)
+        number = _number(name)
+        if number < len(self.devices):
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
+        with open(folder / "agent.log", "ab") as out:
+            child = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        self._children.append(child)
+        state = {"pid": child.pid, "born": born(child.pid)}
+        temporary = folder / f"{STATE}.tmp"
+        temporary.write_text(json.dumps(state))
+        os.replace(temporary, folder / STATE)
+        return True
+
+    async def fence(self, name: str) -> bool:
+        """SIGKILL to the agent; the kernel then ends its fork server and trainers."""
+        pid = self._agent(name)
+        if pid is None:
+            return True
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5.0
+        while self._agent(name) is not None and time.monotonic() < deadline:
+            for child in self._children:
+                child.poll()
+            await asyncio.sleep(0.01)
+        return self._agent(name) is None
+
+    async def request(self) -> str | None:
+        name = self._create()
+        return name if await self.start_agent(name) else None
+
+    def _create(self) -> str:
+        numbers = [_number(path.name) for path in self.folder.iterdir()]
+        name = f"n{max(numbers, default=-1) + 1}"
+        (self.folder / name).mkdir()
+        return name
+
+    def _agent(self, name: str) -> int | None:
+        """Process id of the node's living agent."""
+        try:
+            state = json.loads((self.folder / name / STATE).read_text())
+            pid = int(state["pid"])
+            return pid if born(pid) == state["born"] != 0 else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _number(name: str) -> int:
+    return int(name[1:]) if name[1:].isdigit() else -1
+
+
+def _address(name: str) -> str:
+    """127.0.1.1 for n0 and so on: loopback addresses are free on Linux; elsewhere all share 127.0.0.1."""
+    number = _number(name) + 1
+    return f"127.0.{1 + number // 250}.{number % 250 + 1}" if sys.platform == "linux" else "127.0.0.1"

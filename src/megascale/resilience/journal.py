@@ -1,0 +1,301 @@
+"""The driver's journal: one SQLite file in the run folder with the job, its nodes, every decision and its evidence.
+
+It is the driver's memory over restarts and the fence between two drivers: each has an epoch, and a driver whose
+epoch is not the newest can no longer write. Readers (`megascale events`) need no driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megascale.errors import ConfigError, DataError
+from megascale.resilience.machine import Job
+
+FILE = "journal.sqlite"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
+    host TEXT NOT NULL, pid INTEGER NOT NULL, born INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS job (id INTEGER PRIMARY KEY CHECK (id = 1), state TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS nodes (name TEXT PRIMARY KEY, address TEXT NOT NULL, state TEXT NOT NULL, why TEXT NOT NULL,
+    since REAL NOT NULL, facts TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, epoch INTEGER NOT NULL,
+    attempt INTEGER NOT NULL, kind TEXT NOT NULL, action TEXT NOT NULL, nodes TEXT NOT NULL, ranks TEXT NOT NULL,
+    evidence TEXT NOT NULL, details TEXT NOT NULL);
+"""
+
+
+class Fenced(Exception):
+    """Another driver has taken the job over: this one must not touch it any more."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One event of the journal. time: seconds since 1970 on the driver's clock."""
+
+    id: int
+    time: float
+    attempt: int
+    kind: str
+    action: str
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    evidence: tuple[str, ...]
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A node as the journal knows it. state: see driver.py; since: seconds since 1970."""
+
+    name: str
+    address: str
+    state: str
+    why: str
+    since: float
+    facts: dict[str, Any]
+
+
+class Journal:
+    """The writing side, held by one driver. Open it with `take`."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, epoch: int) -> None:
+        self.path, self.epoch = path, epoch
+        self._db = connection
+        self._beat = 0
+
+    @classmethod
+    def take(cls, run: Path, lease: float, least_epoch: int = 0) -> tuple[Journal, bool]:
+        """Become the driver of this run: (journal with a new epoch, whether the old file was damaged and set aside).
+
+        A holder on this host counts as dead if its process is; elsewhere, or if that cannot be told, if it does not
+        renew its lease for `lease` seconds of watching. `least_epoch`: the newest known from elsewhere.
+
+        Raises ConfigError if another driver is at work.
+        """
+        path = run / FILE
+        damaged = False
+        try:
+            db = _open(path)
+        except sqlite3.DatabaseError:
+            damaged = True
+            aside = path.with_name(f"{FILE}.damaged-{int(time.time())}")
+            for suffix in ("", "-wal", "-shm"):
+                part = path.with_name(path.name + suffix)
+                if part.exists():
+                    os.replace(part, aside.with_name(aside.name + suffix))
+            db = _open(path)
+        while True:
+            row = db.execute("SELECT epoch, beat, host, pid, born FROM lease").fetchone()
+            if row is not None and not _gone(row, db, lease):
+                db.close()
+                raise ConfigError(
+                    f"a driver already runs this job (process {row[3]} on {row[2]}, epoch {row[0]}); "
+                    f"talk to it with `megascale jobs`, or end it first"
+                )
+            old: int = row[0] if row else 0
+            epoch = max(old, least_epoch) + 1
+            me = (epoch, 0, socket.gethostname(), os.getpid(), born(os.getpid()))
+            with _transaction(db):
+                now = db.execute("SELECT epoch FROM lease").fetchone()
+                if (now[0] if now else 0) != old:
+                    continue  # a third one was quicker
+                db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", me)
+                return cls(path, db, epoch), damaged
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        with _transaction(self._db) as db:
+            if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
+                raise Fenced(f"epoch {self.epoch} is over: another driver has taken the job")
+            yield db
+
+    def renew(self) -> None:
+        """Show that this driver lives; Fenced if another has taken over."""
+        self._beat += 1
+        with self._write() as db:
+            db.execute("UPDATE lease SET beat = ?", (self._beat,))
+
+    def save_job(self, job: Job) -> None:
+        """Remember the job's state."""
+        with self._write() as db:
+            db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (job.to_json(),))
+
+    def save_node(self, node: NodeRow) -> None:
+        """Remember a node."""
+        row = (node.name, node.address, node.state, node.why, node.since, json.dumps(node.facts))
+        with self._write() as db:
+            db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def add(
+        self,
+        kind: str,
+        *,
+        attempt: int,
+        action: str = "",
+        nodes: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+        evidence: tuple[str, ...] = (),
+        **details: Any,
+    ) -> Entry:
+        """Append an event."""
+        now = time.time()
+        lists = [json.dumps(list(part)) for part in (nodes, ranks, evidence)]
+        row = (now, self.epoch, attempt, kind, action, *lists, json.dumps(details))
+        with self._write() as db:
+            number = db.execute(
+                "INSERT INTO events (time, epoch, attempt, kind, action, nodes, ranks, evidence, details) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                row,
+            ).lastrowid
+        return Entry(number or 0, now, attempt, kind, action, nodes, ranks, evidence, details)
+
+    def job(self) -> Job | None:
+        """The job as last remembered."""
+        return _job(self._db)
+
+    def nodes(self) -> list[NodeRow]:
+        """All nodes ever known."""
+        return _nodes(self._db)
+
+    def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
+        """Events with an id above `after`, oldest first."""
+        return _events(self._db, after, limit)
+
+    def close(self) -> None:
+        """Give the lease back and close."""
+        try:
+            with self._write() as db:
+                db.execute("UPDATE lease SET pid = 0, host = ''")
+        except (Fenced, sqlite3.Error):
+            pass
+        self._db.close()
+
+
+class Reader:
+    """The reading side, for commands; works whether or not a driver lives."""
+
+    def __init__(self, run: Path) -> None:
+        path = run / FILE
+        if not path.exists():
+            raise DataError(f"{run} has no {FILE}: it was not started with `megascale launch`")
+        try:
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+            if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone():
+                self._db.close()
+                raise DataError(f"{path} is just being made; try again in a moment")
+            self.job = _job(self._db)
+        except sqlite3.DatabaseError as error:
+            raise DataError(f"{path} is damaged ({error}); the next `megascale launch` sets it aside") from None
+
+    def nodes(self) -> list[NodeRow]:
+        """All nodes ever known."""
+        return _nodes(self._db)
+
+    def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
+        """Events with an id above `after`, oldest first."""
+        return _events(self._db, after, limit)
+
+    def driver_alive(self) -> bool:
+        """Whether the holder of the lease is a living process of this host."""
+        row = self._db.execute("SELECT host, pid, born FROM lease").fetchone()
+        return row is not None and row[0] == socket.gethostname() and row[1] > 0 and born(row[1]) == row[2]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+
+def born(pid: int) -> int:
+    """When a process started, in clock ticks since boot: with the pid it names a process for good. 0: not there."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
+    try:
+        os.chmod(path, 0o600)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        if db.execute("PRAGMA quick_check").fetchone() != ("ok",):
+            raise sqlite3.DatabaseError("the check of the file failed")
+        db.executescript(_SCHEMA)
+        _job(db), _nodes(db), _events(db, 0, 1)
+    except (ValueError, TypeError, KeyError) as error:
+        db.close()
+        raise sqlite3.DatabaseError(str(error)) from None
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield db
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def _gone(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: float) -> bool:
+    _, _, host, pid, started = row
+    if not pid:
+        return True  # given back
+    if host == socket.gethostname() and born(pid) != started:
+        return True
+    deadline = time.monotonic() + lease
+    while time.monotonic() < deadline:
+        if db.execute("SELECT epoch, beat, host, pid, born FROM lease").fetchone() != row:
+            return False
+        time.sleep(0.05)
+    # On this host it lives but does nothing; where it is elsewhere it may be dead. Its epoch ends here either way.
+    return True
+
+
+def _job(db: sqlite3.Connection) -> Job | None:
+    row = db.execute("SELECT state FROM job").fetchone()
+    return Job.from_json(row[0]) if row else None
+
+
+def _nodes(db: sqlite3.Connection) -> list[NodeRow]:
+    rows = db.execute("SELECT name, address, state, why, since, facts FROM nodes ORDER BY rowid").fetchall()
+    return [NodeRow(a, b, c, d, e, json.loads(f)) for a, b, c, d, e, f in rows]
+
+
+def _events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
+    rows = db.execute(
+        "SELECT id, time, attempt, kind, action, nodes, ranks, evidence, details FROM events WHERE id > ? "
+        "ORDER BY id LIMIT ?",
+        (after, limit),
+    ).fetchall()
+    return [
+        Entry(
+            id=row[0],
+            time=row[1],
+            attempt=row[2],
+            kind=row[3],
+            action=row[4],
+            nodes=tuple(json.loads(row[5])),
+            ranks=tuple(json.loads(row[6])),
+            evidence=tuple(json.loads(row[7])),
+            details=json.loads(row[8]),
+        )
+        for row in rows
+    ]

@@ -1,0 +1,118 @@
+"""The ladder of recovery: the mildest rung that still has a budget, and why. Pure functions of plain data.
+
+    retry      fork the processes again in place, from what is already imported
+    respawn    start the node's agent and fork server again on the same machine
+    spare      a warm node takes the place of the bad one
+    replenish  ask the cluster for a new node and wait for it
+    shrink     go on with fewer data-parallel copies
+    stop       no rung is left: a person is needed
+
+Each use of a rung counts against its budget for `resilience.budget_seconds`; a used-up budget leads one rung up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megascale.config import Config, ResilienceConfig
+
+Rung = Literal["retry", "respawn", "spare", "replenish", "shrink", "stop"]
+RUNGS: tuple[Rung, ...] = ("retry", "respawn", "spare", "replenish", "shrink", "stop")
+
+
+@dataclass(frozen=True)
+class Use:
+    """A rung was used for a node ("" for no node in particular) at a monotonic or journal time in seconds."""
+
+    time: float
+    rung: Rung
+    node: str
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the choice depends on.
+
+    Attributes:
+        node: the node to mend, "" if none is to blame.
+        evict: it must not be used again.
+        reachable: its agent answers.
+        alive: an agent could be started on it.
+        spares: warm nodes that are free.
+        now: seconds, on the clock of the uses.
+    """
+
+    node: str
+    evict: bool
+    reachable: bool
+    alive: bool
+    spares: int
+    now: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rung, and the sentences that explain it."""
+
+    rung: Rung
+    why: tuple[str, ...]
+
+
+def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choice:
+    """The mildest rung with a budget left, for one node."""
+    recent = [use for use in uses if at.now - use.time < config.budget_seconds]
+    why: list[str] = []
+
+    def budget(rung: Rung, limit: int, node: str | None) -> bool:
+        used = sum(use.rung == rung and node in (None, use.node) for use in recent)
+        whose = "" if node is None else f" for {node}" if node else " without a node to blame"
+        period = f"in {config.budget_seconds:g} s"
+        if used < limit:
+            why.append(f"{rung}: use {used + 1} of {limit}{whose} {period}")
+            return True
+        why.append(f"{rung}: all {limit} uses{whose} {period} are spent")
+        return False
+
+    if not at.evict:
+        if not at.reachable:
+            why.append(f"retry: not possible, the agent of {at.node} does not answer")
+        elif budget("retry", config.retries, at.node):
+            return Choice("retry", tuple(why))
+        if at.node and not at.alive:
+            why.append(f"respawn: not possible, {at.node} is down")
+        elif budget("respawn", config.respawns, at.node):
+            return Choice("respawn", tuple(why))
+    else:
+        why.append(f"retry and respawn: left out, {at.node} is to be evicted")
+    if not at.node:
+        why.append("spare: no node is to blame, so replacing one would be a guess")
+        return Choice("stop", tuple(why))
+    replaced = sum(use.rung in ("spare", "replenish") for use in recent)
+    if replaced >= config.replacements:
+        why.append(
+            f"spare and replenish: all {config.replacements} replacements in {config.budget_seconds:g} s are spent"
+        )
+        return Choice("shrink", tuple(why))
+    count = f"replacement {replaced + 1} of {config.replacements} in {config.budget_seconds:g} s"
+    if at.spares:
+        why.append(f"spare: {at.spares} warm; {count}")
+        return Choice("spare", tuple(why))
+    why.append("spare: none is free")
+    if config.replenish_wait:
+        why.append(f"replenish: waiting up to {config.replenish_wait:g} s for a new node; {count}")
+        return Choice("replenish", tuple(why))
+    why.append("replenish: resilience.replenish_wait=0 asks for no new nodes")
+    return Choice("shrink", tuple(why))
+
+
+def data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
+    """(data-parallel size, nodes it takes) that `nodes` nodes can run, largest first, down to resilience.min_data."""
+    parallel, train = config.parallel, config.train
+    model = parallel.tensor * parallel.pipeline
+    found = []
+    for data in range(nodes * ranks_per_node // model, config.resilience.min_data - 1, -1):
+        if (data * model) % ranks_per_node == 0 and train.global_batch % (train.micro_batch * data) == 0:
+            found.append((data, data * model // ranks_per_node))
+    return found

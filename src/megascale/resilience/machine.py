@@ -1,0 +1,107 @@
+"""The job's state machine: which phases there are, which follow which, and what must be remembered over a restart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+
+class Phase(StrEnum):
+    """Where a job stands."""
+
+    WAITING = "waiting"  # for enough nodes
+    STOPPING = "stopping"  # every node ends what it runs and says so
+    STARTING = "starting"  # processes are started; no step yet
+    RUNNING = "running"  # a step of this attempt has been seen
+    DIAGNOSING = "diagnosing"  # training is stopped, nodes test themselves
+    PAUSED = "paused"  # by a person
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"  # by a person; launching again goes on
+
+
+ENDED = frozenset({Phase.DONE, Phase.FAILED, Phase.INTERRUPTED})
+# What may follow. STOPPING leads to its goal; every start goes through it, so that two attempts never overlap.
+FOLLOWS: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.STOPPING, Phase.PAUSED, Phase.FAILED, Phase.INTERRUPTED}),
+    Phase.STOPPING: frozenset({Phase.STOPPING, Phase.STARTING, Phase.WAITING, Phase.DIAGNOSING, Phase.PAUSED, *ENDED}),
+    Phase.STARTING: frozenset({Phase.RUNNING, Phase.STOPPING, Phase.DONE}),
+    Phase.RUNNING: frozenset({Phase.STOPPING, Phase.DONE}),
+    Phase.DIAGNOSING: frozenset({Phase.WAITING, Phase.STOPPING}),
+    Phase.PAUSED: frozenset({Phase.WAITING, Phase.FAILED, Phase.INTERRUPTED}),
+    Phase.DONE: frozenset(),
+    Phase.FAILED: frozenset(),
+    Phase.INTERRUPTED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a driver must know of a job to go on with it after a restart; one row of the journal.
+
+    Attributes:
+        name: the run's name.
+        phase: where it stands.
+        attempt: number of the newest start, from 1; 0: none yet.
+        placement: nodes that hold ranks, in rank order.
+        ranks_per_node: ranks on each of them.
+        data: data-parallel size; smaller than asked for after shrinking.
+        master: address and port where rank 0 of this attempt serves the store.
+        goal: what STOPPING leads to.
+        save: whether STOPPING lets the trainers save first.
+        fresh: nodes whose fork server is started anew with the next attempt.
+        step: the last step seen.
+        best: the furthest step seen at the last recovery.
+        fruitless: starts in a row that brought no new step.
+        exit_code: of the job, once ended.
+        why: the last decision in words.
+    """
+
+    name: str
+    phase: Phase = Phase.WAITING
+    attempt: int = 0
+    placement: tuple[str, ...] = ()
+    ranks_per_node: int = 1
+    data: int = 1
+    master: tuple[str, int] = ("", 0)
+    goal: Phase = Phase.STARTING
+    save: bool = False
+    fresh: tuple[str, ...] = field(default=())
+    step: int = 0
+    best: int = 0
+    fruitless: int = 0
+    exit_code: int = 0
+    why: str = ""
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return len(self.placement) * self.ranks_per_node
+
+    def ranks(self, node: str) -> tuple[int, ...]:
+        """Ranks placed on `node`, none if it holds none."""
+        if node not in self.placement:
+            return ()
+        first = self.placement.index(node) * self.ranks_per_node
+        return tuple(range(first, first + self.ranks_per_node))
+
+    def move(self, phase: Phase, **changes: Any) -> Job:
+        """The job in another phase; ValueError for a step that the machine does not have."""
+        if phase not in FOLLOWS[self.phase]:
+            raise ValueError(f"job {self.name}: {self.phase} cannot become {phase}")
+        return replace(self, phase=phase, **changes)
+
+    def to_json(self) -> str:
+        """For the journal."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """As `to_json` wrote it; ValueError or TypeError for anything else."""
+        record = json.loads(text)
+        record["phase"], record["goal"] = Phase(record["phase"]), Phase(record["goal"])
+        for name in ("placement", "master", "fresh"):
+            record[name] = tuple(record[name])
+        return cls(**record)

@@ -1,0 +1,33 @@
+"""What the driver concludes from a view: pure functions to Verdicts, each with the sentences that led to it.
+
+No rule looks at a node's clock: ages are measured on the agent's and on the driver's monotonic clocks, so that clocks
+that are minutes apart change nothing. No rule acts on what a calm run shows: the first step, an evaluation and a
+checkpoint are no hangs, and a value must leave what was seen before by a margin.
+"""
+
+from __future__ import annotations
+
+from megascale.resilience.rules import exits, health, numbers, offenders, silence
+from megascale.resilience.verdicts import Verdict
+from megascale.resilience.view import View
+
+# What must be seen at once, from the newest heartbeats only.
+QUICK = (exits.processes, silence.heartbeats, silence.slow_start, silence.hang, health.log_lines)
+# What goes through the history of all nodes.
+SLOW = (
+    health.devices,
+    health.traffic,
+    numbers.losses,
+    numbers.throughput,
+    numbers.slow_nodes,
+    numbers.checksums,
+)
+
+
+def judge(view: View, thorough: bool = True) -> list[Verdict]:
+    """All verdicts on `view`, in no order. Nodes that offended before are judged harder.
+
+    thorough: also what goes through the history; every second or so is often enough.
+    """
+    rules = QUICK + SLOW if thorough else QUICK
+    return offenders.repeated(view, [verdict for rule in rules for verdict in rule(view)])

@@ -1,0 +1,166 @@
+"""What the numbers say: losses, gradient norms, seconds a step, compute time by rank, checksums of weights.
+
+Every threshold compares with what the run itself showed before, by medians, so that single outliers of a calm run
+change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from statistics import median
+
+from megascale.core.events import Event
+from megascale.resilience.verdicts import Verdict
+from megascale.resilience.view import Member, View
+
+# Losses: a spike stands over the recent median by this many median deviations and by this part of it.
+SPIKE_DEVIATIONS = 12.0
+SPIKE_PART = 0.5
+BASE_STEPS = 30
+# ByteRobust (arXiv 2509.16293) takes a jump of five times as a fault; norms of calm runs jump more than losses do.
+NORM_JUMP = 10.0
+SKIPPED_STEPS = 3  # steps in a row without a finite gradient before the machines are tested
+
+SLOWER = 1.3  # seconds a step, against the usual
+SLOW_STEPS = 20
+
+# Slow nodes: compute time against ranks that do the same work (MegaScale section 5.1 found hosts 10% slower).
+SLOW_NODE = 1.25
+SLOW_NODE_LEAST = 1.15  # the lower quartile must be above this too
+SLOW_BEATS = 20
+CHECKSUM_BEATS = 10  # heartbeats over which copies of one step are looked for
+_LEAST_DIFFERENCE = 2e-3  # seconds a step; below it nothing is won
+
+
+def losses(view: View) -> list[Verdict]:
+    """Gradients that are no numbers, losses and norms that jump."""
+    metrics = view.metrics
+    if not metrics:
+        return []
+    found = []
+    last = metrics[-1]
+    skipped = 0
+    for metric in reversed(metrics):
+        if math.isfinite(metric.grad_norm):
+            break
+        skipped += 1
+    if skipped:
+        text = f"the gradient of step {last.step} has norm {last.grad_norm}; {skipped} steps in a row were skipped"
+        action = "diagnose" if skipped >= SKIPPED_STEPS else "alert"
+        found.append(Verdict(Event.NONFINITE_GRADIENT, (), (), action, (text,)))  # type: ignore[arg-type]
+    base = [m for m in metrics[:-1] if math.isfinite(m.loss) and math.isfinite(m.grad_norm)][-100:]
+    if len(base) < BASE_STEPS or not math.isfinite(last.loss) or not math.isfinite(last.grad_norm):
+        return found
+    usual = median(m.loss for m in base)
+    spread = median(abs(m.loss - usual) for m in base)
+    if last.loss - usual > max(SPIKE_DEVIATIONS * spread, SPIKE_PART * abs(usual)):
+        text = f"the loss of step {last.step} is {last.loss:.4g}; the median of {len(base)} steps before is {usual:.4g}"
+        found.append(Verdict(Event.LOSS_SPIKE, (), (), "alert", (text,)))
+    norm = median(m.grad_norm for m in base)
+    highest = max(m.grad_norm for m in base)
+    if norm > 0 and last.grad_norm > max(NORM_JUMP * norm, 2 * highest):
+        text = f"the gradient norm of step {last.step} is {last.grad_norm:.4g}; usual is {norm:.4g}"
+        found.append(Verdict(Event.LOSS_SPIKE, (), (), "alert", (text,)))
+    return found
+
+
+def throughput(view: View) -> list[Verdict]:
+    """Steps that take longer for good."""
+    seconds = [m.seconds for m in view.metrics]
+    if len(seconds) < 3 * SLOW_STEPS:
+        return []
+    recent, before = seconds[-SLOW_STEPS:], seconds[SLOW_STEPS // 4 : -SLOW_STEPS]
+    usual = median(before)
+    noisy = sorted(before)[int(0.9 * (len(before) - 1))]
+    now = median(recent)
+    if usual <= 0 or sorted(recent)[SLOW_STEPS // 4] < max(SLOWER * usual, noisy):
+        return []
+    text = f"the last {SLOW_STEPS} steps took {now:.3g} s each (median), {now / usual:.2f} x the {usual:.3g} s before"
+    return [Verdict(Event.THROUGHPUT_DROP, (), (), "alert", (text,))]
+
+
+def slow_nodes(view: View) -> list[Verdict]:
+    """Ranks that compute longer than those of the same pipeline stage elsewhere, heartbeat after heartbeat."""
+    if view.phase != "running":
+        return []
+    series = {rank: (member, values) for member in view.members for rank, values in _compute(member).items()}
+    stages: dict[int, list[int]] = defaultdict(list)
+    for rank in series:
+        if rank < view.grid.world:
+            stages[view.grid.coordinate(rank).pipeline].append(rank)
+    found: dict[str, list[str]] = {}
+    guilty: dict[str, list[int]] = {}
+    for ranks in stages.values():
+        for rank in ranks:
+            member, values = series[rank]
+            peers = [series[r][1] for r in ranks if series[r][0] is not member]
+            sentence = _slower(rank, member, values, peers)
+            if sentence:
+                found.setdefault(member.node, []).append(sentence)
+                guilty.setdefault(member.node, []).append(rank)
+    return [
+        Verdict(Event.SLOW_NODE, (node,), tuple(guilty[node]), "evict", tuple(sentences[:8]))
+        for node, sentences in found.items()
+    ]
+
+
+def _compute(member: Member) -> dict[int, list[float]]:
+    """Compute seconds a step of each rank in the last heartbeats; the attempt's first ones are left out."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for _, heartbeat in list(member.history)[3:][-SLOW_BEATS:]:
+        for rank, seconds in heartbeat.step_seconds.items():
+            if seconds > 0:
+                found[rank].append(seconds)
+    return {rank: values for rank, values in found.items() if len(values) == SLOW_BEATS}
+
+
+def _slower(rank: int, member: Member, values: list[float], peers: list[list[float]]) -> str:
+    """Why a rank counts as slow, "" if it does not."""
+    if not peers:
+        return ""
+    # Against the slowest of the peers' medians: a stage whose ranks all differ has no single slow one.
+    typical = max(median(p) for p in peers) if len(peers) < 3 else median(median(p) for p in peers)
+    noise = max(sorted(p)[int(0.9 * (len(p) - 1))] for p in peers) if len(peers) < 3 else typical
+    mine, low = median(values), sorted(values)[len(values) // 4]
+    if mine < SLOW_NODE * typical or low < SLOW_NODE_LEAST * typical or low < noise:
+        return ""
+    if mine - typical < _LEAST_DIFFERENCE:
+        return ""
+    return (
+        f"rank {rank} on {member.node} computes {mine:.3g} s a step, {mine / typical:.2f} x the {typical:.3g} s of "
+        f"{len(peers)} rank{'s' * (len(peers) > 1)} with the same work elsewhere, over {len(values)} heartbeats"
+    )
+
+
+def checksums(view: View) -> list[Verdict]:
+    """Weights that must be equal on all data-parallel copies and are not: a bit has flipped, or a kernel is wrong."""
+    sums: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
+    where: dict[int, str] = {}
+    for member in view.members:
+        for _, heartbeat in list(member.history)[-CHECKSUM_BEATS:]:
+            for key, value in heartbeat.checksums.items():
+                step, _, rank_text = key.partition(":")
+                if not (step.isdigit() and rank_text.isdigit()) or int(rank_text) >= view.grid.world:
+                    continue
+                rank = int(rank_text)
+                at = view.grid.coordinate(rank)
+                sums[int(step), at.pipeline, at.tensor][rank] = value
+                where[rank] = member.node
+    for (after, stage, _), by_rank in sorted(sums.items()):
+        votes = Counter(by_rank.values())
+        if len(votes) < 2:
+            continue
+        (usual, count), *rest = votes.most_common()
+        clear = count > rest[0][1]
+        odd = sorted(r for r, v in by_rank.items() if not clear or v != usual)
+        nodes = tuple(dict.fromkeys(where[r] for r in odd))
+        evidence = [
+            f"after step {after} the weights of stage {stage} differ between data-parallel copies: "
+            + ", ".join(f"rank {r} on {where[r]} {by_rank[r]}" for r in sorted(by_rank)[:8])
+        ]
+        if not clear:
+            evidence.append("no majority tells which copy is right, so all are tested")
+        action = "evict" if clear and len(nodes) == 1 else "diagnose"
+        return [Verdict(Event.CHECKSUM_MISMATCH, nodes, tuple(odd), action, tuple(evidence))]  # type: ignore[arg-type]
+    return []

@@ -1,0 +1,104 @@
+"""What does not come: heartbeats, a first step, progress."""
+
+from __future__ import annotations
+
+from megascale.core.events import Event
+from megascale.core.heartbeat import Worker
+from megascale.resilience.verdicts import Verdict
+from megascale.resilience.view import Member, View
+
+# A phase may go without change for this many times the longest that has been seen, and never less than the floor.
+PATIENCE = 5.0
+FLOOR = 10.0  # seconds; a hang must be known within 15
+_LONG_PHASES = ("save", "evaluate", "load")
+LONG_FLOOR = 60.0  # a larger checkpoint or evaluation than the last one is no hang
+
+
+def heartbeats(view: View) -> list[Verdict]:
+    """Nodes with ranks that have been silent for longer than the window."""
+    placed = [m for m in view.members if m.ranks]
+    silent = [m for m in placed if view.now - m.last_seen > view.window]
+    # All at once is more likely this driver's own network or a pause of its host: they get as long again.
+    if len(placed) > 1 and len(silent) == len(placed):
+        silent = [m for m in silent if view.now - m.last_seen > 2 * view.window]
+    found = []
+    for member in silent:
+        seconds = view.now - member.last_seen
+        evidence = [f"no heartbeat from {member.node} for {seconds:.1f} s; resilience.window is {view.window:g} s"]
+        if not member.connected:
+            evidence.append("its connection is gone too")
+        if not any(m.heartbeat for m in placed if m is not member) and len(placed) > 1:
+            evidence.append("no other node has been heard of either")
+        found.append(Verdict(Event.MISSED_HEARTBEAT, (member.node,), member.ranks, "respawn", tuple(evidence)))
+    return found
+
+
+def slow_start(view: View) -> list[Verdict]:
+    """No step within the time that a start may take; the ranks that are furthest behind are named."""
+    if view.phase != "starting" or view.now - view.started <= view.first_step:
+        return []
+    text = f"no step within resilience.first_step={view.first_step:g} s of the start"
+    order = ("", "start", "load", "train")
+    workers = [w for _, w in view.workers()]
+    late = [w for w in workers if w.phase in order]
+    least = min((order.index(w.phase) for w in late), default=0)
+    behind = tuple(w.rank for w in late if order.index(w.phase) == least)
+    absent = sorted(set(range(view.grid.world)) - {w.rank for w in workers})
+    evidence = [text]
+    if absent:
+        evidence.append(f"nothing was heard of ranks {absent[:12]}")
+    elif len(behind) < view.grid.world:
+        evidence.append(f"ranks {list(behind)[:12]} are still in phase {order[least] or 'before start'!r}")
+    return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "respawn", tuple(evidence))]
+
+
+def hang(view: View) -> list[Verdict]:
+    """Nothing moves: every rank's last word is older than its phase may go without one.
+
+    A rank in a long compute moves no word, but its peers stop too, so only all together is a hang. Who began it is
+    for the hang verdict to say (resilience/hangs.py).
+    """
+    if view.phase != "running":
+        return []
+    running = [(m, w) for m, w in view.workers() if w.state == "running"]
+    if not running or len(running) < len(view.workers()):
+        return []
+    ages = [(age(view, m, w), allowed(view, w), m, w) for m, w in running]
+    if any(old <= limit for old, limit, _, _ in ages):
+        return []
+    _, limit, _, first = max(ages, key=lambda item: item[0] - item[1])
+    oldest = max(old for old, _, _, _ in ages)
+    steps = sorted({w.step for _, w in running})
+    evidence = [
+        f"no rank has moved for {min(old for old, _, _, _ in ages):.1f} s (the first stopped {oldest:.1f} s ago); "
+        f"phase {first.phase!r} may stand still for {limit:.1f} s, {PATIENCE:g} x the longest seen",
+        f"ranks stand in step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:8]))}",
+    ]
+    evidence += [
+        f"rank {w.rank} on {m.node}: {_place(w)} for {old:.1f} s" for old, _, m, w in sorted(ages, key=_age)[-8:]
+    ]
+    return [Verdict(Event.HANG, (), (), "respawn", tuple(evidence))]
+
+
+def age(view: View, member: Member, worker: Worker) -> float:
+    """Seconds since a worker's last word changed: the agent's count, and what has passed since it told us."""
+    return worker.status_age + max(0.0, view.now - member.last_seen - view.interval)
+
+
+def allowed(view: View, worker: Worker) -> float:
+    """Seconds that a worker's phase may go without change. What was never seen may last as long as a first step."""
+    if worker.phase in ("start", "", "done", "failed"):
+        return view.first_step
+    longest = view.learned.get(worker.phase)
+    if longest is None:
+        return view.first_step
+    return max(LONG_FLOOR if worker.phase in _LONG_PHASES else FLOOR, PATIENCE * longest)
+
+
+def _age(item: tuple[float, float, Member, Worker]) -> float:
+    return item[0]
+
+
+def _place(worker: Worker) -> str:
+    at = f", {worker.action}" + (f" of micro-batch {worker.microbatch}" if worker.microbatch >= 0 else "")
+    return f"{worker.phase} step {worker.step}{at if worker.action else ''}"

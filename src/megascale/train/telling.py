@@ -1,0 +1,110 @@
+"""What a rank leaves for those who look at it from outside: status, record of calls, stacks, flight recorder.
+
+All of it works while the rank hangs. SIGUSR2 makes the interpreter write the stacks of all threads, even inside a call
+that never returns. A thread that sleeps in a named pipe answers each writer with a dump of torch's flight recorder.
+A stopped process answers neither, which is a finding of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megascale.core import calls
+from megascale.core.status import StatusFile
+from megascale.rendezvous.groups import Groups
+
+
+class Telling:
+    """Opens the files of one rank in `status` and `flight`; `close` lets go of them.
+
+    Attributes:
+        status: the rank's status file.
+    """
+
+    def __init__(self, status: Path, flight: Path, rank: int, world: int, groups: Groups | None) -> None:
+        self.status = StatusFile(status, rank)
+        self._stacks = open(status / f"rank-{rank}.stack", "w")  # noqa: SIM115 - held while the process lives
+        if hasattr(signal, "SIGUSR2"):
+            faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # a crash in native code leaves its stack on stderr
+        self._calls = calls.Calls(status, rank, world)
+        for name, size in _groups(groups):
+            self._calls.register(name, size)
+        calls.install(self._calls)
+        self._pipe = status / f"rank-{rank}.ask"
+        self._flight = flight / f"rank-{rank}.json"
+        self._open = hasattr(os, "mkfifo")
+        if self._open and groups is not None:
+            flight.mkdir(exist_ok=True)
+            self._pipe.unlink(missing_ok=True)
+            os.mkfifo(self._pipe, 0o600)
+            threading.Thread(target=self._answer, name="megascale-flight", daemon=True).start()
+        self._waited = self._begun = 0.0
+
+    def step_begins(self, step: int) -> None:
+        """A step's first operation comes next."""
+        self.status.update("train", step)
+        calls.current.step(step)
+        self._begun, self._waited = time.perf_counter(), self._calls.waited_seconds
+
+    def step_ended(self) -> None:
+        """The step is done; tells how long this rank computed, without its waits for others."""
+        waited = self._calls.waited_seconds - self._waited
+        self.status.compute_seconds = max(0.0, time.perf_counter() - self._begun - waited)
+
+    def close(self) -> None:
+        """Let go of the files; their last words stay."""
+        self._open = False
+        calls.install(calls.NoCalls())
+        if hasattr(signal, "SIGUSR2"):
+            # Somebody may ask just now: without a handler the signal would end the process.
+            faulthandler.unregister(signal.SIGUSR2)
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        self._calls.close()
+        self._stacks.close()
+        self.status.close()
+        self._pipe.unlink(missing_ok=True)
+
+    def _answer(self) -> None:
+        """Dump the flight recorder whenever somebody opens the pipe."""
+        while self._open:
+            try:
+                with open(self._pipe) as pipe:  # sleeps until a writer comes
+                    pipe.read()
+                text = _flight_records()
+                temporary = self._flight.with_suffix(".tmp")
+                temporary.write_text(text)
+                os.replace(temporary, self._flight)
+            except (OSError, ValueError):
+                return
+
+
+def _groups(groups: Groups | None) -> list[tuple[str, int]]:
+    """Names and sizes of a rank's groups."""
+    if groups is None:
+        return []
+    found = [("world", groups.grid.world)]
+    for name in ("tensor", "data_gather", "data_reduce", "model", "stage", "embedding"):
+        group = getattr(groups, name)
+        if group is not None:
+            found.append((group.group_name, dist.get_world_size(group)))
+    return found + [(lane.group.group_name, 2) for lane in groups.lanes()]
+
+
+def _flight_records() -> str:
+    """What torch's flight recorder holds, as JSON; CUDA builds keep NCCL's calls in a recorder of their own."""
+    from torch._C import _distributed_c10d as c10d
+
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json")  # noqa: B009
+    text = dump()
+    return text.decode() if isinstance(text, bytes) else text
