@@ -32,6 +32,7 @@ from megascale.resilience.trainers import Trainers
 
 log = logging.getLogger("megascale.agent")
 RETRY = 0.25  # seconds between attempts to reach a driver
+LOOK = 0.2  # seconds between looks at logs and status files
 
 
 class Agent:
@@ -242,9 +243,15 @@ class Agent:
         )
 
     async def _watch_logs(self) -> None:
+        """Between heartbeats: new lines of rank 0, and whether a trainer has come to another phase or a first step."""
+        before: dict[int, tuple[str, bool]] = {}
         while True:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(LOOK)
             self._pass_lines()
+            now = self.trainers.stages()
+            if now != before:
+                before = now
+                self.beat_soon()
 
     def _pass_lines(self) -> None:
         lines = self.logs.look(self.forward)

@@ -189,6 +189,9 @@ class Reader:
             raise DataError(f"{run} has no {FILE}: it was not started with `megascale launch`")
         try:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+            if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone():
+                self._db.close()
+                raise DataError(f"{path} is just being made; try again in a moment")
             self.job = _job(self._db)
         except sqlite3.DatabaseError as error:
             raise DataError(f"{path} is damaged ({error}); the next `megascale launch` sets it aside") from None

@@ -81,7 +81,7 @@ class Placing:
                 wanted -= 1
                 self.start_agent(node, "started with the driver")
         for _ in range(wanted):
-            self.spawn(self._request())
+            self._ask_for_node()
         self._asked = now
 
     def start_agent(self, node: Node, why: str) -> None:
@@ -97,8 +97,11 @@ class Placing:
         if not await self.cluster.start_agent(node.name):
             node.deadline = 0.0  # it will not come
 
-    async def _request(self) -> None:
+    def _ask_for_node(self) -> None:
         self._requests += 1
+        self.spawn(self._request())
+
+    async def _request(self) -> None:
         try:
             name = await self.cluster.request()
         finally:
@@ -186,7 +189,7 @@ class Placing:
         elif choice.rung != "retry" and node is not None:
             self._take_out(node, evict, choice.why[-1])
             if choice.rung == "replenish":
-                self.spawn(self._request())
+                self._ask_for_node()
         return choice.rung
 
     def _take_out(self, node: Node, evict: bool, why: str) -> None:
@@ -277,7 +280,7 @@ class Placing:
                         evidence=(f"{usable} of {count} nodes are there; asking for {count - usable}",),
                     )
                     for _ in range(count - usable):
-                        self.spawn(self._request())
+                        self._ask_for_node()
                 return
             sizes = [s for s in ladder.data_sizes(self.config, job.ranks_per_node, usable) if s[0] < job.data]
             if not sizes:

@@ -25,7 +25,7 @@ PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "me
 
 @dataclass
 class Trainer:
-    """One rank's process. status: its wait status once ended."""
+    """One rank's process. status: its wait status once ended; word: its last status; first: its first step."""
 
     rank: int
     log: Path
@@ -34,6 +34,7 @@ class Trainer:
     status: int | None = None
     word: tuple[Any, ...] = ()
     changed: float = 0.0
+    first: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
 
@@ -182,6 +183,12 @@ class Trainers:
         """Every rank as it stands now."""
         return tuple(self._worker(self.trainers[rank]) for rank in sorted(self.trainers))
 
+    def stages(self) -> dict[int, tuple[str, bool]]:
+        """rank -> (phase, whether it has done a step): changes of it are worth a heartbeat at once."""
+        for t in self.running():
+            self._look(t)
+        return {t.rank: (t.word[0], t.word[1] > t.first) for t in self.running() if t.word}
+
     def checksums(self) -> dict[str, str]:
         """ "STEP:RANK" -> the newest checksum of each rank that makes them."""
         pairs = ((t.rank, *t.checksum.partition(":")) for t in self.trainers.values() if t.checksum)
@@ -191,14 +198,19 @@ class Trainers:
         """Compute seconds of each rank's last step."""
         return {t.rank: t.compute_seconds for t in self.trainers.values() if t.compute_seconds}
 
-    def _worker(self, t: Trainer) -> Worker:
-        now = time.monotonic()
+    def _look(self, t: Trainer) -> None:
         status = read_status(self.run / "status" / f"rank-{t.rank}.status")
         if status is not None and status.pid == t.pid:
             word = (status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
             if word != t.word:
-                t.word, t.changed = word, now
+                t.word, t.changed = word, time.monotonic()
+                if status.phase == "train" and t.first < 0:
+                    t.first = status.step
             t.checksum, t.compute_seconds = status.checksum, status.compute_seconds
+
+    def _worker(self, t: Trainer) -> Worker:
+        self._look(t)
+        now = time.monotonic()
         phase, step, action, microbatch, message = t.word[:5] if t.word else ("", 0, "", -1, "")
         state: Literal["running", "exited", "signalled"] = "running"
         code, tail = 0, ""

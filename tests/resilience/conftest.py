@@ -1,0 +1,129 @@
+"""A launched job in processes of its own, and ways to break it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megascale.core.status import read_status
+from megascale.errors import DataError
+from megascale.resilience.journal import Entry, Reader, born
+
+WAIT = 120.0  # seconds; only a broken test takes them
+
+# Quick windows; what is tested here is order, not patience.
+QUICK = ["--resilience.interval=0.3", "--resilience.window=2", "--parallel.data=2", "--observe.progress=false"]
+
+
+class Launched:
+    """`megascale launch` of a tiny model."""
+
+    def __init__(self, file: Path, name: str, *words: str, cwd: Path) -> None:
+        self.run = cwd / "runs" / name
+        self.cwd = cwd
+        self.command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file), f"--train.name={name}"]
+        self.command += [*QUICK, *words]
+        self.seen = 0
+        self.output = cwd / f"{name}.out"
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The driver, for the first time or again."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        with open(self.output, "ab") as out:
+            self.process = subprocess.Popen(
+                self.command, cwd=self.cwd, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+        return self.process
+
+    def events(self, after: int = 0) -> list[Entry]:
+        try:
+            reader = Reader(self.run)
+        except DataError:
+            return []
+        try:
+            return reader.events(after)
+        finally:
+            reader.close()
+
+    def until(self, kind: str, **about: object) -> Entry:
+        """The next event of a kind (after the one waited for before) whose fields are as given."""
+
+        def find() -> Entry | None:
+            for entry in self.events(self.seen):
+                if entry.kind == kind and all(getattr(entry, name) == value for name, value in about.items()):
+                    self.seen = entry.id
+                    return entry
+            return None
+
+        return self.wait(find, f"{kind} {about}")
+
+    def wait(self, find: Callable[[], object], what: str):
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            if found := find():
+                return found
+            if self.process.poll() is not None:
+                if found := find():
+                    return found
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"{what} did not come:\n{self.story()}")
+
+    def story(self) -> str:
+        lines = [f"{e.id} {e.kind} {e.action} {e.nodes} {e.evidence}" for e in self.events()]
+        return "\n".join([*lines, self.output.read_text()[-6000:]])
+
+    def until_step(self, step: int) -> None:
+        metrics = self.run / "metrics.jsonl"
+        self.wait(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}")
+
+    def pid(self, rank: int) -> int:
+        return self.wait(lambda: read_status(self.run / "status" / f"rank-{rank}.status"), "a whole status").pid
+
+    def agent(self, node: str) -> int:
+        return json.loads((self.run / "nodes" / node / "agent.json").read_text())["pid"]
+
+    def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid(rank), number)
+
+    def kill_agent(self, node: str, down: bool = False) -> None:
+        if down:
+            (self.run / "nodes" / node / "down").touch()
+        os.kill(self.agent(node), signal.SIGKILL)
+
+    def finish(self) -> int:
+        """Exit code at the end."""
+        return self.process.wait(WAIT)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for state in self.run.glob("nodes/*/agent.json"):
+            record = json.loads(state.read_text())
+            if born(record["pid"]) == record["born"] != 0:
+                os.kill(record["pid"], signal.SIGKILL)
+
+
+@pytest.fixture
+def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Starts jobs; whatever still runs at the end is killed."""
+    pytest.importorskip("fastapi")
+    started: list[Launched] = []
+
+    def begin(name: str, *words: str) -> Launched:
+        started.append(Launched(tiny, name, *words, cwd=tmp_path))
+        return started[-1]
+
+    yield begin
+    for job in started:
+        job.close()

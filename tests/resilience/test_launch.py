@@ -1,0 +1,186 @@
+"""Whole jobs under the driver, broken on purpose with real signals: they recover, and the weights are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from tests.conftest import lines
+
+from megascale import checkpoint
+from megascale.resilience.journal import Reader, born
+from megascale.train.restore import restore
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    engine, _ = restore(run, device="cpu")
+    return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in lines(run / "metrics.jsonl") if "loss" in r]
+
+
+def same(run: Path, calm: Path) -> None:
+    assert losses(run) == losses(calm)
+    expected = weights(calm)
+    for name, tensor in weights(run).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_run(launch, megascale, tiny, tmp_path):
+    steps = ["--train.steps=700", "--checkpoint.interval=25"]
+    job = launch("broken", "--nodes=2", "--spares=1", *steps)
+    job.until("first_step")
+    job.until_step(30)
+    job.kill_rank(1)
+    exit_ = job.until("process_exit")
+    assert (exit_.action, exit_.nodes, exit_.ranks) == ("respawn", ("n1",), (1,))
+    assert "signal 9" in exit_.evidence[0]
+    assert job.until("ladder").action == "retry"
+    job.until("first_step", attempt=2)
+
+    job.process.kill()
+    job.process.wait()
+    pids = [job.pid(0), job.pid(1)]
+    job.start()
+    job.until("driver_took_over")
+    job.until("node_joined")
+    job.until_step(100)
+    assert [job.pid(0), job.pid(1)] == pids  # the trainers never noticed
+
+    job.kill_agent("n0")
+    lost = job.until("ladder", nodes=("n0",))
+    assert lost.action == "respawn"
+    job.until("first_step", attempt=3)
+    job.kill_agent("n1", down=True)
+    assert job.until("ladder", nodes=("n1",)).action == "spare"
+    started = job.until("attempt_started")
+    assert started.nodes == ("n0", "n2")
+    assert job.finish() == 0, job.story()
+    assert job.events()[-2].kind == "job_done"
+    # Nothing is left behind.
+    for node in ("n0", "n1", "n2"):
+        assert not born(job.agent(node))
+
+    calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=2")
+    assert calm.returncode == 0, calm.stderr
+    same(job.run, tmp_path / "runs" / "calm")
+    ledger = [r["first"] for r in lines(job.run / "samples" / "ledger.jsonl")]
+    assert ledger == [4 * i for i in range(700)]  # no sample twice, none left out
+
+
+def test_interrupt_saves_and_the_same_command_goes_on(launch):
+    job = launch("stopped", "--nodes=1", "--train.steps=100000", "--checkpoint.interval=0")
+    job.until("first_step")
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.story()
+    saved = checkpoint.latest(job.run / "checkpoints")
+    assert saved
+    job.command.append(f"--train.steps={saved + 3}")
+    job.start()
+    assert job.finish() == 0, job.story()
+    assert losses(job.run)[-1][0] == saved + 3
+    assert [step for step, _ in losses(job.run)] == list(range(1, saved + 4))
+
+
+def test_pause_evict_and_resume_through_the_commands(launch, megascale):
+    job = launch("steered", "--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0")
+    job.until("first_step")
+    assert "done" in megascale("pause", job.run, "--why", "lunch").stdout
+    assert "lunch" in job.until("paused").evidence
+    job.wait(lambda: _phase(job.run) == "paused", "the pause")
+    saved = checkpoint.latest(job.run / "checkpoints")
+    again = megascale("pause", job.run)
+    assert again.returncode == 2
+    assert "nothing to pause" in again.stderr
+    megascale("cordon", job.run, "n2")
+    assert megascale("resume", job.run).returncode == 0
+    job.until("first_step")
+    assert losses(job.run)[saved - 1][0] == saved
+    megascale("uncordon", job.run, "n2")
+    assert megascale("evict", job.run, "n1", "--why", "noisy").returncode == 0
+    assert job.until("attempt_started").nodes == ("n0", "n2")
+    job.until("first_step")
+    shown = megascale("nodes", job.run)
+    assert "evicted" in shown.stdout
+    unknown = megascale("evict", job.run, "n9")
+    assert unknown.returncode == 2
+    assert "n0, n1, n2" in unknown.stderr
+    story = megascale("events", job.run, "--all").stdout
+    for part in ("noisy", "lunch", "ladder", "checkpoint_saved"):
+        assert part in story
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == 130
+    assert "interrupted" in megascale("jobs", job.run, "--json").stdout
+
+
+def _phase(run: Path) -> str:
+    reader = Reader(run)
+    reader.close()
+    return reader.job.phase if reader.job else ""
+
+
+def test_without_spares_or_new_nodes_data_parallelism_shrinks(launch):
+    words = ["--nodes=2", "--train.steps=400", "--checkpoint.interval=20", "--resilience.replenish_wait=0"]
+    job = launch("shrunk", *words)
+    job.until("first_step")
+    job.until_step(25)
+    job.kill_agent("n1", down=True)
+    job.until("ladder", nodes=("n1",))
+    shrink = job.until("ladder", action="shrink")
+    assert "from 2 to 1" in shrink.evidence[0]
+    assert job.until("attempt_started").nodes == ("n0",)
+    assert job.finish() == 0, job.story()
+    assert [step for step, _ in losses(job.run)] == list(range(1, 401))
+
+
+def test_bad_data_ends_with_its_exit_code_and_no_second_try(launch, tmp_path):
+    job = launch("wrong", "--nodes=1", "--data.train=nowhere/train", "--data.valid=nowhere/valid")
+    assert job.finish() == 4, job.story()
+    assert sum(e.kind == "attempt_started" for e in job.events()) <= 1
+
+
+def test_a_second_driver_is_refused_and_a_stopped_one_is_fenced(launch):
+    job = launch("fenced", "--nodes=1", "--train.steps=100000", "--checkpoint.interval=0", "--resilience.lease=1")
+    job.until("first_step")
+    second = subprocess.run(job.command, cwd=job.cwd, capture_output=True, text=True, timeout=100)
+    assert second.returncode == 2
+    assert "already runs this job" in second.stderr
+    pid, old = job.pid(0), job.process
+    os.kill(old.pid, signal.SIGSTOP)  # it lives, but does not renew its lease
+    job.start()
+    job.until("driver_took_over")
+    job.until("node_joined")
+    os.kill(old.pid, signal.SIGCONT)
+    assert old.wait(60) == 2  # it sees that it was replaced, and touches nothing
+    assert "another driver has taken the job" in job.output.read_text()
+    assert job.pid(0) == pid
+    os.kill(pid, 0)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.story()
+
+
+def test_time_outs_in_the_wrong_order_are_named_before_anything_starts(megascale, tiny, tmp_path):
+    found = megascale("launch", tiny, "--resilience.window=700")
+    assert found.returncode == 2
+    assert "resilience.window=700" in found.stderr
+    assert "rendezvous.timeout=300" in found.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_agents_end_when_no_driver_comes_back(launch):
+    job = launch("orphan", "--nodes=1", "--train.steps=100000", "--checkpoint.interval=0", "--resilience.orphan=4")
+    job.until("first_step")
+    agent = job.agent("n0")
+    job.process.kill()
+    job.process.wait()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and born(agent):
+        time.sleep(0.05)
+    assert not born(agent)
+    assert checkpoint.latest(job.run / "checkpoints")  # the trainers saved first
