@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.status import StatusFile
-from megascale.data.samples import SampleSource
+from megascale.data.feed import open_feed
 from megascale.errors import MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
 from megascale.ops import dispatch
@@ -85,12 +84,13 @@ class Trainer:
         self.leader = place.rank == 0
         self.layout = lay_out(config, place.world)
         self.grid = self.layout.grid
-        self.source = SampleSource(config)
         self.groups = None
         if place.world > 1:
             self.groups = initialise(
                 config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device
             )
+        store = self.groups.store if self.groups is not None else None
+        self.feed = open_feed(self.layout, place.rank, place.local_rank, place.local_world, place.device, store)
         self.engine = Engine(self.layout, self.groups, place.device)
         self.step = 0
         self.consumed = 0
@@ -116,6 +116,7 @@ class Trainer:
         self._resume()
         self._open_sinks()
         try:
+            self.feed.start(self.consumed)
             with Interrupts() as interrupts:
                 last_saved = self.step
                 stop = min(train.steps, self.step + (train.stop_after or train.steps))
@@ -155,6 +156,7 @@ class Trainer:
             self._failed(lost)
             raise lost from error
         finally:
+            self.feed.close()
             for sink in self.sinks:
                 sink.close()
             self.status.close()
@@ -179,7 +181,7 @@ class Trainer:
         rate = learning_rate(self.config.lr, step, train.steps)
         self.clock.start()
         self.engine.start_gather()
-        result = self.engine.step(self._batches(first), step, rate, wants_stop)
+        result = self.engine.step(self.feed.batches(first), step, rate, wants_stop)
         self.clock.stop()
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
@@ -191,28 +193,15 @@ class Trainer:
             "time": time.time(),
             "learning_rate": rate,
             "tokens": self.consumed * self.tokens_per_sample,
-            "epoch": round(self.source.epochs(self.consumed), 4),
+            "epoch": round(self.feed.epochs(self.consumed), 4),
+            **self.feed.measures(),
         }
         self._unread = (record, result)
         if self.leader:
-            ids = self.source.ids(first, train.global_batch)
-            digest = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
-            append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": digest})
+            ids = self.feed.ids(first)
+            append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": ids})
         if self.place.device.type == "cpu":
             self._flush()  # nothing runs ahead on a CPU
-
-    def _batches(self, first: int) -> Any:
-        """Micro-batch i of this rank's data-parallel share of the samples from `first` on."""
-        train = self.config.train
-        share = train.global_batch // self.grid.data
-        start = first + self.grid.coordinate(self.place.rank).data * share
-
-        def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = torch.from_numpy(self.source.batch(start + i * train.micro_batch, train.micro_batch))
-            columns = rows.t().contiguous().to(self.place.device, non_blocking=True)
-            return columns[:-1], columns[1:]
-
-        return batch
 
     def _flush(self) -> None:
         """Read the last step's numbers, record them, and stop the run if they are no numbers."""
@@ -229,6 +218,8 @@ class Trainer:
             record["mfu"] = mfu(self.config.model, rate, self.place.world, self.peak)
         for sink in self.sinks:
             sink.write(record)
+        for event, details in self.feed.news(seconds):
+            self._event(event, step=record["step"], **details)
         if loss != loss or loss in (float("inf"), float("-inf")):
             self._event(Event.NONFINITE_LOSS, step=record["step"], loss=str(loss))
             raise TrainingError(
