@@ -44,6 +44,7 @@ log = logging.getLogger("megascale.data.loader")
 
 VARIABLE = "MEGASCALE_LOADER"
 LOG = "log"  # name of a link to the log
+STARTING = "start.lock"  # held by who starts a loader until it answers
 HANG_SECONDS = 60.0  # without any work while readers wait; then the loader is killed and replaced
 _COME_UP = 60.0
 _GO_DOWN = 5.0  # seconds to keep what was learnt of text
@@ -94,7 +95,10 @@ def start(config: Config, *, world: int, first_rank: int, ranks: int) -> Started
     if not plan.wanted:
         return None
     folder = prepare(plan)
-    return Started(folder, _spawn(folder))
+    with open(folder / STARTING, "ab") as lock:
+        # The child inherits the lock and drops it when it is ready: readers wait for it instead of starting another.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Started(folder, _spawn(folder, lock.fileno()))
 
 
 def prepare(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
@@ -147,7 +151,7 @@ def connect(folder: Path) -> socket.socket:
     """A connection to the folder's loader, which is started if none runs. Raises what kept it from starting."""
     deadline = time.monotonic() + _COME_UP
     while True:
-        with _locked(folder / "start.lock"):
+        with _locked(folder / STARTING):
             sock = _try(folder)
             if sock is not None:
                 return sock
@@ -179,11 +183,13 @@ def _try(folder: Path) -> socket.socket | None:
         return None
 
 
-def _spawn(folder: Path) -> subprocess.Popen[bytes]:
+def _spawn(folder: Path, lock: int | None = None) -> subprocess.Popen[bytes]:
     """A loader in a session of its own: a terminal's interrupt is for the trainers, who tell it when they end."""
+    command = [sys.executable, "-m", "megascale.data.loader_service", str(folder)]
     with open(folder / LOG, "ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "megascale.data.loader_service", str(folder)],
+            command if lock is None else [*command, "--lock", str(lock)],
+            pass_fds=() if lock is None else (lock,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=out,
@@ -292,7 +298,7 @@ class Reader:
         for _ in range(_DEATHS):
             sock = connect(self.folder)
             try:
-                hello = {"do": "attach", "rank": self.rank, "base": self.base}
+                hello = {"do": "attach", "rank": self.rank, "base": self.base, "generation": self.generation}
                 socket.send_fds(sock, [json.dumps(hello).encode()], [self._bell])
                 data, handles, _, _ = socket.recv_fds(sock, MESSAGE, 4)
                 if not data:

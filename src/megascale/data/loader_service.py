@@ -206,6 +206,8 @@ class Service:
                 f"rank {rank} wants to go on after {base} samples and others of this host after {int(header['base'])}: "
                 "the ranks have not loaded the same checkpoint; start the run again"
             )
+        if message["generation"] >= int(header["generation"]):
+            header["generation"] = message["generation"] + 1  # the segment with the count was lost
         self.connections[sock] = (lane, j)
         seat = self.seats[lane][j]
         with self.lock:
@@ -251,8 +253,11 @@ class Service:
             os.eventfd_write(self.work, 1)
 
 
-def serve(folder: Path) -> None:
-    """Serve until all readers have left. Returns at once if another process already serves the folder."""
+def serve(folder: Path, starting: int | None = None) -> None:
+    """Serve until all readers have left. Returns at once if another process already serves the folder.
+
+    `starting` is an open lock to let go of when readers can connect.
+    """
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -265,6 +270,8 @@ def serve(folder: Path) -> None:
     listener.bind(str(path))
     listener.listen(256)
     print("ready", flush=True)
+    if starting is not None:
+        os.close(starting)
     try:
         service.serve(listener)
     finally:
@@ -276,11 +283,12 @@ def main() -> None:
     """Command line of the process; started by `host_loader.connect`, not by people."""
     parser = argparse.ArgumentParser(description="Data loader of one host.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--lock", type=int, help="open file to close when ready")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     try:
-        serve(arguments.folder)
+        serve(arguments.folder, arguments.lock)
     except MegascaleError as error:
         print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
         sys.exit(error.exit_code)
