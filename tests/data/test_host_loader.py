@@ -148,7 +148,7 @@ def test_nothing_unread_is_overwritten(prefix: str, tmp_path: Path, hosts: list[
 
 
 @given(kills=st.lists(st.integers(1, 30), min_size=1, max_size=4, unique=True), lose=st.booleans())
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_killed_loader_goes_on_where_it_was(prefix: str, tmp_path: Path, kills: list[int], lose: bool) -> None:
     """Killed at any micro-batch, with or without its segment: every reader still gets each micro-batch once."""
     host = Host(configured(prefix, tmp_path, tensor=2), 4)
