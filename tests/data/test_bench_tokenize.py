@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from megascale.bench.tokenize import _write
+from megascale.bench.tokenize import write_jsonl
 from megascale.cli.main import app
 
 
@@ -26,7 +26,7 @@ def test_bench_tokenize(tmp_path: Path) -> None:
 
 def test_text_is_the_same_every_time(tmp_path: Path) -> None:
     texts = ["".join(f"line {i} of text {t} which is long enough\n" for i in range(300)) for t in range(3)]
-    counts = [_write(tmp_path / name, texts, 50_000) for name in ("a", "b")]
+    counts = [write_jsonl(tmp_path / name, texts, 50_000) for name in ("a", "b")]
     assert counts[0] == counts[1]
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     lines = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]

@@ -83,7 +83,7 @@ def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, A
     load = os.getloadavg()[0]
     texts = list(read_stdlib().values())
     Tokenizer.train(texts, vocab_size).save(folder / "tokenizer.json")
-    documents, text_bytes = _write(folder / "text.jsonl", texts, size)
+    documents, text_bytes = write_jsonl(folder / "text.jsonl", texts, size)
     # The library does half of the text before and half after: what else the machine does then weighs on both.
     order = [("encode_batch", 0), ("encode_batch_fast", 0), ("", 0), ("encode_batch_fast", 1), ("encode_batch", 1)]
     told: dict[str, dict[str, Any]] = {}
@@ -106,17 +106,18 @@ def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, A
         "cores": cores,
         "load": [load, os.getloadavg()[0]],
         "date": datetime.now().isoformat(timespec="minutes"),
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("tokenizers", "numpy")} | {"python": platform.python_version()},
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of this machine's processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _write(path: Path, texts: list[str], size: int) -> tuple[int, int]:
+def write_jsonl(path: Path, texts: list[str], size: int) -> tuple[int, int]:
     """Write about `size` bytes of jsonl; number of documents and bytes of text."""
     draw = random.Random(1)
     files = [text.splitlines(keepends=True) for text in texts if len(text) > 4000]

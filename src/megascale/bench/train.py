@@ -48,6 +48,7 @@ def register(app: typer.Typer) -> None:
         from megascale.train import launch
 
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
+        defaults.append("--train.name=bench-train")
         config = load(None, [*defaults, *context.args])
         if config.model.vocab_size is None:
             config = load(None, [*defaults, *context.args, "--model.vocab_size=50304"])
@@ -57,7 +58,7 @@ def register(app: typer.Typer) -> None:
             world = launch.processes_wanted(config, torch.cuda.device_count())
             if world > 1:
                 lay_out(config, world)
-                raise typer.Exit(launch.launch(sys.argv[1:], world, Path("runs/bench-train/logs")))
+                raise typer.Exit(launch.launch(sys.argv[1:], world, config))
         result = measure(config, steps, warmup, profile)
         if result is not None:
             show(result)

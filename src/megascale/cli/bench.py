@@ -11,6 +11,7 @@ BENCHES: tuple[str, ...] = (
     "init",
     "kernels",
     "layouts",
+    "loader",
     "restarts",
     "schedules",
     "tokenize",

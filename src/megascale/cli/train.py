@@ -45,9 +45,10 @@ def register(app: typer.Typer) -> None:
         if not launch.started_by_launcher():
             world = launch.processes_wanted(config, api.visible_gpus())
             if world > 1:
-                lay_out(api.resolve(config), world)  # what does not divide is said once, before any process starts
+                config = api.resolve(config)
+                lay_out(config, world)  # what does not divide is said once, before any process starts
                 words = ["train", str(file), *context.args]
-                raise typer.Exit(launch.launch(words, world, config.run_folder / "logs"))
+                raise typer.Exit(launch.launch(words, world, config))
         summary.print_start(api.describe(config))
         result = api.train(config)
         summary.print_end(config, result)

@@ -12,6 +12,8 @@ class Event(StrEnum):
     RUN_STARTED = "run_started"
     RESUMED = "resumed"
     ACTIVE = "active"
+    LOADER_RESTARTED = "loader_restarted"
+    LOADER_SLOW = "loader_slow"
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_SKIPPED = "checkpoint_skipped"

@@ -10,18 +10,36 @@ is exact.
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.data.blend import SMALLEST, Blend
-from megascale.data.indexed import IndexedDataset
+from megascale.data.indexed import IndexedDataset, paths
+from megascale.data.meter import Meter
 from megascale.data.permutation import key, permute
 from megascale.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from megascale.data.stream import TextStream
+
 IGNORE = -100
+
+
+def is_text(entry: str) -> bool:
+    """Whether an entry of data.train is text (a file or folder that is no token file's prefix)."""
+    return Path(entry).exists() and not paths(entry)[1].exists()
+
+
+def hash_ids(ids: NDArray[np.int64]) -> int:
+    """What the ledger keeps of sample ids: 64 bits of BLAKE2b."""
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "big")
 
 
 class SampleSource:
@@ -31,27 +49,26 @@ class SampleSource:
         windows: windows of all files; an epoch's samples where there are no weights.
         tokens: tokens in all files.
 
-    Cheap to make (files are memory-mapped) and picklable: it travels as its configuration.
+    Cheap to make (files are memory-mapped, text is read when asked for) and picklable: it travels as its arguments.
     Raises ConfigError without data.train, DataError for files that cannot be used.
+
+    Args:
+        config: data, model.sequence_length, model.vocab_size and train.seed count.
+        index: folder for what is learnt of text that is tokenised on the fly; None keeps it in memory.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, index: Path | None = None) -> None:
         if not config.data.train:
             raise ConfigError(
                 "data.train is empty; set it to a token file without suffix, such as --data.train=datasets/mine/train "
-                "(make one with `megascale data build`)"
+                "(make one with `megascale data build`), or to a file or folder of text"
             )
-        self.config = config
+        self.config, self._index = config, index
         self.sequence_length = config.model.sequence_length
-        self.files = [IndexedDataset(prefix) for prefix in config.data.train]
-        counts = [max(0, (file.tokens - 1) // self.sequence_length) for file in self.files]
-        for file, count in zip(self.files, counts, strict=True):
-            if not count:
-                raise DataError(
-                    f"data.train: {file.prefix} has {file.tokens} tokens and one sample needs "
-                    f"model.sequence_length + 1 = {self.sequence_length + 1}; use a shorter sequence or more text"
-                )
+        self.meter = Meter()
         weights = config.data.weights
+        self.files: list[IndexedDataset | TextStream] = _open(config, index, self.meter)
+        counts = [self._count(file) if isinstance(file, IndexedDataset) else 0 for file in self.files]
         if weights is not None and min(weights) < SMALLEST * sum(weights):
             raise ConfigError(
                 f"data.weights={weights}: {min(weights)} is less than {SMALLEST:g} of their sum; leave that file out"
@@ -62,25 +79,47 @@ class SampleSource:
         self.windows = int(self._stops[-1])
         self.tokens = sum(file.tokens for file in self.files)
 
-    def __reduce__(self) -> tuple[type[SampleSource], tuple[Config]]:
-        return SampleSource, (self.config,)
+    def _count(self, file: IndexedDataset) -> int:
+        count = max(0, (file.tokens - 1) // self.sequence_length)
+        if not count:
+            raise DataError(
+                f"data.train: {file.prefix} has {file.tokens} tokens and one sample needs "
+                f"model.sequence_length + 1 = {self.sequence_length + 1}; use a shorter sequence or more text"
+            )
+        return count
+
+    def __reduce__(self) -> tuple[type[SampleSource], tuple[Config, Path | None]]:
+        return SampleSource, (self.config, self._index)
+
+    def close(self) -> None:
+        """Keep what was learnt of text tokenised on the fly, and end its threads."""
+        for file in self.files:
+            if not isinstance(file, IndexedDataset):
+                file.close()
 
     def epochs(self, samples: int) -> float:
         """How often `samples` samples pass over the data; of a blend, over the file that is read most often."""
         return max(self.passes(samples))
 
     def passes(self, samples: int) -> list[float]:
-        """How often `samples` samples pass over each file."""
+        """How often `samples` samples pass over each file; an estimate for text that was not read to its end yet."""
+        sizes = [
+            count if isinstance(file, IndexedDataset) else file.windows_expected
+            for file, count in zip(self.files, self._counts, strict=True)
+        ]
         weights = self.config.data.weights
         if weights is None:
-            return [samples / self.windows] * len(self.files)
-        return [samples * w / sum(weights) / count for w, count in zip(weights, self._counts, strict=True)]
+            return [samples / sum(sizes)] * len(sizes)
+        return [samples * w / sum(weights) / size for w, size in zip(weights, sizes, strict=True)]
 
     def ids(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """int64 [count, 3]: epoch, file and window within the file of samples first_sample and following."""
         if self._blend is not None:
             return self._blended(self._blend.places(first_sample, count))
         numbers = np.arange(first_sample, first_sample + count, dtype=np.int64)
+        if not isinstance(self.files[0], IndexedDataset):
+            epochs, places = self.files[0].places(numbers)
+            return np.stack([epochs, np.zeros_like(epochs), places], axis=1)
         epochs, places = np.divmod(numbers, self.windows)
         if self.config.data.shuffle:
             for epoch in np.unique(epochs):
@@ -93,9 +132,14 @@ class SampleSource:
     def _blended(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
         """Epoch, file and window of (file, number among the file's samples) rows."""
         files, numbers = turns.T
-        epochs, places = np.divmod(numbers, np.array(self._counts)[files])
+        epochs, places = np.divmod(numbers, np.maximum(np.array(self._counts)[files], 1))
+        for i, stream in enumerate(self.files):
+            if not isinstance(stream, IndexedDataset) and (files == i).any():
+                epochs[files == i], places[files == i] = stream.places(numbers[files == i])
         if self.config.data.shuffle:
             for file, epoch in np.unique(np.stack([files, epochs], axis=1), axis=0).tolist():
+                if not self._counts[file]:
+                    continue  # text has its own order
                 now = (files == file) & (epochs == epoch)
                 # A file's own order depends on its place in data.train and on nothing else of the blend.
                 places[now] = permute(places[now], self._counts[file], key(self.config.train.seed, file, epoch))
@@ -108,8 +152,17 @@ class SampleSource:
         """
         out = np.empty((count, self.sequence_length + 1), dtype=np.int64)
         rows = self.ids(first_sample, count)
-        for row, (_, file, window) in zip(out, rows, strict=True):
-            row[:] = self.files[file].read(int(window) * self.sequence_length, self.sequence_length + 1)
+        for row, (epoch, number, window) in zip(out, rows.tolist(), strict=True):
+            file = self.files[number]
+            if not isinstance(file, IndexedDataset):
+                row[:] = file.window(epoch, window)
+                continue
+            # A memory map is read by copying from it, so that waiting for the disk and copying are one.
+            started = time.perf_counter()
+            view = file.read(window * self.sequence_length, self.sequence_length + 1)
+            row[:] = view
+            self.meter.read_seconds += time.perf_counter() - started
+            self.meter.bytes_read += view.nbytes
         vocabulary = self.config.model.vocab_size
         if vocabulary is not None and count and (out.min() < 0 or out.max() >= vocabulary):
             bad = int(np.flatnonzero(((out < 0) | (out >= vocabulary)).any(axis=1))[0])
@@ -119,6 +172,27 @@ class SampleSource:
                 "that tokenizer's or build the data again"
             )
         return out
+
+
+def _open(config: Config, index: Path | None, meter: Meter) -> list[IndexedDataset | TextStream]:
+    """The files of data.train; without weights all text is one stream, as all token files are one order."""
+    entries, weights = config.data.train, config.data.weights
+    texts = [entry for entry in entries if is_text(entry)]
+    if not texts:
+        return [IndexedDataset(prefix) for prefix in entries]
+    from megascale.data.stream import TextStream
+
+    if weights is None and len(texts) < len(entries):
+        raise ConfigError(
+            f"data.train mixes token files and text to be tokenised on the fly ({texts[0]}), whose number of samples "
+            "is not known beforehand; give data.weights, one an entry"
+        )
+    if weights is None:
+        return [TextStream([Path(text) for text in texts], config, 0, index, meter)]
+    return [
+        TextStream([Path(entry)], config, i, index, meter) if is_text(entry) else IndexedDataset(entry)
+        for i, entry in enumerate(entries)
+    ]
 
 
 class HeldOut:

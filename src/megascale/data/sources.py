@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megascale.data.meter import Meter, MeteredFile, open_metered
 from megascale.errors import DataError
 
 _CHUNK = 1 << 20
@@ -126,25 +129,32 @@ def cut(files: Iterable[SourceFile], size: int) -> list[Piece]:
     return pieces
 
 
-def read(piece: Piece, key: str) -> Iterator[Item]:
-    """The documents of a piece in order. DataError naming file and place for what cannot be read."""
+def read(piece: Piece, key: str, meter: Meter | None = None) -> Iterator[Item]:
+    """The documents of a piece in order; `meter` counts bytes and the time of reading and decompression.
+
+    DataError naming file and place for what cannot be read.
+    """
     try:
         if piece.kind == "text":
             for i, name in enumerate(piece.paths):
-                yield _text(Path(name), piece.sides[i] if piece.sides else "")
+                yield _text(Path(name), piece.sides[i] if piece.sides else "", meter)
         elif piece.kind == "parquet":
-            yield from _parquet(Path(piece.paths[0]), piece, key)
+            yield from _parquet(Path(piece.paths[0]), piece, key, meter)
         else:
-            yield from _lines(Path(piece.paths[0]), piece, key)
+            yield from _lines(Path(piece.paths[0]), piece, key, meter)
     except OSError as error:
         raise DataError(
             f"input {', '.join(piece.paths[:3])} cannot be read: {error}; check its permissions or leave it out"
         ) from None
 
 
-def _text(path: Path, side: str) -> Item:
+def _text(path: Path, side: str, meter: Meter | None) -> Item:
     size = path.stat().st_size
-    data = b"".join(chunk for chunk, _ in _chunks(path)) if path.suffix in (".gz", ".zst") else path.read_bytes()
+    if path.suffix in (".gz", ".zst"):
+        data = b"".join(chunk for chunk, _ in _chunks(path, meter))
+    else:
+        with open_metered(path, meter) as file:
+            data = file.read()
     if b"\x00" in data:
         return Item("", size, skipped="not UTF-8 text")
     try:
@@ -154,9 +164,9 @@ def _text(path: Path, side: str) -> Item:
     return Item(text, size, side) if text.strip() else Item("", size, skipped="empty")
 
 
-def _lines(path: Path, piece: Piece, key: str) -> Iterator[Item]:
+def _lines(path: Path, piece: Piece, key: str, meter: Meter | None) -> Iterator[Item]:
     compressed = path.suffix in (".gz", ".zst")
-    lines = _split(_chunks(path)) if compressed else _range(path, piece.start, piece.stop)
+    lines = _split(_chunks(path, meter)) if compressed else _range(path, piece.start, piece.stop, meter)
     for number, (line, at, used) in enumerate(lines, 1):
         # Within a byte range the line's number is unknown; its place in the file is as good.
         where = f"{path}, line {number}" if compressed or not piece.start else f"{path}, byte {at}"
@@ -192,9 +202,9 @@ def clean(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _range(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
+def _range(path: Path, start: int, stop: int, meter: Meter | None) -> Iterator[tuple[bytes, int, int]]:
     """Lines that begin in bytes `start:stop` of a file, where each begins, and its bytes of input."""
-    with open(path, "rb") as file:
+    with open_metered(path, meter) as file:
         if start:
             file.seek(start - 1)
             file.readline()  # the line that the piece before began
@@ -217,7 +227,7 @@ def _split(chunks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, in
     yield rest, at, used
 
 
-def _chunks(path: Path) -> Iterator[tuple[bytes, int]]:
+def _chunks(path: Path, meter: Meter | None = None) -> Iterator[tuple[bytes, int]]:
     """Decompressed contents of a .gz or .zst file of one or more members, and the input read for each chunk.
 
     DataError if the file is cut off or damaged.
@@ -233,13 +243,16 @@ def _chunks(path: Path) -> Iterator[tuple[bytes, int]]:
             raise DataError(f"input {path} needs the package zstandard; {_INSTALL}") from None
         make, damage = (lambda: zstandard.ZstdDecompressor().decompressobj()), (zstandard.ZstdError,)
     member: Any = None
-    with open(path, "rb") as file:
+    unpacking = nullcontext if meter is None else meter.unpacking
+    with open_metered(path, meter) as file:
         try:
             while data := file.read(_CHUNK):
                 used = len(data)
                 while data:
                     member = member or make()
-                    yield member.decompress(data), used
+                    with unpacking():
+                        chunk = member.decompress(data)
+                    yield chunk, used
                     used = 0
                     data = member.unused_data if member.eof else b""
                     member = None if member.eof else member
@@ -272,10 +285,19 @@ def _row_groups(path: Path, size: int) -> Iterator[tuple[int, int, int]]:
             start, weight = group + 1, 0
 
 
-def _parquet(path: Path, piece: Piece, key: str) -> Iterator[Item]:
+@lru_cache(maxsize=64)
+def _footer(path: Path) -> Any:
+    return _arrow().parquet.read_metadata(path)
+
+
+def _parquet(path: Path, piece: Piece, key: str, meter: Meter | None) -> Iterator[Item]:
     arrow = _arrow()
+    unpacking = nullcontext if meter is None else meter.unpacking
     try:
-        with arrow.parquet.ParquetFile(path) as file:
+        source = path if meter is None else MeteredFile(path, meter)
+        # The footer of a file of many row groups is long: it is read once, not with each.
+        footer = None if meter is None else _footer(path)
+        with arrow.parquet.ParquetFile(source, metadata=footer) as file:
             if key not in file.schema_arrow.names:
                 raise DataError(
                     f"{path} has no column {key!r} (it has {', '.join(map(repr, file.schema_arrow.names))}); name the "
@@ -284,7 +306,12 @@ def _parquet(path: Path, piece: Piece, key: str) -> Iterator[Item]:
             groups = list(range(piece.start, piece.stop))
             rows = max(1, sum(file.metadata.row_group(g).num_rows for g in groups))
             row = 0
-            for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[key]):
+            batches = file.iter_batches(batch_size=256, row_groups=groups, columns=[key])
+            while True:
+                with unpacking():
+                    batch = next(batches, None)
+                if batch is None:
+                    break
                 for text in batch.column(0).to_pylist():
                     size = (row + 1) * piece.size // rows - row * piece.size // rows
                     row += 1

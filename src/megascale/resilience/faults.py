@@ -136,7 +136,13 @@ def _ask_trainer(run: Path, kind: str, options: Options) -> list[str]:
         )
     folder = run / "faults"
     folder.mkdir(exist_ok=True)
-    fault: dict[str, object] = {"kind": kind, "rank": options.rank, "node": options.node, "step": options.step, "stays": options.stays}
+    fault: dict[str, object] = {
+        "kind": kind,
+        "rank": options.rank,
+        "node": options.node,
+        "step": options.step,
+        "stays": options.stays,
+    }
     fault |= {"seconds": options.seconds, "group": options.group}
     name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:6]}"
     temporary = folder / f"{name}.tmp"

@@ -141,8 +141,8 @@ class Faults:
 
     def _dead_reader(self, fault: dict[str, Any]) -> None:
         """Samples come through a child process, and it stops."""
-        source = self.trainer.source
-        read = source.batch
+        feed = self.trainer.feed
+        batches = feed.batches
         inner, _outer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -151,14 +151,19 @@ class Faults:
             os._exit(0)
         os.kill(child, signal.SIGKILL if fault.get("kill") else signal.SIGSTOP)
 
-        def batch(*arguments: Any) -> Any:
-            from megascale.core import calls
+        def stuck(first: int) -> Any:
+            read = batches(first)
 
-            calls.current.reads(child)
-            os.read(inner, 1)  # nobody writes: the other end stays open here
-            return read(*arguments)
+            def batch(i: int) -> Any:
+                from megascale.core import calls
 
-        source.batch = batch  # type: ignore[method-assign,assignment]
+                calls.current.reads(child)
+                os.read(inner, 1)  # nobody writes: the other end stays open here
+                return read(i)
+
+            return batch
+
+        feed.batches = stuck  # type: ignore[method-assign]
 
     def _spin(self, fault: dict[str, Any]) -> None:
         """Compute for ever."""

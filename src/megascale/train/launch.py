@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from megascale.config import Config
+from megascale.data import host_loader
 from megascale.errors import EXIT_INTERRUPTED, FitError
 
 # After one process has failed the others get this long to say what they saw before they are ended.
@@ -54,16 +55,22 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch(words: list[str], world: int, logs: Path) -> int:
+def launch(words: list[str], world: int, config: Config) -> int:
     """Run `megascale WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
+
+    The host's data loader, where `config` (resolved) wants one, is started before them and ended after them.
 
     SIGINT and SIGTERM are passed on once. When a rank fails the others are ended too. Returns the exit code of the
     first failure, 130 after an interruption, else 0.
     """
+    logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
     command = [sys.executable, "-m", "megascale.cli.main", *words]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
     common["LOCAL_WORLD_SIZE"] = str(world)
+    if loader is not None:
+        common |= loader.environment
     ranks: list[subprocess.Popen[bytes]] = []
     interrupted = False
 
@@ -96,6 +103,8 @@ def launch(words: list[str], world: int, logs: Path) -> int:
         return _watch(ranks, logs, lambda: interrupted)
     finally:
         _end(ranks)
+        if loader is not None:
+            loader.stop()
         for number, handler in old.items():
             signal.signal(number, handler)
 

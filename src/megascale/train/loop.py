@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from megascale.core import calls
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
-from megascale.data.samples import SampleSource
+from megascale.data.feed import open_feed
 from megascale.errors import MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
 from megascale.ops import dispatch
@@ -89,12 +88,13 @@ class Trainer:
         self.leader = place.rank == 0
         self.layout = lay_out(config, place.world)
         self.grid = self.layout.grid
-        self.source = SampleSource(config)
         self.groups = None
         if place.world > 1:
             self.groups = initialise(
                 config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device
             )
+        store = self.groups.store if self.groups is not None else None
+        self.feed = open_feed(self.layout, place.rank, place.local_rank, place.local_world, place.device, store)
         self.engine = Engine(self.layout, self.groups, place.device)
         shards = [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
@@ -127,6 +127,7 @@ class Trainer:
         self._resume()
         self._open_sinks()
         try:
+            self.feed.start(self.consumed)
             with Interrupts() as interrupts:
                 # A state that came from memory is in storage only once it is saved there.
                 last_saved = self.step if self.checkpointer.loaded_from in ("nothing", "storage") else -1
@@ -169,6 +170,7 @@ class Trainer:
             self._failed(lost)
             raise lost from error
         finally:
+            self.feed.close()
             for sink in self.sinks:
                 sink.close()
             self.telling.close()
@@ -210,29 +212,26 @@ class Trainer:
             "time": time.time(),
             "learning_rate": rate,
             "tokens": self.consumed * self.tokens_per_sample,
-            "epoch": round(self.source.epochs(self.consumed), 4),
+            "epoch": round(self.feed.epochs(self.consumed), 4),
+            **self.feed.measures(),
         }
         self._unread = (record, result)
         self._heed(self.checkpointer.poll())
         if self.leader:
-            ids = self.source.ids(first, train.global_batch)
-            digest = hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()
-            append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": digest})
+            ids = self.feed.ids(first)
+            append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": ids})
         if self.place.device.type == "cpu":
             self._flush()  # nothing runs ahead on a CPU
 
     def _batches(self, first: int) -> Any:
-        """Micro-batch i of this rank's data-parallel share of the samples from `first` on."""
-        train = self.config.train
-        share = train.global_batch // self.grid.data
-        start = first + self.grid.coordinate(self.place.rank).data * share
+        """Micro-batch i of this rank's data-parallel share of the samples from `first` on; says when it reads."""
+        read = self.feed.batches(first)
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             calls.current.reads()
-            rows = torch.from_numpy(self.source.batch(start + i * train.micro_batch, train.micro_batch))
+            found = read(i)
             calls.current.has_read()
-            columns = rows.t().contiguous().to(self.place.device, non_blocking=True)
-            return columns[:-1], columns[1:]
+            return found
 
         return batch
 
@@ -253,6 +252,8 @@ class Trainer:
             record["mfu"] = mfu(self.config.model, rate, self.place.world, self.peak)
         for sink in self.sinks:
             sink.write(record)
+        for event, details in self.feed.news(seconds):
+            self._event(event, step=record["step"], **details)
         if loss != loss or loss in (float("inf"), float("-inf")):
             self._event(Event.NONFINITE_LOSS, step=record["step"], loss=str(loss))
             raise TrainingError(

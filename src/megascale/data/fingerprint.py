@@ -1,0 +1,113 @@
+"""Whether data files are still those that a run began with: sizes and samples of their contents. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from megascale.config import Config
+from megascale.data import sources
+from megascale.data.indexed import paths
+from megascale.data.manifest import read_manifest
+from megascale.data.samples import is_text
+from megascale.data.tokenizer import tokenizer_path
+from megascale.errors import DataError
+
+NAME = "sources.json"
+_SPOTS, _SPOT = 16, 4096  # places looked at in a file, bytes at each
+
+
+def fingerprint(path: Path) -> str:
+    """Size and a hash of spots spread evenly over a file, both ends included: constant time.
+
+    A file that was cut off, replaced or appended to shows; a byte changed between the spots may not. Text that is
+    tokenised on the fly is checked whole as it is read (see stream.py).
+    """
+    size = path.stat().st_size
+    digest = hashlib.blake2b(size.to_bytes(8, "big"), digest_size=12)
+    with open(path, "rb", buffering=0) as file:
+        for i in range(_SPOTS):
+            digest.update(os.pread(file.fileno(), _SPOT, max(0, size - _SPOT) * i // (_SPOTS - 1)))
+    return f"{size}-{digest.hexdigest()}"
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """Of all files of data.train, and of the tokenizer's where text is tokenised on the fly; by path as given.
+
+    Raises DataError for a file that is missing.
+    """
+    files: list[Path] = []
+    for entry in config.data.train:
+        files += [s.path for s in sources.find_files([Path(entry)])] if is_text(entry) else paths(entry)
+    if any(map(is_text, config.data.train)):
+        files.append(tokenizer_path(config.data))
+    try:
+        return {str(file): fingerprint(file) for file in files}
+    except OSError as error:
+        raise DataError(
+            f"data.train: {error.filename} cannot be read ({error.strerror}); put it back or name another file"
+        ) from None
+
+
+def keep(record: Path, now: dict[str, str]) -> None:
+    """Write fingerprints down, whole or not at all."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    new = record.with_name(f"{record.name}.{os.getpid()}.tmp")
+    new.write_text(json.dumps(now, indent=1) + "\n")
+    os.replace(new, record)
+
+
+def watch(config: Config, consumed: int, leader: bool) -> None:
+    """At a start that goes on after `consumed` samples: the files must be those of the run's first start.
+
+    Raises DataError as `fingerprints`, `compare` and `check_tokenizers` do.
+    """
+    check_tokenizers(config)
+    record, now = config.run_folder / "samples" / NAME, fingerprints(config)
+    if consumed:
+        compare(record, now)
+    if leader and not (consumed and record.exists()):
+        keep(record, now)
+
+
+def compare(record: Path, now: dict[str, str]) -> None:
+    """DataError naming what is missing, changed or new since `record` was kept; nothing without a record.
+
+    Paths may differ (a data set may be moved), contents and order may not.
+    """
+    try:
+        before: dict[str, str] = json.loads(record.read_text())
+    except (FileNotFoundError, ValueError):
+        return
+    if list(before.values()) == list(now.values()):
+        return
+    faults = [f"{path} was changed" for path, value in now.items() if before.get(path, value) != value]
+    faults += [f"{path} is missing" for path in before if path not in now]
+    faults += [f"{path} is new" for path in now if path not in before]
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    raise DataError(
+        f"data.train is not what this run began with: {'; '.join(faults[:3]) or 'the order of files differs'}{more} "
+        f"({record} has what was there). Samples would be repeated or skipped: put the files back, begin anew with "
+        "another --train.name, or accept it by removing that record"
+    )
+
+
+def check_tokenizers(config: Config) -> None:
+    """DataError if files that `megascale data build` made say that they were made with different tokenizers."""
+    known: dict[str, str] = {}
+    for entry in config.data.train:
+        manifest = None if is_text(entry) else read_manifest(Path(entry).parent)
+        if manifest is not None:
+            known.setdefault(manifest.tokenizer["sha256"], entry)
+    if config.data.tokenizer and known:
+        manifest = read_manifest(Path(config.data.tokenizer).parent)
+        if manifest is not None and manifest.tokenizer.get("file") == Path(config.data.tokenizer).name:
+            known.setdefault(manifest.tokenizer["sha256"], f"data.tokenizer={config.data.tokenizer}")
+    if len(known) > 1:
+        first, second, *_ = known.values()
+        raise DataError(
+            f"data.train: {first} and {second} belong to different tokenizers, so equal ids mean different text; build "
+            "one of them again with the other's tokenizer.json (`megascale data build --tokenizer`)"
+        )
