@@ -98,7 +98,8 @@ def launched(file: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], d
     try:
         wait_for_step(load(file, words).run_folder, 1, launcher)
         children = psutil.Process(launcher.pid).children(recursive=True)
-        yield launcher, {int(child.environ()["RANK"]): child for child in children}
+        # The host's services are children too, and have no rank.
+        yield launcher, {int(e["RANK"]): child for child in children if "RANK" in (e := child.environ())}
     finally:
         launcher.kill()
         launcher.wait()
