@@ -43,7 +43,6 @@ class Description:
         config: resolved (vocabulary known).
         parameters, embedding_parameters: trained numbers in all, and in embeddings and logits.
         flops_per_token: forward and backward, under core.flops.CONVENTION.
-        state_bytes: weights, gradients and optimizer state of one process that holds the whole model.
         tokens: of the whole run.
     """
 
@@ -51,7 +50,6 @@ class Description:
     parameters: int
     embedding_parameters: int
     flops_per_token: float
-    state_bytes: int
     tokens: int
 
 
@@ -84,14 +82,11 @@ def describe(config: Config) -> Description:
 
     config = resolve(config)
     total = parameters(config.model)
-    wide = 8 if config.train.precision == "float64" else 4
-    weights = {"bfloat16": 2 + wide, "float32": wide, "float64": wide}[config.train.precision]
     return Description(
         config,
         total,
         total - parameters(config.model, embeddings=False),
         flops_per_token(config.model).training,
-        total * (weights + 3 * wide),
         config.train.steps * config.train.global_batch * config.model.sequence_length,
     )
 

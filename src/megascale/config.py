@@ -281,7 +281,13 @@ class CheckpointConfig(Section):
         description="copy the state to host memory under the next step and let a service write it; "
         "needs host memory of slots x the state",
     )
-    slots: int = Field(1, ge=1, le=4, description="copies of the state in host memory when background is on")
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=4,
+        description="copies of the state in host memory when background is on; default: 1, with memory_interval 2, "
+        "so that one is whole while the other is filled",
+    )
     memory_interval: int = Field(
         0, ge=0, description="steps between copies to host memory that are not written; 0: only those written"
     )

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale.data.build import build
@@ -83,6 +83,8 @@ def test_published_encodings_are_known(tmp_path: Path, published: dict[str, dict
 
 
 @given(text=st.text(st.sampled_from("aZé1 23\n\r\t'sS’LlVEve.,!/-ǅ中ा　 \u0301"), max_size=40) | st.text(max_size=40))
+@example(text="\r\t")
+@example(text="a\n \n ")
 @settings(max_examples=150, deadline=None)
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_their_patterns_cut_text_alike(published: dict[str, dict], name: str, text: str) -> None:

@@ -35,7 +35,9 @@ def write_run(folder, settings, seconds, world, steps=20):
     folder.mkdir(parents=True)
     config = configuration.load(None, settings)
     (folder / "config.toml").write_text(config.to_toml())
-    lines = [{"step": i + 1, "seconds": 9.0 if i < 5 else seconds, "world": world} for i in range(steps)]
+    if world:
+        (folder / "events.jsonl").write_text(json.dumps({"event": "run_started", "world": world}) + "\n")
+    lines = [{"step": i + 1, "seconds": 9.0 if i < 5 else seconds} for i in range(steps)]
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": ')
     return folder
 
@@ -52,9 +54,7 @@ def test_measure_takes_the_median_after_the_warm_up(tmp_path):
     with pytest.raises(DataError, match="how many GPUs"):
         measure(silent)
     assert measure(silent, 2).gpus == 2
-    (silent / "logs").mkdir()
-    for rank in range(4):
-        (silent / "logs" / f"rank-{rank}.log").touch()
+    (silent / "events.jsonl").write_text('{"event": "run_started", "world": 4}\n{"event": "active"}\n{"ev')
     assert measure(silent).gpus == 4
     with pytest.raises(DataError, match="no run folder"):
         measure(tmp_path / "nothing")
@@ -111,7 +111,8 @@ def test_own_runs_are_compared(tmp_path):
     _, said = load_predictions("h200")
     for p, factor in zip(said[:2], (1.02, 1.2), strict=True):
         write_run(tmp_path / p.name, p.settings, p.seconds * factor, p.gpus)
-    (check,) = check_runs(tmp_path)
+    check, second = check_runs(tmp_path)
+    assert second.skipped
     assert check.passed is False
     assert len(check.rows) == 2
     assert any("not measured" in note for note in check.notes)
@@ -299,3 +300,22 @@ def test_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_predictions_are_written_before_and_read_after(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f'[[run]]\nname = "first"\ngpus = 1\nsettings = {json.dumps(SMALL)}\n')
+    out = tmp_path / "said.toml"
+    done = invoke("predict", str(plan), "--calibration", "h200-engine", "--note", "nothing measured", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    made, (said,) = load_predictions(str(out))
+    assert "h200-engine" in made
+    assert "nothing measured" in made
+    assert (said.name, said.gpus) == ("first", 1)
+    assert said.low < said.seconds < said.high
+    write_run(tmp_path / "runs" / "first", list(said.settings), said.seconds * 1.1, 1)
+    rows = json.loads(invoke("compare", "--runs", str(tmp_path / "runs"), "--predictions", str(out), "--json").output)
+    assert len(rows) == 1
+    plan.write_text("[[run]]\nname = 'first'\n")
+    with pytest.raises(ConfigError, match="gpus"):
+        invoke("predict", str(plan))

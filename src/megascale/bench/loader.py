@@ -273,7 +273,7 @@ class _Ranks:
 
         The loader's memory counts from nothing: without one there would be no such process.
         """
-        pids = [process.pid for process in self._processes]
+        pids = [process.pid for process in self._processes if process.pid is not None]
         pids += [child for pid in pids for child in _children(pid)]
         first = not self._known
         memory = sum(map(_memory, pids))

@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from megascale.checkpoint.layout import Shard
     from megascale.checkpoint.loader import LoadReport, load
     from megascale.checkpoint.saver import save
+    from megascale.checkpoint.staging import Outcome
 
-__all__ = ["Checkpointer", "LoadReport", "Shard", "Summary", "inspect", "latest", "load", "save", "steps"]
+__all__ = ["Checkpointer", "LoadReport", "Outcome", "Shard", "Summary", "inspect", "latest", "load", "save", "steps"]
 
 _HOMES = {
     "Checkpointer": "checkpointer",
     "LoadReport": "loader",
+    "Outcome": "staging",
     "Shard": "layout",
     "Summary": "folder",
     "inspect": "folder",

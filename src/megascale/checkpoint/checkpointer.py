@@ -72,12 +72,13 @@ class Checkpointer:
         step: int | None = None,
         *,
         shards: Sequence[Shard] | None = None,
+        initial: Sequence[Shard] | None = None,
         report: LoadReport | None = None,
     ) -> dict[str, Any] | None:
         """Fill the shards (or only `shards`) from the newest state there is (or that of `step`) and return what was
         saved with it; None if there is none. Own memory comes before a peer's, that before storage, if it is as new.
 
-        Raises DataError as `loader.load` does.
+        `initial`: what to fill instead from a checkpoint of step 0. Raises DataError as `loader.load` does.
         """
         shards = self.shards if shards is None else shards
         storage = open_storage(self.folder)
@@ -95,7 +96,7 @@ class Checkpointer:
         there = self.peers.share(any(folders.survey(storage)) if self.peers.rank == 0 else None)
         if not there and step is None:
             return None
-        state = load(self.folder, shards, step=step, group=self.group, report=report)
+        state = load(self.folder, shards, step=step, group=self.group, report=report, initial=initial)
         self.loaded_from = "storage"
         return state
 
@@ -161,7 +162,7 @@ class Checkpointer:
                 keep=c.keep,
                 peers=self.peers,
                 above=self._above,
-                slots=c.slots,
+                slots=c.slots or (2 if c.memory_interval else 1),
                 replicas=c.replicas,
                 address=c.replica_address,
                 domain=self.domain,

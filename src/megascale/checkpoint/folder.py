@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -301,11 +302,20 @@ def find_steps(path: Place) -> tuple[Storage, list[int]]:
         storage = open_storage(head or ".")
         if storage.list(last):
             return storage, [int(match.group(1))]
-    for folder in (f"{text}/checkpoints", text):
+    for folder in (*_location(Path(text)), f"{text}/checkpoints", text):
         storage = open_storage(folder)
         if found := step_folders(storage):
             return storage, found
     raise DataError(f"there is no checkpoint in {text!r}; give a run folder, its checkpoints folder or a step-N folder")
+
+
+def _location(run: Path) -> list[str]:
+    """Where the configuration that a run folder keeps has put the checkpoints, if elsewhere."""
+    try:
+        tree = tomllib.loads((run / "config.toml").read_text())
+        return [tree["checkpoint"]["location"]]
+    except (OSError, KeyError, ValueError):
+        return []
 
 
 def summarise(storage: Storage, step: int) -> Summary:

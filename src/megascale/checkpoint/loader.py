@@ -55,6 +55,7 @@ def load(
     step: int | None = None,
     group: ProcessGroup | None = None,
     report: LoadReport | None = None,
+    initial: Sequence[Shard] | None = None,
 ) -> dict[str, Any]:
     """Fill `shards` in place from the newest committed checkpoint (or that of `step`); collective over `group`.
 
@@ -69,6 +70,7 @@ def load(
         group: the processes that load together and share what they read; None: the default group, or this process
             alone. It need not be the group that saved.
         report: filled with what this process read and sent.
+        initial: the shards to fill instead if the checkpoint is of step 0, which holds weights alone.
 
     Returns the saved state. Raises DataError if there is no committed checkpoint, if it is of another model (naming
     tensors and the key that likely differs), or if all are damaged.
@@ -80,7 +82,8 @@ def load(
     damages: list[str] = []
     for commit in candidates:
         place = f"{storage.url}/{folders.step_name(commit.step)}"
-        damage = load_commit(storage, commit, shards, peers, report)
+        wanted = shards if commit.step or initial is None else initial
+        damage = load_commit(storage, commit, wanted, peers, report)
         if damage is None:
             if damages and peers.rank == 0:
                 say(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")

@@ -154,6 +154,7 @@ class Snapshots:
         }
         copy = Copy(Outcome(step, bytes=self.needed), message, begun)
         slot.free.clear()
+        slot.filled = self.generation
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -168,7 +169,8 @@ class Snapshots:
 
     def _free_slot(self, wait: bool) -> Staging | None:
         while True:
-            slot = next((s for s in self._slots if s.free.is_set()), None)
+            # The oldest image goes first: the newest must stay whole until there is a newer one.
+            slot = min((s for s in self._slots if s.free.is_set()), key=lambda s: s.filled, default=None)
             if slot is not None or not wait:
                 return slot
             with self._freed:

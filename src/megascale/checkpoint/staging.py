@@ -78,6 +78,7 @@ class Staging:
             self.pairs.append((target, chunk.view()))
         self.free = threading.Event()
         self.free.set()
+        self.filled = ""  # generation of the image
         self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ BENCHES: tuple[str, ...] = (
     "kernels",
     "layouts",
     "loader",
+    "restarts",
     "schedules",
     "tokenize",
     "train",

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def generate(
         run: Path = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False),
-        prompt: str | None = typer.Option(None, help="Text to continue. [default: 'def ']", show_default=False),
+        prompt: str | None = typer.Option(None, help="Text to continue. [default: 'def']", show_default=False),
         prompt_file: Path | None = typer.Option(None, help="File that holds the text to continue; - reads stdin."),
         tokens: int = typer.Option(200, min=1, help="Longest continuation."),
         temperature: float = typer.Option(0.8, min=0, help="0 takes the likeliest token each time."),
@@ -67,7 +67,7 @@ def register(app: typer.Typer) -> None:
 
 def _prompt(text: str | None, file: Path | None) -> str:
     if file is None:
-        return "def " if text is None else text
+        return "def" if text is None else text
     if text is not None:
         raise ConfigError("both --prompt and --prompt-file are given; leave one out")
     try:

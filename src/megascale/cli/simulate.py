@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.cli.common import OVERRIDES, load
-from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, validate
+from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, predict, validate
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -50,6 +50,7 @@ def register(app: typer.Typer) -> None:
         ("search", search),
         ("effective", effective),
         ("calibrate", calibrate),
+        ("predict", predict),
         ("compare", compare),
         ("validate", validate),
     ):

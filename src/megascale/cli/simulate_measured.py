@@ -1,4 +1,4 @@
-"""The commands of `megascale simulate` that hold it against measurements: calibrate, compare, validate."""
+"""The commands of `megascale simulate` that hold it against measurements: calibrate, predict, compare, validate."""
 
 from __future__ import annotations
 
@@ -61,6 +61,31 @@ def calibrate(
         console.print(f"written to {out}; use it with --calibration {out}")
     else:
         typer.echo(calibration.to_toml())
+
+
+def predict(
+    plan: Path = typer.Argument(..., metavar="RUNS.toml", help="[[run]] tables of name, gpus and settings."),
+    cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs will run on."),
+    calibration: str | None = CALIBRATION,
+    software: str = typer.Option("megascale-h200", "--software", help="Stack assumed of the engine."),
+    note: str = typer.Option("", "--note", help="What stands in the file beside the date, such as what is known."),
+    out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="Where to write it; default: print it."),
+) -> None:
+    """Say the step times of runs before they are measured, in a file that `validate` and `compare` hold against them.
+
+    Event level, no slow hosts. Each run is named, so that `megascale train` with its settings makes the run folder
+    that will be compared.
+
+    Example: megascale simulate predict runs.toml --calibration h200-engine --out predicted.toml
+    """
+    from megascale.simulate import predicting
+
+    text = predicting.predict(plan, cluster, calibration, software, note)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text)
+        typer.echo(f"written to {out}; measure, then: megascale simulate compare --runs runs --predictions {out}")
 
 
 def compare(

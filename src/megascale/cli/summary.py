@@ -37,14 +37,32 @@ def rows(about: Description) -> list[tuple[str, str]]:
             "the run",
             f"{train.steps} steps, {_count(about.tokens)} tokens, {_count(about.flops_per_token * about.tokens)}FLOPs",
         ),
-        ("weights and optimizer", f"{about.state_bytes / 2**30:.2f} GiB, activations come on top"),
     ]
 
 
-def print_description(about: Description) -> None:
+def layout_rows(config: Config, world: int) -> list[tuple[str, str]]:
+    """Layout, bubble and memory by kind as label and value, by core/plan.py."""
+    from megascale.core.plan import GIB, make_plan
+
+    plan = make_plan(config, world, 0.0)
+    grid, parallel, fullest = plan.layout.grid, config.parallel, max(plan.memory, key=lambda m: m.total)
+    found = []
+    if world > 1:
+        chunks = f", {parallel.virtual_stages} chunks a stage" if parallel.virtual_stages > 1 else ""
+        sizes = f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}{chunks}"
+        found.append(("layout", f"{sizes}; ZeRO-{parallel.zero}, recompute {parallel.recompute}"))
+    if grid.pipeline > 1:
+        found.append(("bubble", f"{plan.bubble:.1%} of the busiest stage's work ({plan.schedule.name})"))
+    size, unit = (GIB, "GiB") if fullest.total >= GIB else (2**20, "MiB")
+    kinds = ", ".join(f"{k.replace('_', ' ')} {n / size:.1f}" for k, n in fullest.kinds().items() if n >= size / 20)
+    found.append(("memory of a rank", f"{fullest.total / size:.1f} {unit} at its fullest stage: {kinds}"))
+    return found
+
+
+def print_description(about: Description, world: int) -> None:
     """`--dry-run`: the resolved configuration as TOML and the sizes."""
     console.print(about.config.to_toml(), markup=False)
-    for label, value in rows(about):
+    for label, value in [*rows(about), *layout_rows(about.config, world)]:
         console.print(f"# {label}: {value}", markup=False, soft_wrap=True)
 
 
@@ -53,7 +71,8 @@ def print_start(about: Description) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     table = Table.grid(padding=(0, 2))
-    for label, value in [("run folder", str(about.config.run_folder)), *rows(about)]:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for label, value in [("run folder", str(about.config.run_folder)), *rows(about), *layout_rows(about.config, world)]:
         table.add_row(f"[dim]{label}[/dim]", value)
     console.print(table)
 
@@ -86,7 +105,7 @@ def print_end(config: Config, result: Result) -> None:
         console.rule("sample", align="left")
         console.print(config.train.sample_prompt + "".join(pieces), markup=False, soft_wrap=True)
         console.rule()
-        console.print(f"more: megascale generate {folder} --prompt 'import '", markup=False)
+        console.print(f"more: megascale generate {folder} --prompt import", markup=False)
 
 
 def print_evaluation(found: Evaluation) -> None:

@@ -39,7 +39,8 @@ def register(app: typer.Typer) -> None:
         from megascale.train import launch
 
         if dry_run:
-            summary.print_description(api.describe(config))
+            world = launch.processes_wanted(config, api.visible_gpus())
+            summary.print_description(api.describe(config), world)
             return
         if not launch.started_by_launcher():
             world = launch.processes_wanted(config, api.visible_gpus())

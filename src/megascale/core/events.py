@@ -17,6 +17,7 @@ class Event(StrEnum):
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_SKIPPED = "checkpoint_skipped"
+    REPLICA_FAILED = "replica_failed"
     EVALUATED = "evaluated"
     NONFINITE_LOSS = "nonfinite_loss"
     INTERRUPTED = "interrupted"

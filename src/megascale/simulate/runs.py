@@ -16,7 +16,7 @@ from megascale.errors import ConfigError, DataError
 # Steps at the start of a run that compile, allocate and measure kernels.
 WARM_UP = 5
 # Fewer steps than this after the warm-up are no measurement.
-LEAST_STEPS = 5
+LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Prediction:
 def measure(folder: Path, gpus: int | None = None) -> Measured:
     """Median step of a run folder.
 
-    `gpus`: ranks of the run; default: what its records, its log files or parallel.data say. DataError if the folder is
+    `gpus`: ranks of the run; default: what its events or parallel.data say. DataError if the folder is
     no run, too short, or does not tell on how many ranks it ran.
     """
     try:
@@ -84,7 +84,6 @@ def measure(folder: Path, gpus: int | None = None) -> Measured:
             continue  # the last line of a run that died
         if isinstance(record, dict) and "seconds" in record and "step" in record:
             records[int(record["step"])] = float(record["seconds"])
-            world = world or record.get("world")
     steps = [seconds for step, seconds in sorted(records.items())][WARM_UP:]
     if len(steps) < LEAST_STEPS:
         raise DataError(
@@ -92,7 +91,7 @@ def measure(folder: Path, gpus: int | None = None) -> Measured:
             f"{LEAST_STEPS}: run more steps"
         )
     parallel = config.parallel
-    world = world or len(list((folder / "logs").glob("rank-*.log")))
+    world = world or _world(folder / "events.jsonl")
     if not world and parallel.data:
         world = parallel.tensor * parallel.pipeline * parallel.data
     if not world:
@@ -101,6 +100,17 @@ def measure(folder: Path, gpus: int | None = None) -> Measured:
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     middle = statistics.median(steps)
     return Measured(folder, config, int(world), middle, (high - low) / (2 * middle), len(steps))
+
+
+def _world(events: Path) -> int | None:
+    """Ranks of the last start that a run's events tell of."""
+    world = None
+    for line in events.read_text().splitlines() if events.is_file() else []:
+        try:
+            world = json.loads(line).get("world") or world
+        except (ValueError, AttributeError):
+            continue
+    return world
 
 
 def shipped_predictions() -> list[str]:

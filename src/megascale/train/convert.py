@@ -19,7 +19,7 @@ from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.reader import read_folder
 from megascale.model.huggingface.tensors import logical_shapes
 from megascale.model.huggingface.writer import write_folder
-from megascale.train.run_folder import RunFolder, run_config
+from megascale.train.run_folder import RunFolder, checkpoint_folder, run_config
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -124,7 +124,7 @@ def export_model(
         dtype = config.train.precision if config.train.precision in EXPORT_DTYPES else "float32"
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
-    checkpoints = run / "checkpoints"
+    checkpoints = checkpoint_folder(run, config)
     step = checkpoint.latest(checkpoints) if step is None else step
     if step is None:
         raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")

@@ -130,7 +130,14 @@ class Engine:
         """Send for the first chunk's parameters: called before the batch is read, so that both go on together."""
         self.flats[0].start_gather()
 
-    def step(self, batches: Batches, step: int, learning_rate: float, stop: bool = False) -> StepResult:
+    def step(
+        self,
+        batches: Batches,
+        step: int,
+        learning_rate: float,
+        stop: bool = False,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
         """Forward and backward over all micro-batches, then the update.
 
         Args:
@@ -138,6 +145,7 @@ class Engine:
             step: number of this optimizer step, from 1; dropout masks depend on it.
             learning_rate: of this step.
             stop: whether this rank wants to stop; told to all.
+            before_update: called once gradients are there and the state is about to change.
         """
         train, model = self.config.train, self.config.model
         tokens = train.global_batch * model.sequence_length
@@ -182,6 +190,7 @@ class Engine:
         riders = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=self.device)
         if loss is not None and self.tensor.rank == 0:
             riders[0] += loss
+        before_update()
         norm, summed = self.optimizer.step(learning_rate, step, riders)
         assert summed is not None
         return StepResult(summed[0], norm, summed[1])

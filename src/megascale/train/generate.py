@@ -64,7 +64,7 @@ def generate_tokens(
     """
     model = chunk.model
     if not prompt:
-        raise ConfigError("the prompt has no tokens; give at least one character, such as --prompt='def '")
+        raise ConfigError("the prompt has no tokens; give at least one character, such as --prompt=def")
     if max(prompt) >= model.vocab:
         raise ConfigError(
             f"the prompt has token {max(prompt)} and model.vocab_size={model.vocab}; the tokenizer is another model's"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -92,6 +93,8 @@ class Trainer:
         store = self.groups.store if self.groups is not None else None
         self.feed = open_feed(self.layout, place.rank, place.local_rank, place.local_world, place.device, store)
         self.engine = Engine(self.layout, self.groups, place.device)
+        shards = [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
+        self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         self.step = 0
         self.consumed = 0
         self.tokens_per_sample = config.model.sequence_length
@@ -116,21 +119,24 @@ class Trainer:
         self._resume()
         self._open_sinks()
         try:
-            self.feed.start(self.consumed)
             with Interrupts() as interrupts:
-                last_saved = self.step
+                # A state that came from memory is in storage only once it is saved there.
+                last_saved = self.step if self.checkpointer.loaded_from in ("nothing", "storage") else -1
                 stop = min(train.steps, self.step + (train.stop_after or train.steps))
+                if self.step < stop:
+                    self.feed.start(self.consumed)
+                    self.checkpointer.prepare()
                 while self.step < stop and not self._stopping:
                     self._train_step(interrupts.wanted)
                     if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                         self._evaluate(train.eval_samples)
-                    every = self.config.checkpoint.interval
-                    if every and self.step % every == 0 and self.step < stop:
-                        self._save()
+                    due = self.checkpointer.due(self.step) if self.step < stop else None
+                    if due and self._save(persist=due == "storage") and due == "storage":
                         last_saved = self.step
                 self._flush()
                 if self.step > last_saved and self.config.checkpoint.at_end:
-                    self._save()
+                    self._save(last=True)
+                self._heed(self.checkpointer.finish(over=self.config.checkpoint.at_end), strict=True)
                 if self._stopping:
                     self._event(Event.INTERRUPTED, step=self.step)
                     self._say(f"interrupted; step {self.step} is saved, the same command goes on from there")
@@ -169,7 +175,7 @@ class Trainer:
         self._event(Event.RUN_FAILED, step=self.step, message=str(error))
 
     def _kept(self) -> str:
-        last = checkpoint.latest(self.folder.checkpoints)
+        last = checkpoint.latest(self.checkpointer.folder)
         return f"the checkpoint of step {last} is kept" if last is not None else "no checkpoint had been saved yet"
 
     # one step ---------------------------------------------------------------------------------------------------
@@ -181,7 +187,9 @@ class Trainer:
         rate = learning_rate(self.config.lr, step, train.steps)
         self.clock.start()
         self.engine.start_gather()
-        result = self.engine.step(self.feed.batches(first), step, rate, wants_stop)
+        result = self.engine.step(
+            self.feed.batches(first), step, rate, wants_stop, before_update=self.checkpointer.before_update
+        )
         self.clock.stop()
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
@@ -197,6 +205,7 @@ class Trainer:
             **self.feed.measures(),
         }
         self._unread = (record, result)
+        self._heed(self.checkpointer.poll())
         if self.leader:
             ids = self.feed.ids(first)
             append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": ids})
@@ -231,39 +240,59 @@ class Trainer:
 
     # checkpoints and evaluation ---------------------------------------------------------------------------------
 
-    def _shards(self) -> list[checkpoint.Shard]:
-        return [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
-
-    def _save(self) -> None:
+    def _save(self, persist: bool = True, last: bool = False) -> bool:
+        """Save the state; in the background this begins it and `_heed` tells what became of it. False if skipped."""
         self._flush()
         self.status.update("save", self.step)
-        started = time.perf_counter()
         state = {"step": self.step, "samples": self.consumed, "config": self.config.model_dump(exclude_none=True)}
         try:
-            path = checkpoint.save(
-                self.folder.checkpoints, self.step, self._shards(), state, keep=self.config.checkpoint.keep
-            )
+            begun = self.checkpointer.save(self.step, state, persist=persist, wait=last)
         except TrainingError as error:
             self._event(Event.CHECKPOINT_FAILED, step=self.step, message=str(error))
             raise
-        self._event(Event.CHECKPOINT_SAVED, step=self.step, path=path.name, seconds=time.perf_counter() - started)
-        self.clock.pause()
+        if not begun and persist:
+            self._event(Event.CHECKPOINT_SKIPPED, step=self.step, message="the save before it is still being written")
+        self._heed(self.checkpointer.poll())
+        if not self.config.checkpoint.background:
+            self.clock.pause()
+        return begun
+
+    def _heed(self, outcomes: Sequence[checkpoint.Outcome], strict: bool = False) -> None:
+        """Record what became of saves. A save in the background that failed is told and training goes on; `strict`:
+        it was the last one, and training must not end as if its result were kept."""
+        for outcome in outcomes:
+            if outcome.committed:
+                took = {"seconds": outcome.seconds, "stall": outcome.stall, "bytes": outcome.bytes}
+                self._event(Event.CHECKPOINT_SAVED, step=outcome.step, path=f"step-{outcome.step}", **took)
+            if outcome.why:
+                self._event(Event.CHECKPOINT_FAILED, step=outcome.step, message=outcome.why)
+                self._say(f"the checkpoint of step {outcome.step} failed: {outcome.why}; {self._kept()}")
+            if outcome.replica:
+                self._event(Event.REPLICA_FAILED, step=outcome.step, message=outcome.replica)
+        failed = next((o for o in outcomes if o.why and o.step == self.step), None)
+        if strict and failed is not None:
+            raise TrainingError(
+                f"the checkpoint of the last step, {failed.step}, failed: {failed.why}; {self._kept()}. "
+                "Remove the cause and start the same command again"
+            )
 
     def _resume(self) -> None:
-        attempt = 0
-        done = checkpoint.latest(self.folder.checkpoints) if self.config.checkpoint.resume else None
-        if done is not None:
+        state = None
+        if self.config.checkpoint.resume:
             self.status.update("load", 0)
             # Before the first step the optimizer's moments are zero: an imported model comes without them.
-            shards = self._shards() if done else [s for s in self._shards() if s.name.startswith("model.")]
-            state = checkpoint.load(self.folder.checkpoints, shards)
+            weights = [s for s in self.checkpointer.shards if s.name.startswith("model.")]
+            state = self.checkpointer.load(initial=weights)
+        if state is not None:
             self.engine.loaded()
             self.step, self.consumed = state["step"], state["samples"]
-            attempt = 1
         if not self.leader:
             return
-        if attempt:
-            self._event(Event.RESUMED, world=self.place.world, step=self.step, samples=self.consumed)
+        if state is not None:
+            source = self.checkpointer.loaded_from
+            self._event(
+                Event.RESUMED, world=self.place.world, step=self.step, samples=self.consumed, loaded_from=source
+            )
         elif self.config.checkpoint.resume is False and self.folder.metrics.exists():
             self._event(Event.RUN_STARTED, world=self.place.world, note="checkpoint.resume=false: starting over")
         else:
@@ -303,8 +332,12 @@ class Trainer:
             self.sinks.append(TensorBoard(self.folder.path / "tensorboard", self.step))
         if observe.wandb is not None:
             self.sinks.append(Wandb(observe.wandb, self.folder.path, self.config.model_dump(exclude_none=True)))
+        if self.groups is not None:
+            self._say(self.groups.report())
         if self.step:
-            self._say(f"resuming {self.folder.path} after step {self.step}")
+            source = self.checkpointer.loaded_from
+            where = "" if source == "storage" else f" from {source}"
+            self._say(f"resuming {self.folder.path} after step {self.step}{where}")
 
     def _tell_active(self) -> None:
         """After the first step it is known which overlaps and kernels run: say it, nothing is off in silence."""

@@ -13,7 +13,7 @@ from megascale.model.transformer import Chunk
 from megascale.ops import dispatch
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 from megascale.train.engine import DTYPES, Engine
-from megascale.train.run_folder import run_config
+from megascale.train.run_folder import checkpoint_folder, run_config
 
 
 def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Engine, Config]:
@@ -27,7 +27,7 @@ def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tupl
     config = config.model_copy(update={"parallel": parallel, "train": train})
     engine = Engine(lay_out(config, 1), None, _device(device))
     shards = [checkpoint.Shard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
-    checkpoint.load(run / "checkpoints", shards, step=step)
+    checkpoint.load(checkpoint_folder(run, config), shards, step=step)
     engine.loaded()
     return engine, config
 
@@ -46,7 +46,7 @@ def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -
         for p in chunk.parameters()
         for piece, view in piece_views(spec_of(p), p.data)
     ]
-    checkpoint.load(run / "checkpoints", shards, step=step)
+    checkpoint.load(checkpoint_folder(run, config), shards, step=step)
     return chunk.requires_grad_(False), config
 
 

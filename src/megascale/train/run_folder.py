@@ -55,6 +55,11 @@ def run_config(run: Path) -> Config:
     return load(file)
 
 
+def checkpoint_folder(run: Path, config: Config) -> Path | str:
+    """Where a run's checkpoints are: checkpoint.location, else a folder in the run folder."""
+    return config.checkpoint.location or run / "checkpoints"
+
+
 def append(file: Path, record: dict[str, Any], sync: bool = False) -> None:
     """Append one JSON line."""
     with open(file, "a") as out:

@@ -15,7 +15,7 @@ from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.event import simulate
-from megascale.simulate.runs import load_predictions, matching
+from megascale.simulate.runs import load_predictions, matching, shipped_predictions
 from megascale.simulate.search import price
 from megascale.simulate.software import MEGASCALE
 from megascale.simulate.validation.anchors import TRACE_FILE, TRACE_RESULT, strong_scaling
@@ -26,10 +26,14 @@ SPEED_LAYOUTS = 200_000
 GOAL_LAYOUTS = 1_000_000
 
 
-def check_runs(runs: Path | None, predictions: str = "h200") -> list[Check]:
-    """A7: this project's own runs against predictions written before them."""
+def check_runs(runs: Path | None) -> list[Check]:
+    """A7: this project's own runs against predictions written before them, each file of predictions by itself."""
+    return [check for name in shipped_predictions() for check in _check_predictions(runs, name)]
+
+
+def _check_predictions(runs: Path | None, predictions: str) -> list[Check]:
     made, said = load_predictions(predictions)
-    what = f"own runs on 1 to 4 H200 against predictions made {made}"
+    what = f"own runs on H200 against predictions {predictions} made {made}"
     found = matching(said, runs) if runs is not None else []
     if not found:
         where = f"no run folder of the predictions in {runs}" if runs is not None else "no --runs folder given"

@@ -1,0 +1,61 @@
+"""Predictions of runs written down before they are measured."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from megascale import config as configuration
+from megascale.errors import ConfigError
+from megascale.simulate.calibration import load_calibration
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.software import stack
+from megascale.simulate.step import Scenario, own_software, run
+
+
+def predict(plan: Path, cluster: str, calibration: str | None, software: str, note: str = "") -> str:
+    """The text of a predictions file for the runs of `plan`; ConfigError if it is damaged, FitError for a run that
+    does not fit."""
+    machine = load_cluster(cluster)
+    constants = load_calibration(calibration, machine.name)
+    chosen = stack(software)
+    try:
+        wanted = [(str(r["name"]), int(r["gpus"]), list(map(str, r["settings"]))) for r in _tree(plan)["run"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{plan} is damaged ({type(error).__name__}: {error}); it needs [[run]] tables with name, gpus, settings"
+        ) from None
+    made = f"{date.today().isoformat()}, calibration {constants.name}{', ' + note if note else ''}"
+    lines = [
+        "# Step times of this project's own engine, said before they were measured. Start a run with `megascale train`",
+        "# and its settings (the step time does not depend on the data), then `megascale simulate compare`.",
+        f"made = {json.dumps(made)}",
+    ]
+    for name, gpus, settings in wanted:
+        settings = [*settings, f"train.name={name}"]
+        config = configuration.load(None, settings)
+        result = run(Scenario(config, gpus, machine, constants, own_software(config, chosen)), "event", fleet=None)
+        lines += [
+            "",
+            "[[run]]",
+            f"name = {json.dumps(name)}",
+            f"gpus = {gpus}",
+            f"settings = {json.dumps(settings)}",
+            f"software = {json.dumps(software)}",
+            f"seconds = {result.seconds:.4f}",
+            f"p10 = {result.low:.4f}",
+            f"p90 = {result.high:.4f}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None

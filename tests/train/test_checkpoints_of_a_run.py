@@ -1,0 +1,105 @@
+"""Checkpoints as a run makes them: in the background, from memory after a kill, somewhere else than the run folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import lines
+from tests.train.test_run import kill_when, losses, weights
+
+from megascale import checkpoint
+from megascale.api import load_config, train
+from megascale.errors import TrainingError
+
+BACKGROUND = ["--checkpoint.background=true", "--checkpoint.linger=20"]
+
+
+def same(run: Path, calm: Path) -> None:
+    assert losses(run) == losses(calm)
+    assert lines(run / "samples" / "ledger.jsonl") == lines(calm / "samples" / "ledger.jsonl")
+    expected = weights(calm)
+    for name, tensor in weights(run).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def events(run: Path, name: str) -> list[dict]:
+    return [r for r in lines(run / "events.jsonl") if r["event"] == name]
+
+
+def test_saving_in_the_background_changes_nothing_but_the_wait(tiny, tmp_path):
+    options = ["--train.steps=9", "--checkpoint.interval=2"]
+    train(load_config(tiny, [*options, "--train.name=calm"]))
+    train(load_config(tiny, [*options, *BACKGROUND, "--train.name=behind"]))
+    run = tmp_path / "runs" / "behind"
+    same(run, tmp_path / "runs" / "calm")
+    saved = events(run, "checkpoint_saved")
+    assert saved[-1]["step"] == 9
+    assert all(0 <= r["stall"] <= r["seconds"] for r in saved)
+    skipped = {r["step"] for r in events(run, "checkpoint_skipped")}
+    assert {r["step"] for r in saved} | skipped == {2, 4, 6, 8, 9}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_goes_on_from_memory(tiny, tmp_path, world):
+    options = ["--train.steps=12", "--checkpoint.interval=100", f"--parallel.tensor={world}"]
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *options]
+    calm = subprocess.run([*command, "--train.name=calm"], capture_output=True, text=True, timeout=120)
+    assert calm.returncode == 0, calm.stderr
+    command += ["--train.name=killed", *BACKGROUND, "--checkpoint.memory_interval=1"]
+    run = tmp_path / "runs" / "killed"
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True
+    )
+    kill_when(run, process, 6, 0.0)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    (resumed,) = events(run, "resumed")
+    assert resumed["loaded_from"] == "memory"
+    assert resumed["step"] >= 5
+    assert "from memory" in found.stdout
+    same(run, tmp_path / "runs" / "calm")
+
+
+def test_checkpoints_elsewhere(tiny, megascale, tmp_path):
+    place = tmp_path / "elsewhere"
+    options = ["--train.steps=4", f"--checkpoint.location={place}"]
+    train(load_config(tiny, options))
+    run = tmp_path / "runs" / "tiny"
+    assert checkpoint.steps(place) == [2, 4]
+    assert checkpoint.steps(run / "checkpoints") == []
+    assert weights(run)
+    inspected = megascale("checkpoint", "inspect", run)
+    assert inspected.returncode == 0, inspected.stderr
+    assert "step-4" in inspected.stdout
+    assert train(load_config(tiny, ["--train.steps=6", f"--checkpoint.location={place}"])).step == 6
+    assert [step for step, _, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_last_save_in_the_background_that_fails_is_no_success(tiny, tmp_path):
+    place = tmp_path / "elsewhere"
+    train(load_config(tiny, ["--train.steps=2", f"--checkpoint.location={place}"]))
+    (place / "step-4").write_text("a file where a folder must come")
+    with pytest.raises(TrainingError, match=r"step, 4, failed.*step 2 is kept"):
+        train(load_config(tiny, ["--train.steps=4", f"--checkpoint.location={place}", *BACKGROUND]))
+    (failed,) = events(tmp_path / "runs" / "tiny", "checkpoint_failed")
+    assert failed["step"] == 4
+
+
+def test_the_service_of_a_finished_run_ends(tiny, tmp_path):
+    from megascale.checkpoint import wire
+
+    train(load_config(tiny, ["--train.steps=2", *BACKGROUND]))
+    folder = wire.private_folder(tmp_path / "runs" / "tiny")
+    lock = open(folder / "checkpoint.lock")  # noqa: SIM115
+    import fcntl
+
+    signal.alarm(30)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # held by the service while it lives
+    signal.alarm(0)
+    lock.close()
