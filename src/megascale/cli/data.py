@@ -1,4 +1,4 @@
-"""`megascale data build | inspect`: make a data set of text, look into one."""
+"""`megascale data build | inspect | ledger`: make a data set of text, look into one, prove what a run trained on."""
 
 from __future__ import annotations
 
@@ -132,3 +132,48 @@ def inspect(
         for document, text in facts.samples:
             console.print(f"[bold]document {document:,} begins[/bold]")
             console.print(text, markup=False, highlight=False, style="dim")
+
+
+@data.command()
+def ledger(
+    run: Path = typer.Argument(..., help="A run's folder, such as runs/stdlib."),
+    draw: bool = typer.Option(True, help="Draw the ids again and compare; needs the data files of the run."),
+    as_json: bool = typer.Option(False, "--json", help="Print as JSON."),
+) -> None:
+    """Prove that a run trained each sample once: no number missing or twice, each step on what the seed gives.
+
+    Exit code 4 if the ledger shows a sample skipped, repeated or exchanged.
+
+    Examples:
+
+        megascale data ledger runs/stdlib
+
+        megascale data ledger runs/stdlib --no-draw
+    """
+    import json
+    from dataclasses import asdict
+
+    from megascale.data.host_plan import index_folder
+    from megascale.data.ledger import check
+    from megascale.data.samples import SampleSource
+    from megascale.errors import DataError
+    from megascale.train.run_folder import RunFolder, read_lines, run_config
+
+    config = run_config(run)
+    file = RunFolder(run).samples
+    if not file.exists():
+        raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
+    source = SampleSource(config, index_folder(config)) if draw else None
+    found = check(read_lines(file), source)
+    if source is not None:
+        source.close()
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        typer.echo(f"{found.steps:,} steps, {found.samples:,} samples from number 0 on")
+        if source is not None:
+            typer.echo(f"{found.distinct:,} different (epoch, file, window); {found.epochs:.3f} epochs")
+    if found.faults:
+        raise DataError(f"{file}: {'; '.join(found.faults)}. The run did not train each sample once")
+    if not as_json:
+        typer.echo("each sample was trained once" + (", as the seed and the files give it" if draw else ""))

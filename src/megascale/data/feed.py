@@ -86,6 +86,7 @@ class HostFeed:
     def __init__(self, plan: HostPlan, folder: Path, rank: int, local_rank: int, device: torch.device) -> None:
         self.plan, self.folder, self.rank, self.device = plan, folder, rank, device
         self._local_rank = local_rank
+        self._made = local_rank == 0 and host_loader.VARIABLE not in os.environ
         self.reader: Reader | None = None
         self._pinned: Any = None
         self._flying: deque[torch.cuda.Event] = deque()
@@ -96,6 +97,7 @@ class HostFeed:
 
     def start(self, first: int) -> None:
         """Join the loader: it begins to read for a run that goes on at sample `first`. DataError as the loader's."""
+        self._made = False
         if self._local_rank == 0:
             fingerprint.watch(self.plan.config, first, self.rank == 0)
         if self.plan.reads(self.rank):
@@ -180,6 +182,8 @@ class HostFeed:
                 self._pinned = None
             self.reader.close()
             self.reader = None
+        elif self._made:
+            host_loader.end(self.folder)  # nothing was read: nobody else removes it
 
 
 Feed = LocalFeed | HostFeed

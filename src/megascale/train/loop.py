@@ -127,12 +127,12 @@ class Trainer:
         self._resume()
         self._open_sinks()
         try:
-            self.feed.start(self.consumed)
             with Interrupts() as interrupts:
                 # A state that came from memory is in storage only once it is saved there.
                 last_saved = self.step if self.checkpointer.loaded_from in ("nothing", "storage") else -1
                 stop = min(train.steps, self.step + (train.stop_after or train.steps))
                 if self.step < stop:
+                    self.feed.start(self.consumed)
                     self.checkpointer.prepare()
                 while self.step < stop and not self._stopping:
                     self._train_step(interrupts.wanted)
@@ -198,7 +198,7 @@ class Trainer:
         self.clock.start()
         self.engine.start_gather()
         result = self.engine.step(
-            self._batches(first), step, rate, wants_stop, before_update=self.checkpointer.before_update
+            self.feed.batches(first), step, rate, wants_stop, before_update=self.checkpointer.before_update
         )
         self.clock.stop()
         self.telling.step_ended()
