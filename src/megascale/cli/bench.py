@@ -15,6 +15,8 @@ BENCHES: tuple[str, ...] = (
     "tokenize",
     "train",
     "checkpoint",
+    "driver",
+    "resilience",
 )
 
 
