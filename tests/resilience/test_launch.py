@@ -38,9 +38,9 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     job.until("first_step")
     job.until_step(30)
     job.kill_rank(1)
-    exit_ = job.until("process_exit")
+    exit_ = job.until("process_killed")
     assert (exit_.action, exit_.nodes, exit_.ranks) == ("respawn", ("n1",), (1,))
-    assert "signal 9" in exit_.evidence[0]
+    assert "SIGKILL" in exit_.evidence[0]
     assert job.until("ladder").action == "retry"
     job.until("first_step", attempt=2)
 
@@ -161,6 +161,7 @@ def test_a_second_driver_is_refused_and_a_stopped_one_is_fenced(launch):
     assert "another driver has taken the job" in job.output.read_text()
     assert job.pid(0) == pid
     os.kill(pid, 0)
+    assert [e.attempt for e in job.events() if e.kind == "attempt_started"] == [1]
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130, job.story()
 

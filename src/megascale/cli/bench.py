@@ -16,6 +16,8 @@ BENCHES: tuple[str, ...] = (
     "train",
     "checkpoint",
     "hang",
+    "driver",
+    "resilience",
 )
 
 

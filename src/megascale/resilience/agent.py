@@ -25,6 +25,7 @@ from typing import Any
 
 from megascale.config import ResilienceConfig, load
 from megascale.core.heartbeat import Heartbeat, fit
+from megascale.errors import MegascaleError
 from megascale.resilience import health, wire
 from megascale.resilience.contact import read_contact, read_token
 from megascale.resilience.logs import LogFilter
@@ -113,11 +114,24 @@ class Agent:
         self.channel = channel
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self.beat_soon()
+        watch = asyncio.create_task(self._newer(channel))
+        try:
+            while True:
+                _, text = await channel.receive()
+                order = json.loads(text)
+                self._accept(order["epoch"])
+                await self._obey(order)
+        finally:
+            watch.cancel()
+
+    async def _newer(self, channel: wire.Channel) -> None:
+        """Leave a driver that another has replaced: one that hangs keeps its connections open."""
         while True:
-            _, text = await channel.receive()
-            order = json.loads(text)
-            self._accept(order["epoch"])
-            await self._obey(order)
+            await asyncio.sleep(RETRY)
+            with contextlib.suppress(MegascaleError):
+                if read_contact(self.run_folder).epoch > self.epoch:
+                    channel.close()
+                    return
 
     def _local(self, host: str) -> tuple[str, int] | None:
         """A node of a local cluster talks from its own loopback address."""

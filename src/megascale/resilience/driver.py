@@ -411,7 +411,8 @@ class Driver(Placing):
         if self.job.phase in ENDED:
             return
         self.note(Event.JOB_INTERRUPTED, action="stop", evidence=("a person interrupted the driver",))
-        self.suspend(Phase.INTERRUPTED, "interrupted", save=True, exit_code=EXIT_INTERRUPTED)
+        save = self.job.phase is Phase.RUNNING  # before the first step there is nothing new to save
+        self.suspend(Phase.INTERRUPTED, "interrupted", save=save, exit_code=EXIT_INTERRUPTED)
 
     def restart(self, why: str) -> bool:
         """Save, import the code anew, and start again. False if the job does not run."""

@@ -20,7 +20,7 @@ from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
 
 JOIN = 60.0  # seconds in which an agent that was started must come
-TOGETHER = 2.0  # seconds to wait at the first start for spares too
+TOGETHER = 10.0  # seconds to wait at the first start for all that were asked for, spares too
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

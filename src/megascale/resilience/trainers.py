@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -163,19 +163,21 @@ class Trainers:
     async def stop(self, how: Literal["save", "kill"], patience: float) -> None:
         """End all ranks: let them save first for at most `patience` seconds, or kill them at once."""
         deadline = time.monotonic() + patience
-        if how == "save":
-            self._signal(signal.SIGTERM)
-            while self.running() and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
+        asked: set[int] = set()
+        while how == "save" and self.running() and time.monotonic() < deadline:
+            asked |= self._signal(signal.SIGTERM, asked)  # once each: one that is just being forked a little later
+            await asyncio.sleep(0.02)
         while self.running() and self._server is not None:
             self._signal(signal.SIGKILL)
             await asyncio.sleep(0.01)
 
-    def _signal(self, number: int) -> None:
-        for trainer in self.running():
-            if trainer.pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(trainer.pid, number)
+    def _signal(self, number: int, leave: Collection[int] = ()) -> set[int]:
+        """Send a signal to the ranks that run, but those in `leave`; returns their process ids."""
+        pids = {trainer.pid for trainer in self.running() if trainer.pid and trainer.pid not in leave}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pids
 
     # telling --------------------------------------------------------------------------------------------------------
 
