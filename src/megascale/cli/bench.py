@@ -17,6 +17,9 @@ BENCHES: tuple[str, ...] = (
     "tokenize",
     "train",
     "checkpoint",
+    "hang",
+    "driver",
+    "resilience",
 )
 
 

@@ -7,6 +7,7 @@ trainers never look. Every fault says what it did, to which process, and what sh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -136,14 +137,7 @@ def _ask_trainer(run: Path, kind: str, options: Options) -> list[str]:
         )
     folder = run / "faults"
     folder.mkdir(exist_ok=True)
-    fault: dict[str, object] = {
-        "kind": kind,
-        "rank": options.rank,
-        "node": options.node,
-        "step": options.step,
-        "stays": options.stays,
-    }
-    fault |= {"seconds": options.seconds, "group": options.group}
+    fault = {"kind": kind, **dataclasses.asdict(options)}
     name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:6]}"
     temporary = folder / f"{name}.tmp"
     temporary.write_text(json.dumps(fault))
