@@ -15,6 +15,7 @@ BENCHES: tuple[str, ...] = (
     "tokenize",
     "train",
     "checkpoint",
+    "hang",
     "driver",
     "resilience",
 )

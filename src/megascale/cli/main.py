@@ -27,6 +27,7 @@ COMMANDS: tuple[str, ...] = (
     "doctor",
     "hang",
     "faults",
+    "diagnose",
 )
 
 app = typer.Typer(

@@ -7,6 +7,7 @@ trainers never look. Every fault says what it did, to which process, and what sh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -136,8 +137,7 @@ def _ask_trainer(run: Path, kind: str, options: Options) -> list[str]:
         )
     folder = run / "faults"
     folder.mkdir(exist_ok=True)
-    fault = {"kind": kind, "rank": options.rank, "node": options.node, "step": options.step, "stays": options.stays}
-    fault |= {"seconds": options.seconds, "group": options.group}
+    fault = {"kind": kind, **dataclasses.asdict(options)}
     name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:6]}"
     temporary = folder / f"{name}.tmp"
     temporary.write_text(json.dumps(fault))
@@ -270,7 +270,7 @@ def _redis_loss(run: Path, options: Options) -> list[str]:
         raise ConfigError(f"{run} does not use Redis (rendezvous.url={url.geturl()})")
     secret = os.environ.get("MEGASCALE_REDIS_PASSWORD")
     with socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), timeout=5) as link:
-        words = [["AUTH", secret]] * bool(secret) + [["SHUTDOWN", "NOSAVE"]]
+        words = [["SHUTDOWN", "NOSAVE"]] if secret is None else [["AUTH", secret], ["SHUTDOWN", "NOSAVE"]]
         for word in words:
             parts = "".join(f"${len(part.encode())}\r\n{part}\r\n" for part in word)
             link.sendall(f"*{len(word)}\r\n{parts}".encode())

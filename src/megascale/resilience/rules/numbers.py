@@ -30,7 +30,8 @@ SLOW_NODE = 1.25
 SLOW_NODE_LEAST = 1.15  # the lower quartile must be above this too
 SLOW_BEATS = 20
 CHECKSUM_BEATS = 10  # heartbeats over which copies of one step are looked for
-_LEAST_DIFFERENCE = 2e-3  # seconds a step; below it nothing is won
+_LEAST_DIFFERENCE = 0.01  # seconds a step; below it two processes that share a core look like a slow node
+SLOW_SECONDS = 15.0  # time that the heartbeats must span
 
 
 def losses(view: View) -> list[Verdict]:
@@ -108,11 +109,16 @@ def slow_nodes(view: View) -> list[Verdict]:
 def _compute(member: Member) -> dict[int, list[float]]:
     """Compute seconds a step of each rank in the last heartbeats; the attempt's first ones are left out."""
     found: dict[int, list[float]] = defaultdict(list)
-    for _, heartbeat in list(member.history)[3:][-SLOW_BEATS:]:
+    recent = list(member.history)[3:][-SLOW_BEATS:]
+    if recent and recent[-1][0] - recent[0][0] < SLOW_SECONDS:
+        recent = [beat for beat in list(member.history)[3:] if beat[0] >= recent[-1][0] - SLOW_SECONDS]
+    for _, heartbeat in recent:
         for rank, seconds in heartbeat.step_seconds.items():
             if seconds > 0:
                 found[rank].append(seconds)
-    return {rank: values for rank, values in found.items() if len(values) == SLOW_BEATS}
+    if not recent or recent[-1][0] - recent[0][0] < 0.9 * SLOW_SECONDS:
+        return {}
+    return {rank: values for rank, values in found.items() if len(values) >= SLOW_BEATS}
 
 
 def _slower(rank: int, member: Member, values: list[float], peers: list[list[float]]) -> str:

@@ -1,0 +1,335 @@
+"""The hang verdict: real processes that hang in four ways, and what it makes of records it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from megascale.bench.hang import CASES, run_case
+from megascale.cli.main import app
+from megascale.config import from_tree
+from megascale.core import calls
+from megascale.core.calls import READER, Call, CallRecord, Calls, Counts, Waiting, read_calls
+from megascale.core.layout import Layout, lay_out
+from megascale.core.status import StatusFile, read_status
+from megascale.errors import DataError
+from megascale.observe.hang.evidence import RankEvidence, Scene, collect, process_state
+from megascale.observe.hang.flight import read_flight
+from megascale.observe.hang.report import examine
+from megascale.observe.hang.verdict import Hang, explain
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_real_hang_is_named(case, tmp_path):
+    outcome = run_case(case, tmp_path, random.Random(f"{case} {os.getpid()}"))
+    assert outcome.right, outcome
+
+
+# the record of calls -------------------------------------------------------------------------------------------------
+
+
+def test_the_record_says_what_was_started_waited_for_and_finished(tmp_path):
+    log = Calls(tmp_path, 3, 8)
+    log.register("tensor/2", 2)
+    log.register("forward/3-5", 2)
+    log.step(7)
+    log.at(b"forward", 1, 4, 12)
+    first = log.begin("tensor/2", "all_gather", 640)
+    second = log.begin("forward/3-5", "send", 64)
+    log.wait(first)
+    log.done(first)
+    log.wait(second)
+    record = read_calls(log.path)
+    assert record is not None
+    assert (record.rank, record.world, record.step, record.action, record.index) == (3, 8, 7, "forward", 12)
+    assert record.groups == {"tensor/2": Counts(2, 1, 1), "forward/3-5": Counts(2, 1, 0)}
+    assert record.waiting == Waiting("forward/3-5", 1, record.waiting.since_ns)
+    assert record.calls == (
+        Call("tensor/2", 1, "all_gather", 640, 7, 1, 4),
+        Call("forward/3-5", 1, "send", 64, 7, 1, 4),
+    )
+    assert log.begin("never named", "send", 1) == -1
+    log.done(second)
+    log.reads(4711)
+    record = read_calls(log.path)
+    assert record.waiting.group == READER
+    assert record.waiting.pid == 4711
+    log.has_read()
+    assert read_calls(log.path).waiting is None
+    log.close()
+
+
+def test_the_record_forgets_old_calls_and_knows_it(tmp_path):
+    log = Calls(tmp_path, 0, 2)
+    log.register("world", 2)
+    for number in range(5000):
+        log.done(log.begin("world", "all_reduce", number))
+    record = read_calls(log.path)
+    assert [c.sequence for c in record.calls] == list(range(5000 - len(record.calls) + 1, 5001))
+    assert not record.whole
+    assert record.call("world", 4999).bytes == 4998
+    assert record.call("world", 1) is None
+
+
+def test_the_status_carries_the_place_of_the_record(tmp_path):
+    status, log = StatusFile(tmp_path, 0), Calls(tmp_path, 0, 1)
+    status.update("train", 4)
+    log.step(4)
+    log.at(b"backward", 0, 2, 5)
+    found = read_status(status.path)
+    assert (found.phase, found.step, found.action, found.microbatch) == ("train", 4, "backward", 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=4000))
+def test_a_damaged_record_is_none(tmp_path_factory, data):
+    file = tmp_path_factory.mktemp("calls") / "rank-0.calls"
+    file.write_bytes(data)
+    assert read_calls(file) is None
+
+
+def test_a_call_costs_little():
+    """The record is always on: a thousand calls in well under what one small collective takes."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = Calls(Path(folder), 0, 2)
+        log.register("world", 2)
+
+        def thousand() -> float:
+            started = time.perf_counter()
+            for _ in range(1000):
+                call = log.begin("world", "all_reduce", 64)
+                log.wait(call)
+                log.done(call)
+            return time.perf_counter() - started
+
+        assert min(thousand() for _ in range(5)) < 0.05
+
+
+# verdicts on given records ---------------------------------------------------------------------------------------
+
+
+def layout(data: int = 2, pipeline: int = 1) -> Layout:
+    tree = {
+        "parallel": {"pipeline": pipeline, "data": data},
+        "model": {"vocab_size": 64},
+        "train": {"global_batch": 32},
+    }
+    return lay_out(from_tree(tree), data * pipeline)
+
+
+def record(rank: int, made: list[Call], waits: tuple[str, int] | None, world: int = 2, **changes) -> CallRecord:
+    names = {c.group for c in made} | ({waits[0]} if waits else set()) | changes.pop("also", set())
+    groups = {}
+    for name in names:
+        started = max((c.sequence for c in made if c.group == name), default=0)
+        groups[name] = Counts(2, started, started - (1 if waits and waits[0] == name else 0))
+    waiting = Waiting(waits[0], waits[1], 10**9) if waits else None
+    step = max((c.step for c in made), default=1)
+    return CallRecord(rank, 100 + rank, world, step=step, waiting=waiting, groups=groups, calls=tuple(made), **changes)
+
+
+def judge(*records: CallRecord | None, where: Layout | None = None, **about) -> Hang:
+    ranks = {r.rank: RankEvidence(r.rank, record=r, **about.get(f"rank{r.rank}", {})) for r in records if r}
+    return explain(Scene(ranks, len(records), now_ns=5 * 10**9), where)
+
+
+def step_of(step: int, ops: str, group: str = "data_reduce/0", size: int = 64, start: int = 0) -> list[Call]:
+    names = {"r": "reduce_scatter", "g": "all_gather", "a": "all_reduce"}
+    return [Call(group, start + i + 1, names[op], size, step) for i, op in enumerate(ops)]
+
+
+def steps(*each: str, **about) -> list[Call]:
+    made: list[Call] = []
+    for number, ops in enumerate(each, 1):
+        made += step_of(number, ops, start=len(made), **about)
+    return made
+
+
+def test_a_rank_in_no_collective_is_named_when_others_wait():
+    waits = record(0, steps("grr", "gr"), ("data_reduce/0", 5))
+    busy = record(1, steps("grr", "g"), None)
+    hang = judge(waits, busy)
+    assert (hang.kind, hang.ranks, hang.group, hang.op, hang.sequence) == (
+        "busy",
+        (1,),
+        "data_reduce/0",
+        "reduce_scatter",
+        5,
+    )
+    assert hang.waits[0].on == (1,)
+
+
+def test_a_silent_rank_is_the_suspect():
+    waits = record(0, steps("grr", "gr"), ("data_reduce/0", 5))
+    other = record(1, steps("grr", "gr"), ("data_reduce/0", 5))
+    hang = judge(waits, other, rank1={"answered": False}, rank0={"answered": True})
+    assert (hang.kind, hang.ranks) == ("silent", (1,))
+    alone = judge(waits, None)
+    assert (alone.kind, alone.ranks) == ("silent", (1,))
+
+
+def test_a_call_that_all_reached_accuses_the_network_and_no_rank():
+    both = [record(r, steps("grr", "gr"), ("data_reduce/0", 5)) for r in range(2)]
+    hang = judge(*both)
+    assert (hang.kind, hang.ranks, hang.sequence) == ("network", (), 5)
+
+
+def test_of_two_that_differ_the_one_that_left_its_habit_is_named():
+    usual = ["grra"] * 4
+    right = record(0, steps(*usual, "gr"), ("data_reduce/0", 18))
+    wrong = record(1, steps(*usual, "gg"), ("data_reduce/0", 18))
+    hang = judge(right, wrong)
+    assert (hang.kind, hang.ranks, hang.op) == ("mismatched collective", (1,), "reduce_scatter")
+    # Without a step to compare with neither is believed.
+    hang = judge(record(0, steps("gr"), ("data_reduce/0", 2)), record(1, steps("gg"), ("data_reduce/0", 2)))
+    assert (hang.kind, hang.ranks) == ("mismatched collective", (0, 1))
+
+
+def test_of_many_the_minority_is_named_also_in_the_first_step():
+    made = [steps("gr") if rank != 2 else steps("ga") for rank in range(4)]
+    hang = judge(*(record(r, c, ("data_reduce/0", 2), 4) for r, c in enumerate(made)), where=layout(4))
+    assert (hang.kind, hang.ranks) == ("mismatched collective", (2,))
+
+
+def test_another_size_is_a_mismatch_too():
+    usual = ["grra"] * 3
+    wrong = [*steps(*usual, "g"), Call("data_reduce/0", 14, "reduce_scatter", 128, 4)]
+    hang = judge(record(0, steps(*usual, "gr"), ("data_reduce/0", 14)), record(1, wrong, ("data_reduce/0", 14)))
+    assert (hang.kind, hang.ranks) == ("mismatched collective", (1,))
+
+
+def test_a_reader_outweighs_those_that_wait_for_it():
+    reads = replace(record(0, steps("g"), None), waiting=Waiting(READER, 0, 10**9, 77))
+    hang = judge(reads, record(1, steps("gr"), ("data_reduce/0", 2)), rank0={"reader": "gone"})
+    assert (hang.kind, hang.ranks, hang.group) == ("reader", (0,), "data_reduce/0")
+    assert any("process 77, is gone" in line for line in hang.evidence)
+
+
+def test_processes_outweigh_records():
+    pair = [record(r, steps("gr"), ("data_reduce/0", 2)) for r in range(2)]
+    dead = judge(*pair, rank1={"process": "gone"}, rank0={"process": "running"})
+    assert (dead.kind, dead.ranks, dead.group) == ("dead", (1,), "data_reduce/0")
+    stopped = judge(*pair, rank0={"process": "stopped"}, rank1={"process": "running"})
+    assert (stopped.kind, stopped.ranks) == ("stopped", (0,))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 5), st.lists(st.sampled_from("gra"), min_size=2, max_size=6), st.data())
+def test_whoever_stays_behind_is_named(world, guilty, ops, data):
+    """Ranks of one group that all make the same calls; one stops somewhere, the others wait at the next call."""
+    guilty %= world
+    usual = "".join(ops)
+    stop = data.draw(st.integers(0, len(ops) - 1))
+    records = []
+    for rank in range(world):
+        done = usual[: stop + (rank != guilty)]
+        made = steps(usual, usual, usual, done)
+        records.append(
+            record(rank, made, None if rank == guilty else ("data_reduce/0", 3 * len(ops) + stop + 1), world)
+        )
+    hang = judge(*records, where=layout(world) if world in (2, 4) else None)
+    assert (hang.kind, hang.ranks, hang.sequence) == ("busy", (guilty,), 3 * len(ops) + stop + 1)
+
+
+# evidence ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_number_that_was_reused_is_gone():
+    me = os.getpid()
+    assert process_state(me) == "running"
+    assert process_state(me, "/no/such/file/is/mapped") == "gone"
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    assert process_state(child.pid) == "gone"
+
+
+def test_a_calm_run_is_told_to_be_moving(tmp_path):
+    """A process that goes on calling while it is looked at: nothing hangs, and it survives being asked."""
+    code = f"""
+import faulthandler, signal, time
+from pathlib import Path
+from megascale.core.calls import Calls
+faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!r}, "w"))
+log = Calls(Path({str(tmp_path)!r}), 0, 1)
+log.register("world", 1)
+while True:
+    log.done(log.begin("world", "all_reduce", 4))
+    time.sleep(0.005)
+"""
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            found = read_calls(tmp_path / "rank-0.calls", history=False)
+            if found is not None and found.events > 3:
+                break
+            time.sleep(0.02)
+        scene, hang = examine(tmp_path)
+        assert hang.kind == "none"
+        assert scene.ranks[0].answered
+        assert scene.ranks[0].stack
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+    after = CliRunner().invoke(app, ["hang", str(tmp_path), "--json"])
+    assert json.loads(after.stdout)["by_rank"][0]["process"] == "gone"
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"rank-N\.calls"):
+        collect(tmp_path)
+
+
+ENTRY = {
+    "process_group": ["3", "data_reduce"], "p2p_seq_id": 0, "is_p2p": False, "output_sizes": [[4]],
+    "output_dtypes": ["Float"], "input_sizes": [[8]], "input_dtypes": ["Float"],
+}  # fmt: skip
+
+
+def dump(count: int, open_: bool) -> dict:
+    entries = [
+        ENTRY | {"collective_seq_id": n + 1, "profiling_name": "nccl:_reduce_scatter_base", "time_created_ns": n}
+        | {"retired": not (open_ and n + 1 == count), "state": "completed" if n + 1 < count or not open_ else "started"}
+        for n in range(count)
+    ]  # fmt: skip
+    return {"entries": entries, "pg_config": {"3": {"name": "3", "desc": "data_reduce", "ranks": "[0, 1]"}}}
+
+
+@pytest.mark.parametrize("form", ["json", "pickle"])
+def test_torchs_own_dumps_are_explained(tmp_path, form):
+    """Only flight-recorder dumps of another program: rank 1 never came to the fifth reduce-scatter."""
+    for rank, (count, open_) in enumerate([(5, True), (4, False)]):
+        if form == "json":
+            (tmp_path / f"rank-{rank}.json").write_text(json.dumps(dump(count, open_)))
+        else:
+            (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(count, open_)))
+    _, hang = examine(tmp_path, ask=False, watch_seconds=0)
+    assert (hang.kind, hang.ranks, hang.op, hang.sequence) == ("busy", (1,), "reduce_scatter", 5)
+
+
+def test_a_dump_that_would_run_code_is_refused(tmp_path):
+    file = tmp_path / "nccl_trace_rank_0"
+    file.write_bytes(pickle.dumps({"entries": os.system}))
+    with pytest.raises(DataError, match="plain data"):
+        read_flight(file)
+
+
+def test_nothing_is_recorded_unless_installed():
+    assert type(calls.current) is calls.NoCalls
