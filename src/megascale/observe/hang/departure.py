@@ -156,7 +156,7 @@ def _against_habit(record: CallRecord) -> Departure | None:
 
 
 def _one_too_many(record: CallRecord) -> Departure | None:
-    """In a process's second step, whose order may differ from the first's: a call more of a sort than the first made."""
+    """In a process's second step, whose order may differ: a call more of a sort than the first step made."""
     before = record.step - 1
     first_step = not any(c.step < before for c in record.calls)
     if not first_step or not record.whole or not _of_step(record, before):
