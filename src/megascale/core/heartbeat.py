@@ -18,7 +18,7 @@ _TEXT = 2000
 _ITEMS = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a driver keeps many
 class Worker:
     """One trainer process as its agent sees it.
 
@@ -49,7 +49,7 @@ class Worker:
     stderr_tail: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LogMatch:
     """A line of a trainer's log that matched a pattern since the last heartbeat. age: seconds since it was seen."""
 
@@ -59,7 +59,7 @@ class LogMatch:
     age: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """Health of one device. temperature in degrees Celsius; ecc_errors: uncorrected since boot; xid: last one or 0."""
 
@@ -72,7 +72,7 @@ class Gpu:
     throttled: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """One network interface since the last heartbeat, from samples some milliseconds apart.
 
@@ -94,7 +94,7 @@ class Traffic:
     samples: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """A node's state.
 
@@ -128,9 +128,9 @@ class Heartbeat:
 
     def to_json(self) -> str:
         """One line of JSON; cut nothing, so the agent must keep within the limits (see `fit`)."""
-        record = dict(vars(self))
+        record = _plain(self)
         for name in ("workers", "logs", "gpus", "traffic"):
-            record[name] = [vars(item) for item in record[name]]
+            record[name] = [_plain(item) for item in record[name]]
         return json.dumps(record, separators=(",", ":"), allow_nan=False)
 
     @classmethod
@@ -143,6 +143,10 @@ class Heartbeat:
         except RecursionError:
             raise ValueError("nested too deeply") from None
         return _heartbeat(record)
+
+
+def _plain(item: Any) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in item.__slots__}
 
 
 def fit(text: str, limit: int = _TEXT) -> str:

@@ -117,11 +117,14 @@ class Driver(Placing):
                 if time.monotonic() - renewed > min(1.0, self.limits.lease / 3):
                     self.journal.renew()
                     renewed = time.monotonic()
-                self.step(time.monotonic())
+                looked = time.monotonic()
+                self.step(looked)
                 if self.job.phase in ENDED:
                     break
+                # However many nodes there are, looking at them takes a part of the time only.
+                pause = max(TICK, 4 * (time.monotonic() - looked))
                 try:
-                    async with asyncio.timeout(TICK):
+                    async with asyncio.timeout(min(pause, 1.0)):
                         await self._wake.wait()
                         await asyncio.sleep(COALESCE)
                 except TimeoutError:
@@ -207,8 +210,8 @@ class Driver(Placing):
             return
         before = node.heartbeat
         node.beat(heartbeat, now)
-        if before is None or before.workers != heartbeat.workers:
-            self._learn(before, heartbeat)
+        self._learn(before, heartbeat)
+        if _stages(before) != _stages(heartbeat):
             self._wake.set()
 
     def _learn(self, before: Heartbeat | None, after: Heartbeat) -> None:
@@ -268,9 +271,12 @@ class Driver(Placing):
 
     def view(self, now: float) -> View:
         """What the rules judge."""
-        job, parallel = self.job, self.config.parallel
-        placed = [self.nodes[name].member(job.ranks(name)) for name in job.placement]
-        spares = [n.member(()) for n in self.nodes.values() if n.name not in job.placement and n.usable]
+        job, parallel, holders = self.job, self.config.parallel, set(self.job.placement)
+        each = job.ranks_per_node
+        placed = [
+            self.nodes[name].member(tuple(range(i * each, (i + 1) * each))) for i, name in enumerate(job.placement)
+        ]
+        spares = [n.member(()) for n in self.nodes.values() if n.name not in holders and n.usable]
         return View(
             job=job.name,
             attempt=job.attempt,
@@ -421,3 +427,8 @@ class Driver(Placing):
         self.note(Event.RESTARTED, evidence=(why,))
         self.suspend(Phase.WAITING, why, save=True, fresh=tuple(self.nodes))
         return True
+
+
+def _stages(heartbeat: Heartbeat | None) -> list[tuple[int, str, str]]:
+    """What of a heartbeat is worth a look at once."""
+    return [(w.rank, w.state, w.phase) for w in heartbeat.workers] if heartbeat is not None else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -67,7 +67,10 @@ class Node:
         self.history.clear()
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Take in a heartbeat."""
+        """Take in a heartbeat; what never changes is kept once."""
+        old = self.heartbeat
+        if old is not None and (old.hardware, old.versions) == (heartbeat.hardware, heartbeat.versions):
+            heartbeat = replace(heartbeat, hardware=old.hardware, versions=old.versions)
         self.last_seen, self.heartbeat, self.attempt = now, heartbeat, heartbeat.attempt
         self.history.append((now, heartbeat))
 

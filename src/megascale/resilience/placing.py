@@ -115,7 +115,7 @@ class Placing:
 
     def watch_nodes(self, now: float) -> None:
         """Nodes that are silent are lost; the rules judge those whose ranks run."""
-        judged = self.job.placement if self.job.phase in (Phase.STARTING, Phase.RUNNING) else ()
+        judged = set(self.job.placement if self.job.phase in (Phase.STARTING, Phase.RUNNING) else ())
         for node in list(self.nodes.values()):
             if node.name in judged:
                 continue

@@ -9,7 +9,7 @@ from megascale.core.grid import Grid
 from megascale.core.heartbeat import Heartbeat, Worker
 from megascale.resilience.verdicts import Verdict
 
-HISTORY = 120
+HISTORY = 60
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,17 @@ class View:
     incidents: list[tuple[float, str, str]] = field(default_factory=list)
     past: list[tuple[float, Verdict]] = field(default_factory=list)
     metrics: list[Metric] = field(default_factory=list)
+    _workers: list[tuple[Member, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def workers(self) -> list[tuple[Member, Worker]]:
-        """Every worker that has been heard of, with its node, by rank."""
-        found = [
-            (m, w)
-            for m in self.members
-            if m.heartbeat is not None and m.heartbeat.attempt == self.attempt
-            for w in m.heartbeat.workers
-        ]
-        return sorted(found, key=lambda item: item[1].rank)
+        """Every worker that has been heard of, with its node, by rank. Worked out once a view."""
+        if self._workers is None:
+            found = [
+                (m, w)
+                for m in self.members
+                if m.heartbeat is not None and m.heartbeat.attempt == self.attempt
+                for w in m.heartbeat.workers
+            ]
+            found.sort(key=lambda item: item[1].rank)
+            self._workers = found
+        return self._workers
