@@ -1,4 +1,4 @@
-"""The loader under a real training: kills change nothing, metrics and events tell, the ledger proves, slowness is named."""
+"""The loader under a real training: kills change nothing, the ledger proves it, slowness is named."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.conftest import lines
+from tests.data.test_host_loader import configured
 
 from megascale.bench import loader as bench
 from megascale.bench.loader_chaos import run_chaos
@@ -15,8 +17,6 @@ from megascale.data.ledger import check
 from megascale.data.ring import MEASURES
 from megascale.data.samples import SampleSource, hash_ids
 from megascale.data.trouble import Watch, cause
-from tests.conftest import lines
-from tests.data.test_host_loader import configured
 
 
 def test_kills_leave_ledger_and_losses_as_they_were(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_slow_loader_is_named_with_its_cause(counter: dict[str, float], why: s
 
 
 def test_bench_compares_equal_work(tmp_path: Path) -> None:
-    """Two ranks, a few micro-batches: both sides read the same tokens, the loader once where the baseline reads twice."""
+    """Both sides read the same tokens, the loader once where the baseline reads twice."""
     told = bench.measure(tmp_path, ["jsonl"], ranks=2, batches=20, steps=12)
     sides = told["bound"]["jsonl"]
     assert sides["baseline"]["crc"] == sides["host"]["crc"]
