@@ -207,6 +207,25 @@ def test_of_many_the_minority_is_named_also_in_the_first_step():
     assert (hang.kind, hang.ranks) == ("mismatched collective", (2,))
 
 
+def test_a_call_too_many_in_the_second_step_is_named():
+    """The first step makes the same calls in another order, so only their number tells."""
+    one = step_of(1, "rg")
+    again = step_of(2, "gr", start=2)
+    extra = [*one, *again, Call("data_reduce/0", 5, "all_reduce", 28, 2)]
+    world = [Call("world", 1, "all_reduce", 24, 1), Call("world", 2, "all_reduce", 24, 2)]
+    calm = record(0, [*one, world[0], *again, world[1]], ("world", 2))
+    wrong = record(1, [*one, world[0], *extra[2:]], ("data_reduce/0", 5))
+    hang = judge(calm, wrong)
+    assert (hang.kind, hang.ranks, hang.group, hang.sequence) == ("mismatched collective", (1,), "world", 2)
+
+
+def test_a_circle_that_nothing_explains_names_all_in_it():
+    first = record(0, [Call("world", 1, "all_reduce", 24, 1)], ("world", 1), also={"tensor/0"})
+    second = record(1, [Call("tensor/0", 1, "all_reduce", 24, 1)], ("tensor/0", 1), also={"world"})
+    hang = judge(first, second)
+    assert (hang.kind, hang.ranks) == ("mismatched collective", (0, 1))
+
+
 def test_another_size_is_a_mismatch_too():
     usual = ["grra"] * 3
     wrong = [*steps(*usual, "g"), Call("data_reduce/0", 14, "reduce_scatter", 128, 4)]

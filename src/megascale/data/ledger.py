@@ -57,7 +57,9 @@ def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: i
         every = np.concatenate(ids)
         unique, counts = np.unique(every, axis=0, return_counts=True)
         found.distinct, found.epochs = len(unique), source.epochs(due)
-        faults += [f"sample {tuple(row)} was trained {n} times" for row, n in zip(unique, counts, strict=True) if n > 1]
+        faults += [
+            f"sample {tuple(unique[i].tolist())} was trained {counts[i]} times" for i in np.flatnonzero(counts > 1)
+        ]
     if len(faults) > shown:
         faults[shown:] = [f"and {len(faults) - shown} more"]
     return found

@@ -71,6 +71,7 @@ class Service:
         self.attention = os.eventfd(0, os.EFD_CLOEXEC)  # the filling thread has something to say
         self.lock = threading.Lock()  # what both threads change: seats, and where a lane goes on
         self.filler: threading.Thread | None = None
+        self.parent = os.getppid()
         self.came = self.ending = False
         self.left_at = time.monotonic()
         self._step: tuple[int, int, float] = (-1, 0, 0.0)
@@ -166,7 +167,12 @@ class Service:
         waited = time.monotonic() - self.left_at
         if all(seat.gone for seats in self.seats for seat in seats):
             return not self.connections
-        return not self.connections and waited > (_LINGER if self.came else _NOBODY_YET)
+        if self.connections:
+            return False
+        if self.came:
+            return waited > _LINGER
+        # Before the first reader the loader is its starter's; after that it is theirs.
+        return os.getppid() != self.parent or waited > _NOBODY_YET
 
     def _welcome(self, selector: selectors.BaseSelector, listener: Any) -> None:
         sock, _ = listener.accept()
@@ -269,7 +275,8 @@ def serve(folder: Path, starting: int | None = None) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen(256)
-    print("ready", flush=True)
+    with contextlib.suppress(BrokenPipeError):  # who started this has died meanwhile
+        print("ready", flush=True)
     if starting is not None:
         os.close(starting)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale.core.calls import Call, CallRecord
 from megascale.core.layout import Layout
@@ -45,7 +45,9 @@ def departures(records: Mapping[int, CallRecord], layout: Layout | None) -> dict
     clashes = _clashes(records)
     suspects = {rank for clash in clashes for rank in clash}
     for rank in sorted(records):
-        departed = _against_siblings(rank, records, layout) or _against_habit(records[rank])
+        departed = (
+            _against_siblings(rank, records, layout) or _against_habit(records[rank]) or _one_too_many(records[rank])
+        )
         if departed is not None:
             found[rank] = departed
     if found or not suspects:
@@ -151,6 +153,29 @@ def _against_habit(record: CallRecord) -> Departure | None:
     if first is None:
         return None
     return _departed(theirs[first], mine, first, record, f"while in step {before} it")
+
+
+def _one_too_many(record: CallRecord) -> Departure | None:
+    """In a process's second step, whose order may differ: a call more of a sort than the first step made."""
+    before = record.step - 1
+    first_step = not any(c.step < before for c in record.calls)
+    if not first_step or not record.whole or not _of_step(record, before):
+        return None
+    usual = Counter(_sort(c) for c in _of_step(record, before))
+    mine = _of_step(record, record.step)
+    seen: Counter[tuple[str, str, int]] = Counter()
+    for call in mine:
+        seen[_sort(call)] += 1
+        if seen[_sort(call)] > usual[_sort(call)]:
+            left = [c for c in _of_step(record, before) if usual[_sort(c)] > sum(_sort(c) == _sort(m) for m in mine)]
+            due = replace(left[-1], sequence=record.groups[left[-1].group].started + 1) if left else call
+            times = f"{seen[_sort(call)]} times in step {record.step}, {usual[_sort(call)]} times in step {before}"
+            return Departure("mismatched collective", due, call, f"it made {_say(call)} {times}")
+    return None
+
+
+def _sort(call: Call) -> tuple[str, str, int]:
+    return call.group, call.op, call.bytes
 
 
 def _departed(due: Call, mine: Sequence[Call], at: int, record: CallRecord, who: str) -> Departure:

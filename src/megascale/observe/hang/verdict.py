@@ -82,7 +82,8 @@ def explain(scene: Scene, layout: Layout | None = None) -> Hang:
         ranks = _list(sorted(scene.moving))
         return Hang("none", waits=tuple(waits), evidence=(f"{ranks} moved on while being looked at",))
     judge = _Judge(scene, records, members, tuple(waits), departures(records, layout))
-    for test in (judge.lost, judge.silent, judge.reader, judge.departed, judge.busy, judge.absent, judge.network):
+    tests = (judge.lost, judge.silent, judge.reader, judge.departed, judge.busy, judge.absent, judge.circle)
+    for test in (*tests, judge.network):
         hang = test()
         if hang is not None:
             return hang
@@ -213,6 +214,16 @@ class _Judge:
             return None
         return self._name("silent", ranks, f"{_list(ranks)} left no record: silence where all others left one", [])
 
+    def circle(self) -> Hang | None:
+        """Ranks that wait for each other in different calls: one of them made a call too many or left one out."""
+        on = {w.rank: set(w.on) for w in self.waits if not w.all_came}
+        reach = {rank: _reached(rank, on) for rank in on}
+        ranks = tuple(sorted(rank for rank in on if rank in reach[rank]))
+        if not ranks:
+            return None
+        why = f"{_list(ranks)} wait for each other in different calls: one of them made one too many or left one out"
+        return self._name("mismatched collective", ranks, why, self._places(ranks))
+
     def network(self) -> Hang | None:
         """A call to which all members came and which nobody leaves."""
         stuck = [w for w in self.waits if w.all_came]
@@ -289,3 +300,13 @@ def place(what: RankEvidence) -> str:
 
 def _verb(ranks: list[int]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
+
+
+def _reached(rank: int, on: Mapping[int, set[int]]) -> set[int]:
+    """Ranks for which `rank` waits, directly or through others."""
+    found: set[int] = set()
+    left = set(on.get(rank, ()))
+    while left:
+        found |= left
+        left = {other for one in left for other in on.get(one, ())} - found
+    return found
