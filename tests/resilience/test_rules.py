@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -357,7 +358,7 @@ def test_clocks_change_nothing(state, skew):
     for member in state.members:
         member.last_seen += shift
         member.history = deque(
-            ((t + shift, Heartbeat(**{**vars(h), "sent_ns": h.sent_ns + abs(skew)})) for t, h in member.history),
+            ((t + shift, replace(h, sent_ns=h.sent_ns + abs(skew))) for t, h in member.history),
             HISTORY,
         )
         if member.heartbeat:
