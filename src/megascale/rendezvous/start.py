@@ -135,6 +135,9 @@ def _start_groups(
     grid = Grid.of_world(world, layout.tensor, layout.pipeline, layout.data, layout.gpus_per_host)
     if world > _GLOO_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if device.type == "cuda":
+        # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
     group_timeout = timedelta(seconds=settings.group_timeout)
     dist.init_process_group(
         # No device is bound to the default group: see groups._new_group.
