@@ -256,21 +256,23 @@ def draw(record: dict[str, Any], out: Path) -> None:
     runs = [Run(**run) for run in record["runs"]]
     steps = range(1, record["steps"] + 1)
     figure, (top, low) = plt.subplots(2, 1, figsize=(9, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
-    highest = 10 * FLOOR
+    differences = [relative(a, b) for run in runs[1:] for a, b in zip(runs[0].losses, run.losses, strict=True)]
+    floor = min((d for d in differences if d > 0), default=FLOOR) / 3
+    highest = 10 * floor
     for number, run in enumerate(runs):
         dashes = "-" if number == 0 else (0, (3, 2 + number))
         top.plot(steps, run.losses, color=f"C{number}", linestyle=dashes, linewidth=1.6, label=run.name)
         if number:
             apart = [relative(a, b) for a, b in zip(runs[0].losses, run.losses, strict=True)]
             # A difference of nothing has no place on a logarithmic axis: it is drawn at the bottom.
-            low.plot(steps, [max(d, FLOOR) for d in apart], ".-", color=f"C{number}", linewidth=0.8, markersize=4)
+            low.plot(steps, [max(d, floor) for d in apart], ".-", color=f"C{number}", linewidth=0.8, markersize=4)
             highest = max(highest, *apart)
     top.set_ylabel("loss (nats a token)")
     top.set_title(f"{record['file']}, {record['precision']}", fontsize=10)
     top.legend()
     low.set_ylabel("relative difference")
     low.set_yscale("log")
-    low.set_ylim(FLOOR / 2, 10 ** math.ceil(math.log10(min(highest, 1.0)) + 0.5))
+    low.set_ylim(floor / 2, 10 ** math.ceil(math.log10(min(highest, 1.0)) + 0.5))
     low.xaxis.set_major_locator(MaxNLocator(integer=True))
     low.set_xlabel("step")
     for axes in (top, low):
