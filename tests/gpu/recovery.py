@@ -95,7 +95,10 @@ def recover(folder: Path, arguments: argparse.Namespace, settings: list[str]) ->
                 print(f"  {e.time - struck:7.2f} s  {e.kind:16s} {e.action or '':10s} {e.evidence[:1]}", flush=True)
             wait(job, log, lambda step=step: last_step(run) > step)
             row["new step recorded"] = time.time() - struck
-            print(f"kill {number}: at step {step}, newer step on record after {row['new step recorded']:.2f} s", flush=True)
+            print(
+                f"kill {number}: at step {step}, newer step on record after {row['new step recorded']:.2f} s",
+                flush=True,
+            )
             rows.append(row)
     finally:
         job.send_signal(signal.SIGINT)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megascale.config import from_tree
 from megascale.model.transformer import Chunk
+from megascale.parallel import buffers
 from megascale.parallel.buffers import Axes, FlatChunk, extent_boxes
 from megascale.parallel.collectives import Axis
 
@@ -68,3 +69,42 @@ def test_parameters_and_gradients_are_views_of_the_buffers(zero):
     for shard in flat.shards:
         for extent in shard.extents:
             assert (shard.grads[extent.start : extent.stop] == 3.0).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
+    """Parameters arrive under the forward: none is used before its gather is waited for, none waited for early."""
+    log: list[tuple[str, int]] = []
+
+    class Gather:
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def wait(self) -> None:
+            log.append(("arrived", self.first))
+
+    def gather(whole, part, axis):
+        log.append(("sent", whole.storage_offset()))
+        return Gather(whole.storage_offset())
+
+    monkeypatch.setattr(buffers, "all_gather_into", gather)
+    module = chunk(Axis(), tied_embeddings=tied)
+    flat = FlatChunk(module, torch.device("cpu"), Axes(data=Axis(None, 2, 0)), 1, 300)
+    for i, block in enumerate(module.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: log.append(("block", i)))
+    flat.start_gather()
+    flat.expect_gather()
+    module(torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1, dtype=torch.long))
+    assert not flat.gathering
+    sent = [where for what, where in log if what == "sent"]
+    assert len(sent) == len(flat.layout.buckets) == len({where for what, where in log if what == "arrived"})
+    spans = {span.start: span for span in flat.layout.buckets}
+    of = {id(p): i for i, p in enumerate(flat.parameters)}
+    for number, block in enumerate(module.blocks):
+        here = {of[id(p)] for p in block.parameters()}
+        needed = {start for start, span in spans.items() if here & set(span.members)}
+        later = {start for start, span in spans.items() if min(span.members) > max(here)}
+        arrived = {where for what, where in log[: log.index(("block", number))] if what == "arrived"}
+        assert needed <= arrived
+        assert later and not later & arrived or number == 1  # the last block may be all that is left
+    assert [min(spans[where].members) for where in sent] == sorted(min(span.members) for span in spans.values())

@@ -48,6 +48,7 @@ def checkpoint(
     from rich.console import Console
 
     console = Console()
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) as name:
         if chaos:
             figures: dict[str, Any] = {"chaos": _chaos(console, Path(name), chaos, seed)}

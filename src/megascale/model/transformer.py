@@ -8,7 +8,7 @@ which may be of size one. Activations are x_SBH = [sequence / tensor ranks, batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -290,6 +290,14 @@ class Chunk(nn.Module):
                 (model.padded_vocab // axis.size,), Spec(self._vocabulary_pieces("head.bias", (model.vocab,))), dtype
             )
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.arrive: Callable[[int], None] = lambda unit: None
+
+    def units(self) -> list[list[nn.Parameter]]:
+        """Parameters in the order in which forward needs them. `arrive(i)` is called before unit i is used, so that
+        parameters can still be on their way when forward begins; the last unit has all that is left."""
+        blocks = [list(block.parameters()) for block in self.blocks]
+        embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
+        return [embeddings, *blocks, list(self.parameters())]
 
     def _vocabulary_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
         """This rank's rows of a tensor with a row a token; rows past the real vocabulary are nobody's."""
@@ -314,15 +322,18 @@ class Chunk(nn.Module):
         Returns:
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
+        self.arrive(0)
         if self.first:
             x = self._embed(x, step)
         rotary = self._rotary(x.shape[0] * self.axis.size, x.device, step)
         whole_layers = self.recompute == "full" and torch.is_grad_enabled()
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
+            self.arrive(i + 1)
             if whole_layers:
                 x = checkpoint(block, x, rotary, step, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rotary, step)
+        self.arrive(len(self.blocks) + 1)
         if not self.last:
             return x
         assert self.norm is not None

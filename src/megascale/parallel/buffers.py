@@ -158,8 +158,20 @@ class FlatChunk:
         self._seen = [0] * len(self.parameters)
         self._left: list[int] = []
         self._reducing: dict[int, Pending] = {}
-        self._gathering: list[Pending] = []
+        self._gathering: dict[int, Pending] = {}
+        # Buckets in the order in which a forward first needs them, and those that each unit of it needs.
+        spans = self.layout.buckets
+        self._by_use = sorted(range(len(spans)), key=lambda b: min(spans[b].members))
+        self._needs = self._units() if self.overlap else []
         self._reduces = False  # whether buckets go on the wire as they fill in this backward
+
+    def _units(self) -> list[list[int]]:
+        """Buckets of each unit of the module's forward; empty for a module that does not tell its units."""
+        if not hasattr(self.module, "units"):
+            return []
+        number = {id(p): i for i, p in enumerate(self.parameters)}
+        self.module.arrive = self._arrive  # type: ignore[assignment]
+        return [sorted({self._bucket_of[number[id(p)]] for p in unit}) for unit in self.module.units()]  # type: ignore[operator]
 
     def _member(self, p: nn.Parameter, spec: Spec) -> Member:
         alone = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
@@ -251,15 +263,30 @@ class FlatChunk:
     # parameters ------------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        """Send for the parts of the parameters that other ranks updated."""
+        """Send for the parts of the parameters that other ranks updated, first what forward needs first."""
         data = self.axes.data
         if self.zero == 0 or data.size == 1:
             return
-        for bucket, span in enumerate(self.layout.buckets):
+        # Under its own version counter: gloo writes while a forward saves parameters that are there already, and
+        # backward would take those for changed.
+        params = self.params.data
+        for bucket in self._by_use:
+            span = self.layout.buckets[bucket]
             start, stop = self.layout.shard(bucket, data.rank, data.size)
-            self._gathering.append(all_gather_into(self.params[span.start : span.stop], self.params[start:stop], data))
+            self._gathering[bucket] = all_gather_into(params[span.start : span.stop], params[start:stop], data)
         if not self.overlap:
             self.finish_gather()
+
+    def expect_gather(self) -> None:
+        """A forward is next: wait now, unless the module says of each unit when it needs it."""
+        if not self._needs:
+            self.finish_gather()
+
+    def _arrive(self, unit: int) -> None:
+        if self._gathering:
+            for bucket in self._needs[unit]:
+                if pending := self._gathering.pop(bucket, None):
+                    pending.wait()
 
     @property
     def gathering(self) -> bool:
@@ -268,7 +295,7 @@ class FlatChunk:
 
     def finish_gather(self) -> None:
         """Wait until the chunk's parameters are whole."""
-        for pending in self._gathering:
+        for pending in self._gathering.values():
             pending.wait()
         self._gathering.clear()
 

@@ -185,7 +185,7 @@ class Engine:
                 before_backward=lambda chunk, i: self.flats[chunk].begin_backward(i == last),
                 after_backward=lambda chunk, i: self.flats[chunk].end_backward(i == last),
                 gather=self._gather,
-                gathered=lambda chunk: self.flats[chunk].finish_gather(),
+                gathered=lambda chunk: self.flats[chunk].expect_gather(),
             )
         )
         calls.current.at(b"reduce")
