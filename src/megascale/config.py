@@ -260,6 +260,9 @@ class TrainConfig(Section):
     seed: int = Field(1234, ge=0)
     threads: int | None = Field(None, ge=1, description="CPU threads of a rank; default: cores / ranks on the host")
     log_interval: int = Field(10, ge=1, description="steps between printed lines")
+    gc_interval: int = Field(
+        50, ge=0, description="steps between collections of Python's garbage, on all ranks at once; 0: as Python likes"
+    )
     eval_interval: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
     eval_samples: int = Field(128, ge=1, description="held-out sequences an evaluation reads during training")
     sample_prompt: str | None = Field(None, description="text to continue at the end of training")

@@ -106,5 +106,5 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
         later = {start for start, span in spans.items() if min(span.members) > max(here)}
         arrived = {where for what, where in log[: log.index(("block", number))] if what == "arrived"}
         assert needed <= arrived
-        assert later and not later & arrived or number == 1  # the last block may be all that is left
+        assert (later and not later & arrived) or number == 1  # the last block may be all that is left
     assert [min(spans[where].members) for where in sent] == sorted(min(span.members) for span in spans.values())

@@ -7,6 +7,7 @@ ledger and weights are compared with the undisturbed run's: bit for bit where th
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -312,13 +313,16 @@ def _show(record: dict[str, Any], found: Comparison) -> None:
     killed = [a for a in found.attempts if a.victim]
     table = Table(title=f"{record['file']}: {len(killed)} kills in {found.steps} steps", show_header=False)
     victims = Counter("one rank" if a.victim.startswith("rank") else "all ranks" for a in killed)
-    sources = Counter(a.source for a in found.attempts)
-    lost = [before.step - after.resumed for before, after in zip(found.attempts, found.attempts[1:], strict=False)]
+    # Started, but killed before it had read any state: it lost nothing, and the next one tells what it cost.
+    began = [a for a in found.attempts if a.resumed or a.first_step is not None]
+    sources = Counter(a.source for a in began)
+    sources["killed before that"] = len(found.attempts) - len(began)
+    lost = [before.step - after.resumed for before, after in itertools.pairwise(began)]
     waits = [a.first_step for a in found.attempts if a.first_step is not None]
     layouts = len({json.dumps(a.layout, sort_keys=True) for a in found.attempts})
     for name, value in {
         "killed": ", ".join(f"{what} {count}" for what, count in victims.items()),
-        "went on from": ", ".join(f"{what} {count}" for what, count in sources.items()),
+        "went on from": ", ".join(f"{what} {count}" for what, count in sources.items() if count),
         "layouts": str(layouts),
         "steps trained again": f"{sum(lost)} in all, at most {max(lost, default=0)} a kill",
         "start to first step": f"median {statistics.median(waits):.1f} s" if waits else "-",

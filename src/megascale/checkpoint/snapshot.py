@@ -33,6 +33,8 @@ from megascale.errors import FitError, TrainingError
 
 # Seconds within which the service answers short questions; else it counts as gone.
 _PATIENCE = 30.0
+# More of them for each gigabyte of memory that all processes of the host ask for: the kernel clears every page.
+_PATIENCE_PER_GB = 3.0
 
 
 class Snapshots:
@@ -254,7 +256,10 @@ class Snapshots:
             if self._plan is not None:
                 plan, metadata = self._plan
                 ask(self._sock, {"do": "plan", "plan": self._plan_name, "index_bytes": len(plan)}, plan + metadata)
+            everyone = size * self.slots_wanted * len(self._local)
+            self._sock.settimeout(_PATIENCE + _PATIENCE_PER_GB * everyone / 1e9)
             answer = ask(self._sock, header, self._index.to_bytes())
+            self._sock.settimeout(_PATIENCE)
             self._slots = [Staging(h, self.part.size, self._index, self._chunks, self._device) for h in answer.handles]
         except OSError as error:
             problem = (

@@ -29,6 +29,7 @@ from megascale.train.clock import StepClock
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluate import Evaluation, evaluate_file
 from megascale.train.faults import Faults
+from megascale.train.garbage import Garbage
 from megascale.train.processes import Place, memory_gib
 from megascale.train.run_folder import RunFolder, append
 from megascale.train.telling import Telling
@@ -111,6 +112,7 @@ class Trainer:
         self.weights = WeightWatch(self.engine, place.rank, every) if every else None
         self.faults = Faults(self.folder.faults, self) if config.resilience.faults else None
         self.clock = StepClock(place.device)
+        self.garbage = Garbage(config.train.gc_interval)
         self._loss: float | None = None
 
     # the run ----------------------------------------------------------------------------------------------------
@@ -170,6 +172,7 @@ class Trainer:
             self._failed(lost)
             raise lost from error
         finally:
+            self.garbage.close()
             self.feed.close()
             for sink in self.sinks:
                 sink.close()
@@ -198,7 +201,7 @@ class Trainer:
         self.clock.start()
         self.engine.start_gather()
         result = self.engine.step(
-            self.feed.batches(first), step, rate, wants_stop, before_update=self.checkpointer.before_update
+            self._batches(first), step, rate, wants_stop, before_update=self.checkpointer.before_update
         )
         self.clock.stop()
         self.telling.step_ended()
@@ -206,6 +209,7 @@ class Trainer:
         self._flush()
         if not self._told:
             self._tell_active()
+        self.garbage.after(step)
         self.step, self.consumed = step, first + train.global_batch
         record = {
             "step": step,
