@@ -199,7 +199,7 @@ def open_feed(
             before the ranks.
     """
     plan = plan_host(layout.config, layout.grid.world, rank - local_rank, local_world)
-    if not plan.wanted:
+    if not plan.wanted(gpus=device.type == "cuda"):
         return LocalFeed(layout, rank, local_rank, device)
     place = os.environ.get(host_loader.VARIABLE)
     if place is None:

@@ -92,8 +92,8 @@ def start(config: Config, *, world: int, first_rank: int, ranks: int) -> Started
     Raises MegascaleError subclasses for data that cannot be used and for too little shared memory.
     """
     plan = plan_host(config, world, first_rank, ranks)
-    if not plan.wanted:
-        return None
+    if not plan.wanted(gpus=False):
+        return None  # or the ranks start one, who know their device
     folder = prepare(plan)
     with open(folder / STARTING, "ab") as lock:
         # The child inherits the lock and drops it when it is ready: readers wait for it instead of starting another.
