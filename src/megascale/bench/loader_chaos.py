@@ -3,9 +3,9 @@
 Two ranks of a tensor-parallel group train on text that is tokenised on the fly. A killed loader is started again by
 the ranks; after a killed worker the whole run is started again and goes on from its newest checkpoint, half of the time
 with the loader killed too, whose segment the next start must reap. Most kills fall some steps after the one before,
-at any place within a step; some fall at any time, while processes are coming up. The ledger and every loss must be those
-of the run that nobody disturbed, bit for bit; a run that ends before all kills are dealt is followed by another, which
-counts its text anew.
+at any place within a step; some fall at any time, while processes are coming up. The ledger and every loss must be
+those of the run that nobody disturbed, bit for bit; a run that ends before all kills are dealt is followed by another,
+which counts its text anew.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
     if left:
         faults.append(f"segments are left: {', '.join(left)}")
     console.print(
-        f"{sum(dealt.values())} kills ({dealt['loader']} of the loader, {dealt['worker']} of workers; {training} between "
-        f"steps or in them, the others in start-up) in {rounds} runs of {steps} steps and {attempts} starts: ledger and "
+        f"{sum(dealt.values())} kills ({dealt['loader']} of the loader, {dealt['worker']} of workers; {training} while "
+        f"it trained, the others in start-up) in {rounds} runs of {steps} steps and {attempts} starts: ledger and "
         f"losses {'equal, bit for bit' if not faults else 'DIFFER'}"
     )
     return {
