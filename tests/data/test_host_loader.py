@@ -254,6 +254,28 @@ def test_ends_with_its_readers_and_leaves_nothing(prefix: str, tmp_path: Path) -
     started.stop()
 
 
+START = """
+import os, signal, sys
+from pathlib import Path
+from megascale.data import host_loader
+from megascale.data.host_plan import HostPlan
+plan = HostPlan.from_json(Path(sys.argv[1]).read_text())
+print(host_loader.start(plan.config, world=2, first_rank=0, ranks=2).folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ends_with_a_starter_that_dies_first(prefix: str, tmp_path: Path) -> None:
+    """Killed before its loader has come up and before any rank was started: nothing stays."""
+    plan = plan_host(configured(prefix, tmp_path, tensor=2), 2, 0, 2)
+    (tmp_path / "plan").write_text(plan.to_json())
+    told = subprocess.run([sys.executable, "-c", START, tmp_path / "plan"], stdout=subprocess.PIPE, check=False)
+    assert told.returncode == -signal.SIGKILL
+    folder = Path(told.stdout.decode().strip())
+    while folder.exists():  # or the test's timeout
+        time.sleep(0.05)
+
+
 def test_ranks_that_disagree_are_told(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
     host = Host(configured(prefix, tmp_path, tensor=2), 2)
     hosts.append(host)

@@ -185,7 +185,7 @@ def _try(folder: Path) -> socket.socket | None:
 
 def _spawn(folder: Path, lock: int | None = None) -> subprocess.Popen[bytes]:
     """A loader in a session of its own: a terminal's interrupt is for the trainers, who tell it when they end."""
-    command = [sys.executable, "-m", "megascale.data.loader_service", str(folder)]
+    command = [sys.executable, "-m", "megascale.data.loader_service", str(folder), "--parent", str(os.getpid())]
     with open(folder / LOG, "ab") as out:
         return subprocess.Popen(
             command if lock is None else [*command, "--lock", str(lock)],
