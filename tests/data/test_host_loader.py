@@ -304,9 +304,12 @@ def test_a_file_cut_off_under_the_loader_is_named(tmp_path: Path, hosts: list[Ho
     for rank in (0, 1):
         assert np.array_equal(host.read(rank), expected(host.plan, rank, 0, 0))
     os.truncate(tmp_path / "train.bin", 4096)
-    for rank in (0, 1):
-        with pytest.raises(DataError, match=r"train\.bin"):
-            [host.read(rank) for _ in range(999)]
+    with pytest.raises(DataError, match=r"train\.bin"):
+        for number in range(999):
+            host.read(number % 2)
+    with pytest.raises(DataError, match=r"train\.bin"):
+        for _ in range(host.plan.shape.depth + 1):
+            host.read(1)
 
 
 @pytest.fixture
