@@ -305,11 +305,9 @@ def test_a_file_cut_off_under_the_loader_is_named(tmp_path: Path, hosts: list[Ho
         assert np.array_equal(host.read(rank), expected(host.plan, rank, 0, 0))
     os.truncate(tmp_path / "train.bin", 4096)
     with pytest.raises(DataError, match=r"train\.bin"):
-        for number in range(999):
-            host.read(number % 2)
+        [host.read(number % 2) for number in range(999)]
     with pytest.raises(DataError, match=r"train\.bin"):
-        for _ in range(host.plan.shape.depth + 1):
-            host.read(1)
+        [host.read(1) for _ in range(host.plan.shape.depth + 1)]
 
 
 @pytest.fixture
