@@ -469,11 +469,11 @@ def test_a_loader_killed_anywhere_in_writing(number: int, depth: int, ahead: boo
 
 
 def test_readers_wait_without_polling(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
-    """A reader that waits costs no processor time, and is woken by the loader."""
-    host = Host(configured(prefix, tmp_path, tensor=2), 2)
+    """A reader that waits costs no processor time and is woken by the loader, which no one takes for hung meanwhile."""
+    host = Host(configured(prefix, tmp_path, tensor=2), 2, hang=0.1)
     hosts.append(host)
     for rank in (0, 1):
-        host.readers[rank] = Reader(host.folder, rank, 0)
+        host.readers[rank] = Reader(host.folder, rank, 0, host.hang)
     for _ in range(host.plan.shape.depth):
         host.read(0)
     used: list[float] = []
@@ -492,3 +492,4 @@ def test_readers_wait_without_polling(prefix: str, tmp_path: Path, hosts: list[H
     assert not thread.is_alive()
     assert used[0] < 0.1
     assert host.readers[0].wait_seconds > 0.4
+    assert host.readers[0].generation == 1

@@ -382,6 +382,8 @@ class Reader:
             if self._poll.poll(1000 * min(5.0, self._hang_seconds)):
                 os.eventfd_read(self._bell)
                 continue
+            if self.ring.full(self.lane):
+                continue  # the loader waits too, for a rank that is behind
             # Nothing for seconds: slow is one thing, a process that does not run at all another.
             now = _worked(_peer(self._sock)) if self._sock.fileno() >= 0 else -1.0
             idle = 0.0 if now != work else idle + min(5.0, self._hang_seconds)
