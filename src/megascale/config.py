@@ -151,7 +151,7 @@ class DataConfig(Section):
     loader: Literal["auto", "host", "local"] = Field(
         "auto",
         description="host: one process a host reads ahead into shared memory for all its ranks; local: each rank reads "
-        "for itself; auto: host where ranks of a host share samples or text is tokenised on the fly",
+        "for itself; auto: host on GPUs, and where ranks of a host share samples or text is tokenised on the fly",
     )
     loader_threads: int | None = Field(
         None, ge=1, description="on the fly: threads that tokenise; default: half of the cores that may be used"

@@ -116,6 +116,23 @@ def test_each_rank_reads_its_samples(
     assert len(lanes) == len(host.plan.lanes) == world // tensor // pipeline  # one copy, however many readers
 
 
+def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+
+    def wanted(entry: str, loader: str, tensor: int = 1, gpus: bool = False, ranks: int = 2) -> bool:
+        config = configured(entry, tmp_path, tensor, train=[entry], loader=loader)
+        return plan_host(config, ranks, 0, ranks).wanted(gpus)
+
+    assert not wanted(prefix, "auto")
+    assert wanted(prefix, "auto", tensor=2)
+    assert wanted(prefix, "auto", gpus=True, ranks=1)
+    assert wanted(str(tmp_path / "a.jsonl"), "auto")
+    assert wanted(prefix, "host")
+    assert not wanted(prefix, "local", tensor=2, gpus=True)
+    middle = plan_host(configured(prefix, tmp_path, pipeline=3), 3, 1, 1)
+    assert not middle.wanted(gpus=True)  # a host of middle stages reads nothing
+
+
 def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
     host = Host(configured(prefix, tmp_path), 2, base=8)
     hosts.append(host)
@@ -237,6 +254,28 @@ def test_ends_with_its_readers_and_leaves_nothing(prefix: str, tmp_path: Path) -
     started.stop()
 
 
+START = """
+import os, signal, sys
+from pathlib import Path
+from megascale.data import host_loader
+from megascale.data.host_plan import HostPlan
+plan = HostPlan.from_json(Path(sys.argv[1]).read_text())
+print(host_loader.start(plan.config, world=2, first_rank=0, ranks=2).folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ends_with_a_starter_that_dies_first(prefix: str, tmp_path: Path) -> None:
+    """Killed before its loader has come up and before any rank was started: nothing stays."""
+    plan = plan_host(configured(prefix, tmp_path, tensor=2), 2, 0, 2)
+    (tmp_path / "plan").write_text(plan.to_json())
+    told = subprocess.run([sys.executable, "-c", START, tmp_path / "plan"], stdout=subprocess.PIPE, check=False)
+    assert told.returncode == -signal.SIGKILL
+    folder = Path(told.stdout.decode().strip())
+    while folder.exists():  # or the test's timeout
+        time.sleep(0.05)
+
+
 def test_ranks_that_disagree_are_told(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
     host = Host(configured(prefix, tmp_path, tensor=2), 2)
     hosts.append(host)
@@ -254,6 +293,49 @@ def test_errors_of_the_loader_reach_the_ranks(prefix: str, tmp_path: Path, hosts
     hosts.append(gone)
     with pytest.raises(DataError, match=r"nothing.idx does not exist|nothing"):
         gone.read(0)
+
+
+def test_a_file_cut_off_under_the_loader_is_named(tmp_path: Path, hosts: list[Host]) -> None:
+    """Touching what is no longer there kills the loader; its successor says why."""
+    with IndexedWriter(tmp_path / "train", "uint16") as writer:
+        writer.add(np.arange(50_000) % 60)
+    host = Host(configured(str(tmp_path / "train"), tmp_path / "runs", tensor=2), 2)
+    hosts.append(host)
+    for rank in (0, 1):
+        assert np.array_equal(host.read(rank), expected(host.plan, rank, 0, 0))
+    os.truncate(tmp_path / "train.bin", 4096)
+    with pytest.raises(DataError, match=r"train\.bin"):
+        [host.read(number % 2) for number in range(999)]
+    with pytest.raises(DataError, match=r"train\.bin"):
+        [host.read(1) for _ in range(host.plan.shape.depth + 1)]
+
+
+@pytest.fixture
+def small_mount(tmp_path: Path) -> Iterator[Path]:
+    """A real tmpfs of 128 KiB."""
+    mount = tmp_path / "shm"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a tmpfs needs root and CAP_SYS_ADMIN")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+def test_full_mount_is_refused(prefix: str, tmp_path: Path, small_mount: Path) -> None:
+    """Too small from the start, or filled by somebody else before the loader has its memory."""
+    large = plan_host(configured(prefix, tmp_path, ring_steps=1000), 1, 0, 1)
+    with pytest.raises(FitError, match=r"131,072 free of 131,072.*shm-size"):
+        host_loader.prepare(large, small_mount)
+    folder = host_loader.prepare(plan_host(configured(prefix, tmp_path), 1, 0, 1), small_mount)
+    (small_mount / "other").write_bytes(bytes(120 << 10))
+    with pytest.raises(FitError, match=r"8,192 free of 131,072.*remove what fills it"):
+        Reader(folder, 0, 0)
+    (small_mount / "other").unlink()
+    reader = Reader(folder, 0, 0)
+    assert reader.take().first == 0
+    reader.close()
+    host_loader.end(folder)
 
 
 def test_small_mount_is_refused(prefix: str, tmp_path: Path) -> None:
@@ -325,12 +407,73 @@ def test_ring_in_any_order(order: list[str], depth: int, rows: int, columns: int
     made.close()
 
 
+@given(number=st.integers(1, 9), depth=st.integers(1, 3), ahead=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_a_loader_killed_anywhere_in_writing(number: int, depth: int, ahead: bool) -> None:
+    """Stopped before each line of `put`: readers never see half a micro-batch, and its successor goes on."""
+
+    class Killed(Exception):
+        pass
+
+    def rows(n: int) -> np.ndarray:
+        return np.full((2, 5), n)
+
+    for stop in range(1, 40):
+        shape = RingShape(((0,),), depth, 5, 2)
+        handle = os.memfd_create("ring")
+        os.ftruncate(handle, shape.size)
+        dying = Ring(handle, shape)
+        for n in range(number):
+            dying.put(0, rows(n), 7 * n, n, 0.0)
+            dying.let_go(0, 0, max(0, n + 1 - (depth - 1)))  # all but the newest depth - 1 are done with
+        lines = 0
+
+        def trace(frame: Any, event: str, arg: Any, stop: int = stop) -> Any:
+            nonlocal lines
+            if frame.f_code is not Ring.put.__code__:
+                return None
+            lines += event == "line"
+            if lines == stop:
+                raise Killed
+            return trace
+
+        tracing = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            dying.put(0, rows(number), 7 * number, number, 0.0)
+            killed = False
+        except Killed:
+            killed = True
+        finally:
+            sys.settrace(tracing)
+        ring = Ring(handle, shape)  # the next loader's, and the readers'
+        if ring.ready(0, number):
+            assert (ring.slot(0, number)[0] == number).all()
+            assert ring.slot(0, number)[1:3] == (7 * number, number)
+            if ahead:
+                ring.let_go(0, 0, number + 1)
+        for n in range(ring.taken(0, 0), number):
+            assert ring.ready(0, n)
+            assert (ring.slot(0, n)[0] == n).all()
+        if ring.produced(0) == number:
+            ring.put(0, rows(number), 7 * number, number, 0.0)
+        assert ring.produced(0) == number + 1
+        assert ring.ready(0, number)
+        assert (ring.slot(0, number)[0] == number).all()
+        dying.memory, ring.memory = None, None  # type: ignore[assignment]
+        os.close(handle)
+        if not killed:
+            assert lines > 8
+            return
+    raise AssertionError("put never came to its end")
+
+
 def test_readers_wait_without_polling(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
-    """A reader that waits costs no processor time, and is woken by the loader."""
-    host = Host(configured(prefix, tmp_path, tensor=2), 2)
+    """A reader that waits costs no processor time and is woken by the loader, which no one takes for hung meanwhile."""
+    host = Host(configured(prefix, tmp_path, tensor=2), 2, hang=0.1)
     hosts.append(host)
     for rank in (0, 1):
-        host.readers[rank] = Reader(host.folder, rank, 0)
+        host.readers[rank] = Reader(host.folder, rank, 0, host.hang)
     for _ in range(host.plan.shape.depth):
         host.read(0)
     used: list[float] = []
@@ -349,3 +492,4 @@ def test_readers_wait_without_polling(prefix: str, tmp_path: Path, hosts: list[H
     assert not thread.is_alive()
     assert used[0] < 0.1
     assert host.readers[0].wait_seconds > 0.4
+    assert host.readers[0].generation == 1

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from rich.console import Console
 from tests.conftest import lines
 from tests.data.test_host_loader import configured
+from typer.testing import CliRunner
 
+from megascale.api import load_config, train
 from megascale.bench import loader as bench
 from megascale.bench.loader_chaos import run_chaos
+from megascale.cli.main import app
 from megascale.core.events import Event
 from megascale.data.ledger import check
 from megascale.data.ring import MEASURES
 from megascale.data.samples import SampleSource, hash_ids
 from megascale.data.trouble import Watch, cause
+from megascale.errors import DataError
 
 
 def test_kills_leave_ledger_and_losses_as_they_were(tmp_path: Path) -> None:
@@ -26,32 +32,39 @@ def test_kills_leave_ledger_and_losses_as_they_were(tmp_path: Path) -> None:
     assert sum(told["kills"].values()) >= 4
 
 
-def test_training_through_the_loader(tiny: Path, tmp_path: Path, megascale) -> None:
-    """Two ranks share one copy; stopped and gone on in another layout, all is as one rank alone has it."""
-    words = ("train", tiny, "--checkpoint.interval=0", "--train.log_interval=100")
-    alone = megascale(*words, "--train.name=alone")
-    assert alone.returncode == 0, alone.stderr
-    first = megascale(*words, "--train.name=shared", "--parallel.tensor=2", "--train.stop_after=3")
+def cli(*words: object) -> Result:
+    """The command line in this process."""
+    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+
+
+def test_training_through_the_loader(tiny: Path, tmp_path: Path) -> None:
+    """Ranks of torchrun share one copy; gone on as one rank with another batch size, all is as one rank has it."""
+    words = ["--checkpoint.interval=0", "--train.log_interval=100"]
+    train(load_config(tiny, [*words, "--train.name=alone", "--train.steps=3"]))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megascale.cli.main"]
+    words.append("--train.name=shared")
+    command = [*torchrun, "train", str(tiny), *words, "--parallel.tensor=2", "--train.stop_after=3"]
+    first = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
     assert first.returncode == 0, first.stderr
-    second = megascale(*words, "--train.name=shared", "--parallel.data=2")
-    assert second.returncode == 0, second.stderr
+    train(load_config(tiny, [*words, "--train.global_batch=8", "--data.loader=host"]))
     runs = tmp_path / "runs"
     ledgers = [lines(runs / name / "samples" / "ledger.jsonl") for name in ("alone", "shared")]
-    assert ledgers[0] == ledgers[1]
+    assert ledgers[0] == ledgers[1][:3]
+    assert [(line["first"], line["count"]) for line in ledgers[1][3:]] == [(12 + 8 * i, 8) for i in range(5)]
     steps = [line for line in lines(runs / "shared" / "metrics.jsonl") if "loss" in line]
-    assert all({"loader_wait_seconds", "loader_ring_fill", "loader_bytes_read"} <= step.keys() for step in steps[:3])
-    assert sum(step["loader_bytes_read"] for step in steps[:3]) >= 3 * 4 * 17 * 2  # uint16 windows of 17
-    assert "generation 1 owns" in (runs / "shared" / "logs" / "loader-0.log").read_text()
-    proof = megascale("data", "ledger", runs / "shared")
-    assert proof.returncode == 0, proof.stderr
-    assert "each sample was trained once" in proof.stdout
+    assert all({"loader_wait_seconds", "loader_ring_fill", "loader_bytes_read"} <= step.keys() for step in steps)
+    assert sum(step["loader_bytes_read"] for step in steps) >= (3 * 4 + 5 * 8) * 17 * 2  # uint16 windows of 17
+    assert (runs / "shared" / "logs" / "loader-0.log").read_text().count("generation 1 owns") == 2
+    proof = cli("data", "ledger", runs / "shared")
+    assert proof.exit_code == 0, proof.output
+    assert "8 steps, 52 samples" in proof.output
+    assert "each sample was trained once" in proof.output
     file = runs / "shared" / "samples" / "ledger.jsonl"
     text = file.read_text().splitlines()
     file.write_text("\n".join(text[:4] + text[5:]) + "\n")
-    refused = megascale("data", "ledger", runs / "shared", "--json")
-    assert refused.returncode == 4
-    assert json.loads(refused.stdout)["steps"] == 7
-    assert "skips" in refused.stderr
+    with pytest.raises(DataError, match="skips"):
+        cli("data", "ledger", runs / "shared", "--json")
+    assert DataError.exit_code == 4
 
 
 def test_a_changed_file_is_refused_at_the_next_start(tiny: Path, tokens: Path, tmp_path: Path, megascale) -> None:
@@ -59,12 +72,12 @@ def test_a_changed_file_is_refused_at_the_next_start(tiny: Path, tokens: Path, t
     data.mkdir()
     for name in ("train.bin", "train.idx"):
         (data / name).write_bytes((tokens / name).read_bytes())
-    words = ("train", tiny, f"--data.train=['{data}/train']", "--train.name=changed", "--parallel.tensor=2")
-    assert megascale(*words, "--train.stop_after=2").returncode == 0
+    words = (f"--data.train=['{data}/train']", "--train.name=changed")
+    train(load_config(tiny, [*words, "--train.stop_after=2"]))
     raw = bytearray((data / "train.bin").read_bytes())
     raw[100] ^= 1
     (data / "train.bin").write_bytes(raw)
-    refused = megascale(*words)
+    refused = megascale("train", tiny, *words, "--parallel.tensor=2")
     assert refused.returncode == 4
     assert "train.bin was changed" in refused.stderr
 

@@ -17,8 +17,10 @@ from megascale.config import Config
 from megascale.data import stream as streams
 from megascale.data.fingerprint import fingerprint, watch
 from megascale.data.indexed import IndexedWriter
+from megascale.data.ring import MEASURES
 from megascale.data.samples import SampleSource, is_text
 from megascale.data.tokenizer import Tokenizer
+from megascale.data.trouble import cause
 from megascale.errors import ConfigError, DataError
 
 TEXTS = [f"{i} " + "word and another one\n" * (i % 9) + "ü" * (i % 4) for i in range(120)]
@@ -221,3 +223,23 @@ def test_a_damaged_index_costs_nothing_but_counting(words: Path, tmp_path: Path)
     again = SampleSource(config, tmp_path / "index")
     assert np.array_equal(again.batch(0, 30), batch)
     again.close()
+
+
+@pytest.mark.parametrize("kind", ["decompression", "CPU"])
+def test_counters_tell_what_reading_is_made_of(words: Path, tmp_path: Path, kind: str) -> None:
+    """Much to unpack and little to tokenise, and the other way round."""
+    packed = kind == "decompression"
+    noise = np.random.default_rng(0)
+    rows = [{"text": f"{i} word", "more": noise.bytes(20_000).hex()} for i in range(100)]
+    if not packed:
+        rows = [{"text": "word and another one\n" * 300} for _ in range(100)]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    file.write_bytes(gzip.compress(text, 1) if packed else text)
+    source = SampleSource(configured(words, file))
+    source.batch(0, 20)
+    source.close()
+    meter = source.meter
+    assert meter.bytes_read >= (file.stat().st_size if packed else 1)
+    told = cause(dict.fromkeys(MEASURES, 0.0), {name: getattr(meter, name, 0.0) for name in MEASURES})
+    assert told.endswith(kind)  # "CPU", or "other processes on the CPU"

@@ -26,9 +26,12 @@ from typing import Any
 
 import typer
 
+from megascale.bench import usage
+
 SOURCES = ("tokens", "jsonl", "parquet")
 STEP = 0.1  # seconds of compute that the wait is compared with
 _LENGTH, _MICRO = 2048, 2
+_SIDES = {"baseline": "rank", "host": "host"}
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -240,7 +243,7 @@ class _Ranks:
         self._loader = None
         for path in Path(config.data.train[0]).parent.iterdir():
             if path.is_file():
-                _drop(path)
+                usage.drop(path)
         place = None
         if side == "host":
             self._loader = host_loader.start(config, world=ranks, first_rank=0, ranks=ranks)
@@ -274,15 +277,15 @@ class _Ranks:
         The loader's memory counts from nothing: without one there would be no such process.
         """
         pids = [process.pid for process in self._processes if process.pid is not None]
-        pids += [child for pid in pids for child in _children(pid)]
+        pids += [child for pid in pids for child in usage.children(pid)]
         first = not self._known
-        memory = sum(map(_memory, pids))
+        memory = sum(map(usage.memory, pids))
         if self._loader is not None:
             loader = self._loader.process.pid
             pids.append(loader)
-            memory += 0 if first else _memory(loader)
+            memory += 0 if first else usage.memory(loader)
         self._known.update(pids)
-        return {"cpu": sum(map(_cpu, pids)), "read": sum(map(_read, pids)), "memory": memory}
+        return {"cpu": sum(map(usage.cpu, pids)), "read": sum(map(usage.read, pids)), "memory": memory}
 
     def __exit__(self, *error: object) -> None:
         for end in self._ends:
@@ -362,58 +365,28 @@ def _dataloader(config: Any) -> Any:
     return DataLoader(Samples(), batch_size=None, num_workers=1, prefetch_factor=2, multiprocessing_context="fork")
 
 
-def _drop(path: Path) -> None:
-    """Take a file out of the page cache."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):
-            found += [int(word) for word in (task / "children").read_text().split()]
-    return found
-
-
-def _cpu(pid: int) -> float:
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _read(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/io").read_text().split()[1])
-
-
-def _memory(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return 1024 * int(line.split()[1])
-    return 0
-
-
 def _show(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("source", "loader", "tokens/s", "", "CPU s", "", "MB read", "", "memory MB", "")
-    columns = (("tokens_per_second", 1), ("cpu_seconds", 1), ("bytes_read", 1e6), ("memory_bytes", 1e6))
+    table = Table(
+        *("source", "one a", "1,000 tokens/s", "CPU s", "MB read", "memory, MB"), title="where reading bounds"
+    )
+    columns = (("tokens_per_second", 1e3), ("cpu_seconds", 1), ("bytes_read", 1e6), ("memory_bytes", 1e6))
     for name, sides in result["bound"].items():
         for side, measured in sides.items():
             cells = []
             for key, unit in columns:
                 value, base = measured[key], sides["baseline"][key]
-                cells.append(f"{value / unit:,.{0 if value / unit > 99 else 1}f}")
                 more = f"{value / base:.1f}x" if key == "tokens_per_second" else f"1/{base / max(value, 1e-9):.1f}"
-                cells.append(more if side == "host" else "")
-            table.add_row(name, "one a host" if side == "host" else "one a rank", *cells)
+                number = f"{value / unit:,.{0 if value / unit > 99 else 1}f}"
+                cells.append(number if side == "baseline" else f"{number} ({more})")
+            table.add_row(name, _SIDES[side], *cells)
     console.print(table)
     if result["waits"]:
-        table = Table("source", "loader", "mean", "median", "p99", "first, s", title="waiting, parts of a 100 ms step")
+        table = Table(*("source", "one a", "mean", "median", "p99", "first step"), title="waiting in a step of 100 ms")
         for name, sides in result["waits"].items():
             for side, w in sides.items():
-                label = "one a host" if side == "host" else "one a rank"
                 parts = [f"{w[key]:.2%}" for key in ("mean", "median", "p99")]
-                table.add_row(name, label, *parts, f"{w['first_step_seconds']:.2f}")
+                table.add_row(name, _SIDES[side], *parts, f"{w['first_step_seconds']:.2f} s")
         console.print(table)
     console.print(f"{result['ranks']} ranks; page cache: {result['page_cache']}; baseline: {result['baseline']}")

@@ -2,8 +2,10 @@
 
 Two ranks of a tensor-parallel group train on text that is tokenised on the fly. A killed loader is started again by
 the ranks; after a killed worker the whole run is started again and goes on from its newest checkpoint, half of the time
-with the loader killed too, whose segment the next start must reap. The ledger and every loss must be those of
-the run that nobody disturbed, bit for bit; a run that ends before all kills are dealt is followed by another.
+with the loader killed too, whose segment the next start must reap. Most kills fall some steps after the one before,
+at any place within a step; some fall at any time, while processes are coming up. The ledger and every loss must be
+those of the run that nobody disturbed, bit for bit; a run that ends before all kills are dealt is followed by another,
+which counts its text anew.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from typing import Any
 from megascale.data import host_loader, ring
 
 _RANKS = 2
+_WORKERS = 0.25  # of the kills are of workers
+_ANY_TIME = 0.15  # of the kills fall at any time, not only in training
+_STEPS = 12  # at most so many steps between kills
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -37,7 +42,7 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
     calm.train(0, console)
     wanted = calm.story()
     dealt = {"loader": 0, "worker": 0}
-    rounds, attempts, restarts = 0, 0, 0
+    rounds, attempts, restarts, training = 0, 0, 0, 0
     faults: list[str] = []
     while sum(dealt.values()) < kills:
         run = _Run(folder, f"round-{rounds}", steps, rng)
@@ -52,16 +57,19 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
         for kind, count in run.dealt.items():
             dealt[kind] += count
         rounds, attempts, restarts = rounds + 1, attempts + run.attempts, restarts + run.restarts()
+        training += run.in_training
         console.print(f"round {rounds}: {run.dealt} in {run.attempts} starts; {'equal' if not faults else faults[-1]}")
     left = [str(path) for path in ring.MOUNT.glob(f"{ring.prefix()}*") if str(folder).encode() in _head(path)]
     if left:
         faults.append(f"segments are left: {', '.join(left)}")
     console.print(
-        f"{sum(dealt.values())} kills ({dealt['loader']} of the loader, {dealt['worker']} of workers) in {rounds} runs "
-        f"of {steps} steps and {attempts} starts: ledger and losses {'equal, bit for bit' if not faults else 'DIFFER'}"
+        f"{sum(dealt.values())} kills ({dealt['loader']} of the loader, {dealt['worker']} of workers; {training} while "
+        f"it trained, the others in start-up) in {rounds} runs of {steps} steps and {attempts} starts: ledger and "
+        f"losses {'equal, bit for bit' if not faults else 'DIFFER'}"
     )
     return {
         "kills": dealt,
+        "kills_in_training": training,
         "runs": rounds,
         "starts": attempts,
         "restarts_seen_by_rank_0": restarts,
@@ -102,7 +110,7 @@ class _Run:
 
         self.rng = rng
         self.dealt = {"loader": 0, "worker": 0}
-        self.attempts = 0
+        self.attempts = self.in_training = 0
         self.config = config.from_tree(
             {
                 "model": {
@@ -120,8 +128,8 @@ class _Run:
                 },
                 "parallel": {"tensor": _RANKS},
                 "train": {
-                    "runs": str(folder / "runs"),
-                    "name": name,
+                    "runs": str(folder / name),
+                    "name": "run",
                     "steps": steps,
                     "micro_batch": 2,
                     "global_batch": 4,
@@ -187,21 +195,42 @@ class _Run:
 
     def _disturb(self, folder: Path, ranks: list[Any], kills: int) -> bool:
         """Kill at random moments until a worker was hit (True), the ranks have ended or all kills are dealt."""
+        rng, began = self.rng, False
         while sum(self.dealt.values()) < kills:
-            wait = self.rng.uniform(0.0, 0.6)
-            multiprocessing.connection.wait([process.sentinel for process in ranks], wait)
+            if rng.random() < _ANY_TIME:
+                multiprocessing.connection.wait([process.sentinel for process in ranks], rng.uniform(0.0, 2.0))
+            else:
+                began |= self._let_train(ranks, rng.randint(1, _STEPS), rng.uniform(0.0, 0.05))
             if any(process.exitcode is not None for process in ranks):
                 return False
-            if self.rng.random() < 0.25:
-                os.kill(self.rng.choice(ranks).pid, signal.SIGKILL)
-                self.dealt["worker"] += 1
+            if rng.random() < _WORKERS:
+                self._kill(rng.choice(ranks).pid, "worker", began)
                 return True
             pid = host_loader.owner(folder)
             if pid is not None:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    self.dealt["loader"] += 1
+                    self._kill(pid, "loader", began)
         return False
+
+    def _kill(self, pid: int, kind: str, training: bool) -> None:
+        os.kill(pid, signal.SIGKILL)
+        self.dealt[kind] += 1
+        self.in_training += training
+
+    def _let_train(self, ranks: list[Any], steps: int, more: float) -> bool:
+        """Wait until so many steps are done and `more` seconds on, or the ranks have ended (False)."""
+        sentinels, seen, done = [process.sentinel for process in ranks], self._steps(), 0
+        while done < steps:
+            if multiprocessing.connection.wait(sentinels, 0.003):
+                return False
+            now = self._steps()
+            done, seen = done + max(0, now - seen), now  # a start drops the lines of steps that it does again
+        return not multiprocessing.connection.wait(sentinels, more)
+
+    def _steps(self) -> int:
+        with suppress(FileNotFoundError):
+            return (self.config.run_folder / "samples" / "ledger.jsonl").read_bytes().count(b"\n")
+        return 0
 
     def story(self) -> list[tuple[Any, ...]]:
         """Of each step: its samples as the ledger has them, loss and gradient norm."""
@@ -228,6 +257,8 @@ def _rank(tree: dict[str, Any], variables: dict[str, str]) -> None:
     config = configuration.from_tree(tree)
     (config.run_folder / "logs").mkdir(parents=True, exist_ok=True)
     sys.stdout = sys.stderr = open(config.run_folder / "logs" / "chaos.log", "a", buffering=1)  # noqa: SIM115
+    for standard in (1, 2):  # torch's own complaints about dead peers too
+        os.dup2(sys.stderr.fileno(), standard)
     try:
         api.train(config)
     except MegascaleError as error:

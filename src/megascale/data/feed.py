@@ -109,11 +109,19 @@ class HostFeed:
         assert self.reader is not None
         if self.device.type != "cuda" or self._pinned is self.reader.ring:
             return
+        self._unpin()  # of a segment that was lost
         ring = self.reader.ring
         code = torch.cuda.cudart().cudaHostRegister(ring.address, ring.shape.size, 0)
         if int(code) != 0:
             raise RuntimeError(f"cudaHostRegister of the loader's ring failed with {code}")
         self._pinned = ring
+
+    def _unpin(self) -> None:
+        for event in self._flying:
+            event.synchronize()
+        if self._pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.address)
+            self._pinned = None
 
     def batches(self, first: int) -> Callable[[int], Batch]:
         """Micro-batch i of this rank's share of the step that begins at sample `first`; each once, in order."""
@@ -175,11 +183,7 @@ class HostFeed:
     def close(self) -> None:
         """Leave the loader."""
         if self.reader is not None:
-            for event in self._flying:
-                event.synchronize()
-            if self._pinned is not None:
-                torch.cuda.cudart().cudaHostUnregister(self._pinned.address)
-                self._pinned = None
+            self._unpin()
             self.reader.close()
             self.reader = None
         elif self._made:
@@ -199,7 +203,7 @@ def open_feed(
             before the ranks.
     """
     plan = plan_host(layout.config, layout.grid.world, rank - local_rank, local_world)
-    if not plan.wanted:
+    if not plan.wanted(gpus=device.type == "cuda"):
         return LocalFeed(layout, rank, local_rank, device)
     place = os.environ.get(host_loader.VARIABLE)
     if place is None:

@@ -12,7 +12,7 @@ from megascale.data import sources
 from megascale.data.indexed import paths
 from megascale.data.manifest import read_manifest
 from megascale.data.samples import is_text
-from megascale.data.tokenizer import tokenizer_path
+from megascale.data.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import DataError
 
 NAME = "sources.json"
@@ -95,19 +95,22 @@ def compare(record: Path, now: dict[str, str]) -> None:
 
 
 def check_tokenizers(config: Config) -> None:
-    """DataError if files that `megascale data build` made say that they were made with different tokenizers."""
+    """DataError if files that `megascale data build` made were made with different tokenizers, or not with the run's.
+
+    The run's tokenizer counts where data.tokenizer names one, and where text is tokenised on the fly.
+    """
+    texts = [is_text(entry) for entry in config.data.train]
     known: dict[str, str] = {}
-    for entry in config.data.train:
-        manifest = None if is_text(entry) else read_manifest(Path(entry).parent)
+    for entry, text in zip(config.data.train, texts, strict=True):
+        manifest = None if text else read_manifest(Path(entry).parent)
         if manifest is not None:
             known.setdefault(manifest.tokenizer["sha256"], entry)
-    if config.data.tokenizer and known:
-        manifest = read_manifest(Path(config.data.tokenizer).parent)
-        if manifest is not None and manifest.tokenizer.get("file") == Path(config.data.tokenizer).name:
-            known.setdefault(manifest.tokenizer["sha256"], f"data.tokenizer={config.data.tokenizer}")
+    if known and (config.data.tokenizer or any(texts)):
+        known.setdefault(tokenizer_for(config.data).sha256, str(tokenizer_path(config.data)))
     if len(known) > 1:
         first, second, *_ = known.values()
         raise DataError(
             f"data.train: {first} and {second} belong to different tokenizers, so equal ids mean different text; build "
-            "one of them again with the other's tokenizer.json (`megascale data build --tokenizer`)"
+            "one of them again with the other's tokenizer.json (`megascale data build --tokenizer`), or name the right "
+            "one with --data.tokenizer"
         )

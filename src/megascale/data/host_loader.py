@@ -92,8 +92,8 @@ def start(config: Config, *, world: int, first_rank: int, ranks: int) -> Started
     Raises MegascaleError subclasses for data that cannot be used and for too little shared memory.
     """
     plan = plan_host(config, world, first_rank, ranks)
-    if not plan.wanted:
-        return None
+    if not plan.wanted(gpus=False):
+        return None  # or the ranks start one, who know their device
     folder = prepare(plan)
     with open(folder / STARTING, "ab") as lock:
         # The child inherits the lock and drops it when it is ready: readers wait for it instead of starting another.
@@ -185,7 +185,7 @@ def _try(folder: Path) -> socket.socket | None:
 
 def _spawn(folder: Path, lock: int | None = None) -> subprocess.Popen[bytes]:
     """A loader in a session of its own: a terminal's interrupt is for the trainers, who tell it when they end."""
-    command = [sys.executable, "-m", "megascale.data.loader_service", str(folder)]
+    command = [sys.executable, "-m", "megascale.data.loader_service", str(folder), "--parent", str(os.getpid())]
     with open(folder / LOG, "ab") as out:
         return subprocess.Popen(
             command if lock is None else [*command, "--lock", str(lock)],
@@ -382,6 +382,8 @@ class Reader:
             if self._poll.poll(1000 * min(5.0, self._hang_seconds)):
                 os.eventfd_read(self._bell)
                 continue
+            if self.ring.full(self.lane):
+                continue  # the loader waits too, for a rank that is behind
             # Nothing for seconds: slow is one thing, a process that does not run at all another.
             now = _worked(_peer(self._sock)) if self._sock.fileno() >= 0 else -1.0
             idle = 0.0 if now != work else idle + min(5.0, self._hang_seconds)

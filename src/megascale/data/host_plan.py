@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,17 @@ class HostPlan:
         """Whether any lane has more than one reader."""
         return any(len(ranks) > 1 for ranks in self.shape.readers)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether this host has a loader of its own under data.loader."""
+    def wanted(self, gpus: bool) -> bool:
+        """Whether this host has a loader of its own under data.loader; `gpus`: its ranks train on them.
+
+        A GPU waits while its rank reads, so there `auto` reads ahead even where nothing is shared.
+        """
         wish, entries = self.config.data.loader, self.config.data.train
         if wish == "local" or not entries or not self.lanes:
             return False
-        return wish == "host" or self.shared or any(map(is_text, entries))
+        if wish == "auto" and sys.platform != "linux":
+            return False  # it needs eventfd and a mount for shared memory
+        return wish == "host" or gpus or self.shared or any(map(is_text, entries))
 
     def reads(self, rank: int) -> bool:
         """Whether a rank needs tokens: those between the first and the last pipeline stage do not."""

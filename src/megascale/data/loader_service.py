@@ -4,7 +4,7 @@ One thread answers the readers, one fills the ring. Neither polls: readers and l
 eventfd). The loader keeps nothing that cannot be had again: sample order is a function of (seed, number), and how far
 everybody is stands in the segment, so another process goes on where a killed one stopped.
 
-Run as `python -m megascale.data.loader_service FOLDER`; `host_loader.connect` starts it where none runs.
+Run as `python -m megascale.data.loader_service FOLDER --parent PID`; `host_loader.connect` starts it where none runs.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Seat:
 
 
 class Service:
-    """The loader of one host and start of a run."""
+    """The loader of one host and start of a run; `parent` is the process that started this one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, parent: int) -> None:
+        self.folder, self.parent = folder, parent
         self.plan = HostPlan.from_json((folder / PLAN).read_text())
         self.segment = Path((folder / SEGMENT).read_text())
         for sentence in rings.reap(self.segment.parent):
@@ -71,7 +71,6 @@ class Service:
         self.attention = os.eventfd(0, os.EFD_CLOEXEC)  # the filling thread has something to say
         self.lock = threading.Lock()  # what both threads change: seats, and where a lane goes on
         self.filler: threading.Thread | None = None
-        self.parent = os.getppid()
         self.came = self.ending = False
         self.left_at = time.monotonic()
         self._step: tuple[int, int, float] = (-1, 0, 0.0)
@@ -259,17 +258,19 @@ class Service:
             os.eventfd_write(self.work, 1)
 
 
-def serve(folder: Path, starting: int | None = None) -> None:
+def serve(folder: Path, parent: int, starting: int | None = None) -> None:
     """Serve until all readers have left. Returns at once if another process already serves the folder.
 
-    `starting` is an open lock to let go of when readers can connect.
+    Args:
+        parent: who started this process (it may be dead by now, so getppid cannot tell).
+        starting: an open lock to let go of when readers can connect.
     """
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    service = Service(folder)
+    service = Service(folder, parent)
     path = folder / SOCKET
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -290,12 +291,13 @@ def main() -> None:
     """Command line of the process; started by `host_loader.connect`, not by people."""
     parser = argparse.ArgumentParser(description="Data loader of one host.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, required=True, help="process that starts this one")
     parser.add_argument("--lock", type=int, help="open file to close when ready")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     try:
-        serve(arguments.folder, arguments.lock)
+        serve(arguments.folder, arguments.parent, arguments.lock)
     except MegascaleError as error:
         print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
         sys.exit(error.exit_code)

@@ -173,6 +173,10 @@ class Ring:
         view = self._data[lane, number % self.shape.depth]
         return view, int(label["first"]), int(label["ids"]), float(label["epochs"])
 
+    def full(self, lane: int) -> bool:
+        """Whether a lane has no slot that all its readers are done with."""
+        return self.produced(lane) - int(self._taken[lane].min()) >= self.shape.depth
+
     def fill(self, lane: int, number: int) -> float:
         """Part of a lane's slots that hold micro-batches from `number` on."""
         return max(0, self.produced(lane) - number) / self.shape.depth

@@ -1,0 +1,42 @@
+"""What /proc tells of processes: processor time, bytes read, memory; and dropping files from the page cache."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def drop(path: Path) -> None:
+    """Take a file out of the page cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of all threads' children."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):
+            found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def cpu(pid: int) -> float:
+    """Processor seconds so far, its own."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def read(pid: int) -> int:
+    """Bytes that read() has returned to it, pipes and sockets included; maps are not in it."""
+    return int(Path(f"/proc/{pid}/io").read_text().split()[1])
+
+
+def memory(pid: int) -> int:
+    """Proportional set size in bytes: shared pages by the share."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return 1024 * int(line.split()[1])
+    return 0
