@@ -1,0 +1,71 @@
+"""The convergence bench: what it trains, and what it makes of the records."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from megascale.bench import convergence as bench
+from megascale.cli.main import app
+from megascale.errors import ConfigError
+
+
+def outcome(variant: str, losses: list[float], seed: int = 0) -> bench.Outcome:
+    return bench.Outcome(variant, seed, "", [100 * (i + 1) for i in range(len(losses))], losses, 10.0)
+
+
+def test_tokens_to_a_loss_lie_between_evaluations():
+    run = outcome("serial", [5.0, 4.0, 3.5, 3.0])
+    assert bench.tokens_to(run, 5.0) == 100
+    assert bench.tokens_to(run, 3.75) == pytest.approx(250)
+    assert bench.tokens_to(run, 2.0) is None
+
+
+def test_lamb_trains_the_same_tokens_in_larger_batches(tmp_path):
+    variants = {v.name: v for v in bench._variants(64, 4, 1e-3, 1e-2, 256)}
+    assert variants["lamb"].batch == 256
+    steps = {n: round(64 * 1024 * 400 / (v.batch * 1024)) for n, v in variants.items()}
+    assert steps["lamb"] * variants["lamb"].batch == steps["serial"] * variants["serial"].batch
+    assert "--model.window=256" in variants["window"].settings
+    assert not any("window" in word for word in variants["parallel"].settings)
+
+
+def test_a_tiny_comparison(tmp_path, tokens):
+    """Two real variants on one core: trained, compared, drawn; called again it trains nothing anew."""
+    command = ["bench", "convergence", "--data", str(tokens), "--preset", "tiny", "--tokens", "1024", "--batch", "4"]
+    command += ["--variant", "serial", "--variant", "lamb", "--seeds", "1", "--times", "2"]
+    command += [
+        "--folder",
+        str(tmp_path / "runs"),
+        "--plot",
+        str(tmp_path / "c.png"),
+        "--out",
+        str(tmp_path / "c.json"),
+    ]
+    command += [
+        "--model.sequence_length=16",
+        "--model.hidden=32",
+        "--model.layers=1",
+        "--model.heads=2",
+        "--model.vocab_size=64",
+    ]
+    command += ["--train.device=cpu", "--train.micro_batch=4", "--train.threads=1"]
+    for _ in range(2):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "c.json").read_text())
+    runs = {run["variant"]: run for run in record["runs"]}
+    assert set(runs) == {"serial", "lamb"}
+    assert runs["serial"]["tokens"][-1] == runs["lamb"]["tokens"][-1] == 1024
+    assert runs["serial"]["held_out"][-1] < runs["serial"]["held_out"][0]
+    assert (tmp_path / "c.png").stat().st_size > 10_000
+    steps = [json.loads(x) for x in (tmp_path / "runs" / "serial-0" / "metrics.jsonl").read_text().splitlines()]
+    assert len([s for s in steps if "loss" in s]) == 16
+
+
+def test_an_unknown_variant_is_named():
+    done = CliRunner().invoke(app, ["bench", "convergence", "--variant", "cereal"])
+    assert isinstance(done.exception, ConfigError)
+    assert "cereal" in str(done.exception)
