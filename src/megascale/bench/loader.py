@@ -121,7 +121,7 @@ class Measured:
 
 def measure(folder: Path, sources: list[str], ranks: int, batches: int, steps: int, repeat: int = 1) -> dict[str, Any]:
     """Make the sources in `folder` and take all measures; a record for JSON."""
-    prefixes = make_sources(folder, batches * _LENGTH * _MICRO)
+    prefixes = make_sources(folder, max(batches, steps) * _LENGTH * _MICRO)
     load = os.getloadavg()[0]
     bound: dict[str, dict[str, Any]] = {}
     waits: dict[str, dict[str, Any]] = {}
