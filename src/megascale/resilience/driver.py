@@ -77,6 +77,8 @@ class Driver(Placing):
         self._looked = 0.0
         self._explaining = False
         self.learned: dict[str, float] = {}
+        self._checks = 0
+        self._refilled: list[float] = []
         self.order = int(time.time() * 1000)  # stop orders of a driver before are not answers to ours
         self.started = time.monotonic()
         self._entered = time.monotonic()
@@ -231,8 +233,12 @@ class Driver(Placing):
         node.last_seen = time.monotonic()
         if message["do"] == "stopped" and message.get("order") == self.order:
             node.acknowledged, node.port = self.order, int(message.get("port", 0))
-        elif message["do"] == "diagnosed" and message.get("order") == self.order:
-            node.report = message
+        elif message["do"] == "diagnosed":
+            if message.get("order") == self.order:
+                node.report = message
+            elif message.get("order") == node.checking:
+                node.checking = 0
+                self.heed_report(node, message)
         elif message["do"] == "failed":
             why = f"{name}: {str(message.get('why'))[:500]}"
             self.act([Verdict(Event.PROCESS_EXIT, (name,), self.job.ranks(name), "respawn", (why,))])
@@ -262,6 +268,7 @@ class Driver(Placing):
         phase = self.job.phase
         if phase in (Phase.STARTING, Phase.RUNNING):
             self._judge(now)
+            self.keep_spares(now)
         elif phase is Phase.STOPPING:
             self.check_stopped(now)
         elif phase is Phase.DIAGNOSING:
@@ -367,6 +374,8 @@ class Driver(Placing):
             return
         self.past += [(time.monotonic(), v) for v in hard]
         worst = max(hard, key=lambda v: SEVERITY[v.action])
+        if any(v.kind == Event.CHECKSUM_MISMATCH for v in hard):
+            self.job = replace(self.job, distrust=True)
         if worst.action == "stop":
             self.fail("; ".join(worst.evidence[:3]), self._code_of(worst))
         elif worst.action == "diagnose":

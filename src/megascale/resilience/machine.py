@@ -51,6 +51,7 @@ class Job:
         master: address and port where rank 0 of this attempt serves the store.
         goal: what STOPPING leads to.
         save: whether STOPPING lets the trainers save first.
+        distrust: copies of the state in memory are dropped when trainers stop: they may hold a flipped bit.
         fresh: nodes whose fork server is started anew with the next attempt.
         step: the last step seen.
         best: the furthest step seen at the last recovery.
@@ -69,6 +70,7 @@ class Job:
     goal: Phase = Phase.STARTING
     save: bool = False
     fresh: tuple[str, ...] = field(default=())
+    distrust: bool = False
     step: int = 0
     best: int = 0
     fruitless: int = 0
