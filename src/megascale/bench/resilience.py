@@ -116,7 +116,7 @@ def resilience(
             figures, good = long_run(file, hours, every, seed)
         else:
             figures, good = _all(file, kinds, runs)
-    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
+    about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
     about |= {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
     about["load"] = list(os.getloadavg())
     out.write_text(json.dumps(about | figures, indent=1))

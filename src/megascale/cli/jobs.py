@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from megascale.cli.common import OVERRIDES
 from megascale.errors import ConfigError, DataError, TrainingError
 
 RUN = typer.Argument(..., help="The run folder, such as runs/stdlib.", show_default=False)
@@ -25,7 +26,7 @@ def register(app: typer.Typer) -> None:
     app.command()(uncordon)
     app.command()(pause)
     app.command()(resume)
-    app.command()(restart)
+    app.command(context_settings=OVERRIDES)(restart)
 
 
 def jobs(
@@ -209,16 +210,26 @@ def resume(run: Path = RUN, why: str = WHY) -> None:
     _order(run, "/v1/job/resume", why)
 
 
-def restart(run: Path = RUN, why: str = WHY) -> None:
-    """Save, import the code anew and start the trainers again, with the settings in RUN/driver/job.toml.
+def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
+    """Update a running job: save, import the code anew, start the trainers again, with settings changed if any are
+    given as --section.key=value.
 
-    Example: megascale restart runs/stdlib --why "new kernel"
+    Settings that bring no step are taken back. Layout, model and the driver's own ([resilience]) need a new launch.
+
+    Examples:
+
+      megascale restart runs/stdlib --why "new kernel"
+
+      megascale restart runs/stdlib --lr.peak=1e-4 --train.eval_interval=100
     """
-    _order(run, "/v1/job/restart", why)
+    wrong = [word for word in context.args if not (word.startswith("--") and "=" in word)]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} is no setting: give --section.key=value, such as --lr.peak=1e-4")
+    _order(run, "/v1/job/restart", why, settings=[word.removeprefix("--") for word in context.args])
 
 
-def _order(run: Path, path: str, why: str) -> None:
-    answer = _ask(run, "POST", path, {"why": why})
+def _order(run: Path, path: str, why: str, **more: Any) -> None:
+    answer = _ask(run, "POST", path, {"why": why} | more)
     typer.echo(f"done; the job is {answer['phase']}")
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megascale.core.events import Event
 from megascale.core.grid import Grid
 from megascale.core.heartbeat import Heartbeat
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from megascale.resilience import hangs, rules, wire
+from megascale.resilience import hangs, rules, update, wire
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.contact import Contact, make_token, write_contact
 from megascale.resilience.diary import Diary
@@ -39,6 +39,7 @@ TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
 SETTLE = 0.3  # seconds after a first bad end in which others of the same cause show
 THOROUGH = 1.0  # seconds between looks at the history of all nodes
+GONE = 0.1  # seconds after a connection has closed in which its agent may come again or end
 LEAVE = 10.0  # seconds that agents get to end
 
 
@@ -251,7 +252,17 @@ class Driver(Placing):
         """A connection ended; the node may come back within the window."""
         if self.nodes[name].channel is channel:
             self.nodes[name].channel = None
+            self.spawn(self._look_after(self.nodes[name]))
             self._wake.set()
+
+    async def _look_after(self, node: Node) -> None:
+        """A connection closed: if the cluster says that no agent runs there any more, there is no need to wait."""
+        await asyncio.sleep(GONE)
+        place = next((p for p in self.cluster.places() if p.name == node.name), None)
+        if place is None or place.running or node.channel is not None or node.state is not NodeState.UP:
+            return
+        if self.job.phase not in ENDED and self.job.goal not in ENDED:
+            self.missing(node, f"the agent of {node.name} has ended: its connection closed and no process is there")
 
     def refused(self, peer: str, node: str, why: str) -> None:
         """Somebody was turned away."""
@@ -342,7 +353,7 @@ class Driver(Placing):
             if w.step > self.job.step:
                 self.job = replace(self.job, step=w.step)
             if self.job.phase is Phase.STARTING and (w.step > first or w.phase != "train"):
-                self.enter(Phase.RUNNING)
+                self.enter(Phase.RUNNING, updating=False)
                 took = now - self.started
                 self.note(
                     Event.FIRST_STEP,
@@ -376,7 +387,9 @@ class Driver(Placing):
         worst = max(hard, key=lambda v: SEVERITY[v.action])
         if any(v.kind == Event.CHECKSUM_MISMATCH for v in hard):
             self.job = replace(self.job, distrust=True)
-        if worst.action == "stop":
+        if self.job.updating and worst.kind in (Event.USER_ERROR, Event.OUT_OF_MEMORY, Event.NONFINITE_LOSS):
+            self._undo_update(worst)
+        elif worst.action == "stop":
             self.fail("; ".join(worst.evidence[:3]), self._code_of(worst))
         elif worst.action == "diagnose":
             self.suspend(Phase.DIAGNOSING, "self-checks after: " + worst.evidence[0])
@@ -429,13 +442,28 @@ class Driver(Placing):
         save = self.job.phase is Phase.RUNNING  # before the first step there is nothing new to save
         self.suspend(Phase.INTERRUPTED, "interrupted", save=save, exit_code=EXIT_INTERRUPTED)
 
-    def restart(self, why: str) -> bool:
-        """Save, import the code anew, and start again. False if the job does not run."""
+    def restart(self, why: str, settings: Sequence[str] = ()) -> bool:
+        """Save, import the code anew, and start again, with `settings` (section.key=value) changed.
+
+        False if the job does not run. ConfigError, and nothing has happened, for settings that cannot be changed.
+        """
         if self.job.phase is not Phase.RUNNING:
             return False
+        if settings:
+            self.config, changed = update.apply(self.run_folder, self.config, settings, self.job.world)
+            self.job = replace(self.job, updating=True)
+            self.note(Event.UPDATED, evidence=changed)
         self.note(Event.RESTARTED, evidence=(why,))
         self.suspend(Phase.WAITING, why, save=True, fresh=tuple(self.nodes))
         return True
+
+    def _undo_update(self, verdict: Verdict) -> None:
+        """New settings brought no step: go back to those before, and start again."""
+        self.config = update.undo(self.run_folder)
+        self.job = replace(self.job, updating=False)
+        text = "the new settings brought no step and are taken back: " + "; ".join(verdict.evidence[:2])
+        self.note(Event.UPDATE_UNDONE, evidence=(text,))
+        self.suspend(Phase.WAITING, text)
 
 
 def _stages(heartbeat: Heartbeat | None) -> list[tuple[int, str, str]]:

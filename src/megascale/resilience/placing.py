@@ -18,6 +18,9 @@ from megascale.resilience.journal import Entry, Journal
 from megascale.resilience.ladder import Situation, Use
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
+from megascale.resilience.rules.offenders import repeated
+from megascale.resilience.verdicts import Verdict
+from megascale.resilience.view import View
 
 JOIN = 60.0  # seconds in which an agent that was started must come
 CALM = 3.0  # seconds that training must run before spares are looked after
@@ -42,6 +45,7 @@ class Placing:
     job: Job
     nodes: dict[str, Node]
     uses: list[Use]
+    incidents: list[tuple[float, str, str]]
     order: int
     started: float
     _entered: float
@@ -67,6 +71,12 @@ class Placing:
         raise NotImplementedError
 
     def spawn(self, work: Any) -> None:
+        raise NotImplementedError
+
+    def act(self, verdicts: list[Verdict]) -> None:
+        raise NotImplementedError
+
+    def view(self, now: float) -> View:
         raise NotImplementedError
 
     # nodes ----------------------------------------------------------------------------------------------------------
@@ -129,9 +139,10 @@ class Placing:
                 why = f"the agent of {node.name} did not come"
             else:
                 continue
-            self.lose(node, why)
-            if self.job.phase not in ENDED and self.job.goal not in ENDED:
-                self.mend(node.name, evict=False)
+            if self.job.phase in ENDED or self.job.goal in ENDED:
+                self.lose(node, why)
+            else:
+                self.missing(node, why)
 
     def keep_spares(self, now: float) -> None:
         """While training runs: have spares tested, and have new ones in place of those that were used."""
@@ -155,6 +166,18 @@ class Placing:
         self.note(Event.NODE_REQUESTED, evidence=(text,))
         for _ in range(missing):
             self._ask_for_node()
+
+    def missing(self, node: Node, why: str) -> None:
+        """A node is gone while the job goes on: mend it; one that goes missing again and again is evicted."""
+        running = self.job.phase in (Phase.STARTING, Phase.RUNNING) and node.name in self.job.placement
+        verdict = Verdict(Event.NODE_LOST, (node.name,), self.job.ranks(node.name), "respawn", (why,))
+        verdict = repeated(self.view(time.monotonic()), [verdict])[0]
+        if running:
+            self.act([verdict])
+        else:
+            self.lose(node, "; ".join(verdict.evidence))
+            self.incidents.append((time.monotonic(), node.name, str(verdict.kind)))
+            self.mend(node.name, evict=verdict.action == "evict")
 
     def lose(self, node: Node, why: str) -> None:
         """A node is gone."""

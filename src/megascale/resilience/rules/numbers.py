@@ -20,6 +20,7 @@ SPIKE_PART = 0.5
 BASE_STEPS = 30
 # ByteRobust (arXiv 2509.16293) takes a jump of five times as a fault; norms of calm runs jump more than losses do.
 NORM_JUMP = 10.0
+SEEN_STEPS = 100  # steps in which a skipped one is looked for
 SKIPPED_STEPS = 3  # steps in a row without a finite gradient before the machines are tested
 
 SLOWER = 1.3  # seconds a step, against the usual
@@ -50,6 +51,10 @@ def losses(view: View) -> list[Verdict]:
         text = f"the gradient of step {last.step} has norm {last.grad_norm}; {skipped} steps in a row were skipped"
         action = "diagnose" if skipped >= SKIPPED_STEPS else "alert"
         found.append(Verdict(Event.NONFINITE_GRADIENT, (), (), action, (text,)))  # type: ignore[arg-type]
+    elif past := [m for m in metrics[-SEEN_STEPS:] if not math.isfinite(m.grad_norm)]:
+        # Short steps: it has come and gone between two looks.
+        text = f"the gradient of step {past[-1].step} had norm {past[-1].grad_norm}; the step was skipped"
+        found.append(Verdict(Event.NONFINITE_GRADIENT, (), (), "alert", (text,)))
     base = [m for m in metrics[:-1] if math.isfinite(m.loss) and math.isfinite(m.grad_norm)][-100:]
     if len(base) < BASE_STEPS or not math.isfinite(last.loss) or not math.isfinite(last.grad_norm):
         return found
