@@ -121,20 +121,19 @@ def test_wrong_settings_change_nothing(tmp_path, setting):
 
 def test_whatever_schemathesis_sends_is_answered_as_described(served):
     schemathesis = pytest.importorskip("schemathesis")
-    from hypothesis import HealthCheck, Phase as Stage, given, settings
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import Phase as Stage
 
     headers = {"Authorization": f"Bearer {served.token}"}
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json", headers=headers)
+    count, any_ = int(os.environ.get("MEGASCALE_FUZZ", "6")), list(HealthCheck)
     seen = set()
     for result in schema.get_all_operations():
         operation = result.ok()
         seen.add(operation.label)
 
         @given(case=operation.as_strategy())
-        @settings(
-            max_examples=int(os.environ.get("MEGASCALE_FUZZ", "6")), deadline=None, database=None, phases=[Stage.generate],
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        @settings(max_examples=count, deadline=None, database=None, phases=[Stage.generate], suppress_health_check=any_)
         def send(case) -> None:
             case.call_and_validate(headers=headers)
 

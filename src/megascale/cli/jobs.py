@@ -52,17 +52,26 @@ def jobs(
         reader.close()
         if job is not None:
             rows.append(
-                {"run": str(folder), "phase": job.phase.value, "attempt": job.attempt, "step": job.step}
+                {"run": str(folder), "phase": job.phase.value, "attempt": job.attempt, "step": _step(folder, job.step)}
                 | {"ranks": job.world, "nodes": list(job.placement), "driver": alive, "why": job.why}
             )
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    table = Table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision")
+    table = Table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision", box=None)
+    table.columns[0].overflow = "fold"
     for r in rows:
-        cells = [r["run"], r["phase"], r["attempt"], r["step"], r["ranks"], " ".join(r["nodes"])]
+        cells = [r["run"], r["phase"], r["attempt"], r["step"], r["ranks"], len(r["nodes"])]
         table.add_row(*map(str, cells), "at work" if r["driver"] else "none", r["why"])
-    Console().print(table)
+    Console(highlight=False).print(table)
+
+
+def _step(run: Path, known: int) -> int:
+    """The step that rank 0 is in, if its status can be read here; else the one the journal knows."""
+    from megascale.core.status import read_status
+
+    status = read_status(run / "status" / "rank-0.status")
+    return max(known, status.step) if status is not None else known
 
 
 def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
@@ -84,18 +93,21 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
         found = [
             {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
             | {"ranks": list(job.ranks(n.name)) if job else [], "seen": None, "why": n.why, "workers": []}
+            | {"checks": "not run"}
             for n in remembered
         ]
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", "why")
+    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", "since", box=None)
     for n in found:
         state = n["state"] + (" (cordoned)" if n["cordoned"] else "")
         seen = "" if n["seen"] is None else f"{n['seen']:.1f} s ago"
         doing = ", ".join(sorted({f"{w['phase'] or w['state']} {w['step']}" for w in n["workers"]}))
+        if n["state"] == "up" and not n["ranks"]:
+            doing = f"stands by, self-checks {n.get('checks', 'not run')}"
         table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing, n["why"])
-    Console().print(table)
+    Console(highlight=False).print(table)
     if not alive:
         typer.echo("no driver is at work: this is what the journal remembers")
 

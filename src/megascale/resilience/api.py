@@ -11,7 +11,7 @@ import hmac
 import logging
 import socket
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Path, Query, Security
@@ -69,7 +69,7 @@ class RankAnswer(BaseModel):
 
 
 class NodeAnswer(BaseModel):
-    """One node now. seen: seconds since its last heartbeat, null if it is not connected."""
+    """One node now. seen: seconds since its last heartbeat, null if it is not connected; checks: its self-checks."""
 
     name: str
     address: str
@@ -79,6 +79,7 @@ class NodeAnswer(BaseModel):
     seen: float | None
     why: str
     workers: list[RankAnswer]
+    checks: Literal["passed", "under way", "not run"]
     facts: dict[str, Any]
 
 
@@ -240,6 +241,7 @@ def _node(driver: Driver, name: str) -> NodeAnswer:
             )
             for w in workers
         ],
+        checks="passed" if n.tested else "under way" if n.checking else "not run",
         facts=n.facts,
     )
 

@@ -289,12 +289,14 @@ def _namespace(run: Path) -> list[str]:
     if shutil.which("ip") is None or shutil.which("nsenter") is None:
         raise TrainingError("`ip` and `nsenter` (iproute2, util-linux) are needed to break a network, and are not here")
     try:
-        theirs, machines = os.readlink(f"/proc/{pid}/ns/net"), os.readlink("/proc/1/ns/net")
+        theirs, machines = os.readlink(f"/proc/{pid}/ns/net"), {os.readlink("/proc/self/ns/net")}
+        with contextlib.suppress(PermissionError):  # a container's
+            machines.add(os.readlink("/proc/1/ns/net"))
     except OSError as error:
         raise TrainingError(f"the driver's network namespace cannot be read: {error.strerror}; run as root") from None
-    if theirs == machines:
+    if theirs in machines:
         raise TrainingError(
-            "the run shares the machine's network, which is not broken for a test; start it in a network namespace of "
+            "the run shares the network of this command, which is not broken for a test; start it in a namespace of "
             "its own: unshare --net sh -c 'ip link set lo up && megascale launch ...'"
         )
     return ["nsenter", f"--net=/proc/{pid}/ns/net"]
