@@ -99,14 +99,17 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", "since", box=None)
+    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", "why", box=None)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     for n in found:
         state = n["state"] + (" (cordoned)" if n["cordoned"] else "")
         seen = "" if n["seen"] is None else f"{n['seen']:.1f} s ago"
         doing = ", ".join(sorted({f"{w['phase'] or w['state']} {w['step']}" for w in n["workers"]}))
         if n["state"] == "up" and not n["ranks"]:
-            doing = f"stands by, self-checks {n.get('checks', 'not run')}"
-        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing, n["why"])
+            doing = f"spare, self-checks {n.get('checks', 'not run')}"
+        why = "" if n["state"] == "up" else n["why"]
+        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing, why)
     Console(highlight=False).print(table)
     if not alive:
         typer.echo("no driver is at work: this is what the journal remembers")
@@ -234,10 +237,26 @@ def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
 
       megascale restart runs/stdlib --lr.peak=1e-4 --train.eval_interval=100
     """
-    wrong = [word for word in context.args if not (word.startswith("--") and "=" in word)]
+    if context.args:
+        _check_settings(run, context.args)
+    _order(run, "/v1/job/restart", why, settings=[word.removeprefix("--") for word in context.args])
+
+
+def _check_settings(run: Path, words: list[str]) -> None:
+    """Raises what a launch with these settings would raise, before anything is stopped for them."""
+    from megascale import api
+    from megascale.cli.common import load
+    from megascale.core.layout import lay_out
+    from megascale.resilience.journal import Reader
+    from megascale.resilience.update import settings_file
+
+    wrong = [word for word in words if not (word.startswith("--") and "=" in word)]
     if wrong:
         raise ConfigError(f"{wrong[0]} is no setting: give --section.key=value, such as --lr.peak=1e-4")
-    _order(run, "/v1/job/restart", why, settings=[word.removeprefix("--") for word in context.args])
+    reader = Reader(run)
+    job = reader.job
+    reader.close()
+    lay_out(api.resolve(load(settings_file(run), words)), job.world if job is not None else 1)
 
 
 def _order(run: Path, path: str, why: str, **more: Any) -> None:

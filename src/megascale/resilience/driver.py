@@ -79,6 +79,7 @@ class Driver(Placing):
         self._explaining = False
         self.learned: dict[str, float] = {}
         self._checks = 0
+        self.reasons: dict[str, str] = {}
         self._refilled: list[float] = []
         self.order = int(time.time() * 1000)  # stop orders of a driver before are not answers to ours
         self.started = time.monotonic()
@@ -379,6 +380,9 @@ class Driver(Placing):
                 evidence=verdict.evidence,
                 person=verdict.person,
             )
+            self.reasons |= {
+                node: f"{verdict.kind}: {verdict.evidence[0]}" for node in verdict.nodes if verdict.evidence
+            }
             self.incidents += [(time.monotonic(), node, str(verdict.kind)) for node in verdict.nodes]
         hard = [v for v in fresh if SEVERITY[v.action] >= SEVERITY["respawn"]]
         if not hard or self.job.phase not in (Phase.STARTING, Phase.RUNNING):
@@ -450,7 +454,7 @@ class Driver(Placing):
         if self.job.phase is not Phase.RUNNING:
             return False
         if settings:
-            self.config, changed = update.apply(self.run_folder, self.config, settings, self.job.world)
+            self.config, changed = update.apply(self.run_folder, self.config, settings)
             self.job = replace(self.job, updating=True)
             self.note(Event.UPDATED, evidence=changed)
         self.note(Event.RESTARTED, evidence=(why,))

@@ -46,6 +46,7 @@ class Placing:
     nodes: dict[str, Node]
     uses: list[Use]
     incidents: list[tuple[float, str, str]]
+    reasons: dict[str, str]  # what was last held against each node
     order: int
     started: float
     _entered: float
@@ -175,7 +176,8 @@ class Placing:
         if running:
             self.act([verdict])
         else:
-            self.lose(node, "; ".join(verdict.evidence))
+            self.reasons[node.name] = "; ".join(verdict.evidence)
+            self.lose(node, self.reasons[node.name])
             self.incidents.append((time.monotonic(), node.name, str(verdict.kind)))
             self.mend(node.name, evict=verdict.action == "evict")
 
@@ -239,7 +241,7 @@ class Placing:
             for each in [node] if node is not None else [self.nodes[n] for n in self.job.placement]:
                 self.start_agent(each, "respawn")
         elif choice.rung != "retry" and node is not None:
-            self._take_out(node, evict, choice.why[-1])
+            self._take_out(node, evict, self.reasons.get(name, choice.why[-1]))
             if choice.rung == "replenish":
                 self._ask_for_node()
         return choice.rung
@@ -430,6 +432,7 @@ class Placing:
             report=report.get("report", ""),
         )
         if not passed:
+            self.reasons[node.name] = f"self-checks {verdict}"
             self.mend(node.name, evict=True)
 
     # what people ask ------------------------------------------------------------------------------------------------
@@ -439,6 +442,7 @@ class Placing:
         node, phase = self.nodes[name], self.job.phase
         self.note(Event.EVICTION_ASKED, nodes=(name,), evidence=(why,))
         if name in self.job.placement and phase is Phase.RUNNING:
+            self.reasons[name] = f"a person: {why}"
             self._to_evict.append(name)  # nothing is broken: the trainers save first
             self.suspend(Phase.WAITING, f"evict {name}: {why}", save=True)
         elif name in self.job.placement and phase is Phase.STARTING:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import Config, load
-from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
 from megascale.resilience.contact import folder
 
@@ -24,10 +23,10 @@ def settings_file(run: Path) -> Path:
     return folder(run) / "job.toml"
 
 
-def apply(run: Path, config: Config, settings: Sequence[str], world: int) -> tuple[Config, tuple[str, ...]]:
+def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     """Write changed settings; returns them and what changed, in words.
 
-    Raises ConfigError or FitError, with nothing written, for a wrong key or value, one of FIXED, or no change at all.
+    Raises ConfigError, with nothing written, for a wrong key or value, one of FIXED, or no change at all.
     """
     file = settings_file(run)
     new = load(file, [f"--{setting}" for setting in settings])
@@ -41,7 +40,6 @@ def apply(run: Path, config: Config, settings: Sequence[str], world: int) -> tup
                 f"{key}={after.get(key)} cannot be changed in a job that runs ({', '.join(FIXED)} are fixed): "
                 "interrupt it and launch it again with the new value"
             )
-    lay_out(new, world)
     os.replace(_written(config, file.with_name("job.before.tmp")), _before(run))
     os.replace(_written(new, file.with_name("job.tmp")), file)
     return new, tuple(f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed)

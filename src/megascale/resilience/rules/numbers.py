@@ -132,7 +132,9 @@ def _slower(rank: int, member: Member, values: list[float], peers: list[list[flo
         return ""
     # Against the slowest of the peers' medians: a stage whose ranks all differ has no single slow one.
     typical = max(median(p) for p in peers) if len(peers) < 3 else median(median(p) for p in peers)
-    noise = max(sorted(p)[int(0.9 * (len(p) - 1))] for p in peers) if len(peers) < 3 else typical
+    # Where peers themselves vary that much, as on machines that do other work too, nobody stands out.
+    pooled = sorted(value for p in peers for value in p)
+    noise = max(sorted(p)[int(0.9 * (len(p) - 1))] for p in peers) if len(peers) < 3 else pooled[int(0.9 * len(pooled))]
     mine, low = median(values), sorted(values)[len(values) // 4]
     if mine < SLOW_NODE * typical or low < SLOW_NODE_LEAST * typical or low < noise:
         return ""
