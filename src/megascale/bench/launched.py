@@ -177,8 +177,10 @@ def phases(job: Launched, struck: float, verdict: Any, again: Any) -> dict[str, 
     detect: fault to verdict; stop: to the next attempt's start (all processes ended, ladder and placing); load: to
     the state being back (processes, rendezvous, groups, checkpoint); step: to the first new step.
     """
-    started = next((e for e in job.events() if e.kind == "attempt_started" and e.time > struck), None)
-    back = next((e for e in job.told() if e["event"] in ("resumed", "run_started") and e["time"] > struck), None)
+    after = verdict.time if verdict else struck
+    started = next((e for e in job.events() if e.kind == "attempt_started" and e.time > after), None)
+    after = started.time if started else after
+    back = next((e for e in job.told() if e["event"] in ("resumed", "run_started") and e["time"] > after), None)
     found: dict[str, float | int | None] = {"detect": verdict.time - struck if verdict else None}
     found["stop"] = started.time - verdict.time if started and verdict else None
     found["load"] = back["time"] - started.time if back and started else None

@@ -233,7 +233,8 @@ def _strike(job: Launched, kind: str, case: Case, number: int, expected: dict[st
         job.start()
     verdict = job.first(lambda e: e.time > struck and e.kind in case.verdicts) if case.verdicts else None
     done = job.step()
-    hard = job.first(lambda e: e.time > struck and e.action in ("respawn", "evict", "diagnose", "stop"), 0.0)
+    actions = ("respawn", "evict", "diagnose", "stop")
+    hard = next((e for e in job.events() if e.time > struck and e.action in actions), verdict)
     again = None
     if case.ends == "recover" and verdict is not None:
         again = job.first(lambda e: e.kind == "first_step" and e.time > struck)
@@ -241,7 +242,7 @@ def _strike(job: Launched, kind: str, case: Case, number: int, expected: dict[st
         again = job.first(lambda e: e.kind == "node_joined" and e.time > struck)
     code = job.end()
     thread.join()
-    row = phases(job, struck, hard or verdict, again if case.ends == "recover" else None)
+    row = phases(job, struck, hard, again if case.ends == "recover" else None)
     row["total"] = again.time - struck if again else None
     events = [e for e in job.events() if e.time > struck]
     same = not expected or code != 0 or _equal(job.weights(), expected)
