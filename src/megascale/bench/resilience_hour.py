@@ -48,7 +48,7 @@ def long_run(file: Path, hours: float, every: float, seed: int) -> tuple[dict[st
     figures = _ratio(job, begun, ended, first.time if first is not None else ended, rows)
     figures |= {"exit_code": code, "seed": seed, "every": every, "rows": rows}
     _show(figures)
-    return figures, code == 130 and bool(rows) and all(row["recovered"] for row in rows)
+    return figures, code == 130 and bool(rows) and all(row["recovered"] and row["right"] for row in rows)
 
 
 def _faults(job: Launched, until: float, every: float, dice: random.Random) -> list[dict[str, Any]]:
@@ -84,11 +84,13 @@ def _one(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
     try:
         inject(job.run, kind, options)
     except MegascaleError as error:
-        return row | {"recovered": False, "why": str(error)}
+        return row | {"recovered": False, "right": False, "why": str(error)}
     if kind == "kill-driver":
         job.process.wait()
         job.start()
-    verdict = job.first(lambda e: e.id > after and e.kind in CASES[kind].verdicts, 120.0)
+    right = CASES[kind].verdicts
+    known = ("respawn", "evict", "diagnose", "stop")
+    verdict = job.first(lambda e: e.id > after and (e.kind in right or e.action in known), 120.0)
     done, again = job.step(), None
     if kind not in _RIDDEN:
         again = job.first(lambda e: e.id > after and e.kind == "first_step", 180.0)
@@ -98,7 +100,8 @@ def _one(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
     row["lost_steps"] = max(0, done - int(resumed)) if again and resumed is not None else 0
     row["rungs"] = [e.action for e in job.events(after) if e.kind == "ladder"]
     row["verdict"] = verdict.kind if verdict else ""
-    row["recovered"] = verdict is not None and (kind in _RIDDEN or again is not None)
+    row["right"] = verdict is not None and verdict.kind in right
+    row["recovered"] = row["right"] if kind in _RIDDEN else again is not None
     return row
 
 
@@ -116,6 +119,7 @@ def _ratio(job: Launched, begun: float, ended: float, first: float, rows: list[d
         "hours": (ended - begun) / 3600,
         "faults": len(rows),
         "recovered": sum(row["recovered"] for row in rows),
+        "right_verdicts": sum(row["right"] for row in rows),
         "steps": len(seconds),
         "step_seconds": worked / max(1, len(seconds)),
         "median_step_seconds": middle,
@@ -141,7 +145,8 @@ def _show(figures: dict[str, Any]) -> None:
     console = Console(width=140, highlight=False)
     console.print(table)
     console.print(
-        f"{figures['faults']} faults in {figures['hours']:.2f} h, {figures['recovered']} recovered; "
+        f"{figures['faults']} faults in {figures['hours']:.2f} h, {figures['recovered']} recovered, "
+        f"{figures['right_verdicts']} with the right verdict; "
         f"{figures['steps']} steps of {figures['step_seconds']:.3f} s (median {figures['median_step_seconds']:.3f}); "
         f"effective training time ratio {figures['effective_ratio']:.3f} "
         f"({figures['effective_ratio_by_median']:.3f} by the median)"

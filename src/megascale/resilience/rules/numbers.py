@@ -118,8 +118,10 @@ def _compute(member: Member) -> dict[int, list[float]]:
     if recent and recent[-1][0] - recent[0][0] < SLOW_SECONDS:
         recent = [beat for beat in list(member.history)[3:] if beat[0] >= recent[-1][0] - SLOW_SECONDS]
     for _, heartbeat in recent:
+        ages = {w.rank: w.status_age for w in heartbeat.workers}
         for rank, seconds in heartbeat.step_seconds.items():
-            if seconds > 0:
+            # A rank that stands still repeats its last step's time: that is no further evidence.
+            if seconds > 0 and ages.get(rank, 0.0) <= max(1.0, 3 * seconds):
                 found[rank].append(seconds)
     if not recent or recent[-1][0] - recent[0][0] < 0.9 * SLOW_SECONDS:
         return {}
