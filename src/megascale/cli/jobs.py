@@ -99,18 +99,19 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", "why", box=None)
-    for column in table.columns[:-1]:
-        column.no_wrap = True
+    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", box=None)
     for n in found:
         state = n["state"] + (" (cordoned)" if n["cordoned"] else "")
         seen = "" if n["seen"] is None else f"{n['seen']:.1f} s ago"
         doing = ", ".join(sorted({f"{w['phase'] or w['state']} {w['step']}" for w in n["workers"]}))
         if n["state"] == "up" and not n["ranks"]:
             doing = f"spare, self-checks {n.get('checks', 'not run')}"
-        why = "" if n["state"] == "up" else n["why"]
-        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing, why)
-    Console(highlight=False).print(table)
+        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing)
+    console = Console(highlight=False)
+    console.print(table)
+    for n in found:
+        if n["state"] != "up":
+            console.print(f" {n['name']} {n['state']}: {n['why']}", markup=False)
     if not alive:
         typer.echo("no driver is at work: this is what the journal remembers")
 
