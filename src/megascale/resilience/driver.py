@@ -39,6 +39,7 @@ TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
 SETTLE = 0.3  # seconds after a first bad end in which others of the same cause show
 THOROUGH = 1.0  # seconds between looks at the history of all nodes
+HELD_UP = 0.5  # seconds by which the loop may be late before it forgives nodes their silence
 GONE = 0.1  # seconds after a connection has closed in which its agent may come again or end
 LEAVE = 10.0  # seconds that agents get to end
 
@@ -115,20 +116,22 @@ class Driver(Placing):
         for node in self.nodes.values():
             node.last_seen, node.deadline = now, now + self.limits.window
         self.begin_nodes(now)
-        renewed = 0.0
+        renewed, due = 0.0, now
         try:
             while self.job.phase not in ENDED:
                 if time.monotonic() - renewed > min(1.0, self.limits.lease / 3):
                     self.journal.renew()
                     renewed = time.monotonic()
                 looked = time.monotonic()
+                self._forgive(looked, due)
                 self.step(looked)
                 if self.job.phase in ENDED:
                     break
                 # However many nodes there are, looking at them takes a part of the time only.
-                pause = max(TICK, 4 * (time.monotonic() - looked))
+                pause = min(1.0, max(TICK, 4 * (time.monotonic() - looked)))
+                due = time.monotonic() + pause
                 try:
-                    async with asyncio.timeout(min(pause, 1.0)):
+                    async with asyncio.timeout(pause):
                         await self._wake.wait()
                         await asyncio.sleep(COALESCE)
                 except TimeoutError:
@@ -140,6 +143,14 @@ class Driver(Placing):
                 task.cancel()
             await self.intake.close()
         return self.job.exit_code
+
+    def _forgive(self, now: float, due: float) -> None:
+        """A driver that was held up (a slow disk, a host without CPU) heard nobody meanwhile: that is not the nodes'
+        silence."""
+        late = now - due
+        if late > HELD_UP:
+            for node in self.nodes.values():
+                node.last_seen = min(now, node.last_seen + late)
 
     async def _farewell(self) -> None:
         """Let all agents go, and make sure that they have gone."""
