@@ -384,6 +384,7 @@ class ResilienceConfig(Section):
     faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
     nodes: int = Field(1, ge=1, description="nodes that hold ranks; on one machine a node is a few processes")
     spares: int = Field(0, ge=0, description="nodes that stand by with everything imported")
+    test_spares: bool = Field(True, description="have spares run the self-checks while they wait; one that fails goes")
     interval: float = Field(1.0, gt=0, description="seconds between an agent's heartbeats")
     window: float = Field(5.0, gt=0, description="seconds without a heartbeat after which a node counts as lost")
     first_step: float = Field(600.0, gt=0, description="seconds that start, loading and the first step may take")

@@ -20,7 +20,13 @@ from megascale.resilience.journal import Entry, Reader, born
 WAIT = 120.0  # seconds; only a broken test takes them
 
 # Quick windows; what is tested here is order, not patience.
-QUICK = ["--resilience.interval=0.3", "--resilience.window=2", "--parallel.data=2", "--observe.progress=false"]
+QUICK = [
+    "--resilience.interval=0.3",
+    "--resilience.test_spares=false",
+    "--resilience.window=2",
+    "--parallel.data=2",
+    "--observe.progress=false",
+]
 
 
 class Launched:

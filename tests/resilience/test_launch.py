@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from tests.conftest import lines
 
 from megascale import checkpoint
+from megascale.resilience.diagnose import expected
 from megascale.resilience.journal import Reader, born
 from megascale.train.restore import restore
 
@@ -117,6 +119,42 @@ def test_pause_evict_and_resume_through_the_commands(launch, megascale):
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 130
     assert "interrupted" in megascale("jobs", job.run, "--json").stdout
+
+
+def test_new_settings_take_force_and_bad_ones_are_taken_back(launch, megascale):
+    job = launch("updated", "--nodes=1", "--parallel.data=1", "--train.steps=100000", "--checkpoint.interval=0")
+    job.until("first_step")
+    assert megascale("restart", job.run, "--lr.peak=0.5", "--lr.decay=constant").returncode == 0
+    assert "lr.peak: 0.01 -> 0.5" in job.until("updated").evidence
+    job.until("first_step", attempt=2)
+    rates = [r["learning_rate"] for r in lines(job.run / "metrics.jsonl") if "loss" in r]
+    job.wait(lambda: lines(job.run / "metrics.jsonl")[-1].get("learning_rate", 0) > 10 * rates[0], "the new rate")
+    refused = megascale("restart", job.run, "--model.hidden=64")
+    assert refused.returncode == 2
+    assert "model.hidden=64 cannot be changed" in refused.stderr
+    assert megascale("restart", job.run, "--data.train=nowhere/train", "--why", "new data").returncode == 0
+    assert "brought no step" in job.until("update_undone").evidence[0]
+    job.until("first_step")  # with the settings before
+    assert "nowhere" not in (job.run / "driver" / "job.toml").read_text()
+
+
+def test_a_spare_is_tested_while_it_waits_and_one_that_fails_is_replaced(launch, tmp_path):
+    # What this machine is said to have reached makes its self-checks fail.
+    cache = tmp_path / "cache" / "megascale"
+    words = ["--nodes=1", "--spares=1", "--parallel.data=1", "--train.steps=100000", "--checkpoint.interval=0"]
+    os.environ["XDG_CACHE_HOME"] = str(cache.parent)
+    try:
+        cache.mkdir(parents=True)
+        rates = {expected.hardware(): {"memory bandwidth cpu": [1e6] * 5}}
+        (cache / "expected.json").write_text(json.dumps({"rates": rates, "digests": {}}))
+        job = launch("tested", *words, "--resilience.test_spares=true")
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+    report = job.until("node_diagnosed")
+    assert (report.nodes, report.action) == (("n1",), "evict")
+    assert "memory bandwidth" in report.evidence[0]
+    assert job.until("ladder", nodes=("n1",)).action == "replenish"
+    assert job.until("node_joined").nodes == ("n2",)
 
 
 def _phase(run: Path) -> str:

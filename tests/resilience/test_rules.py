@@ -256,13 +256,17 @@ def test_losses_norms_and_seconds():
     assert one(measured(calm, [1.0] * 79 + [50.0]), "loss_spike").action == "alert"
     assert one(measured(calm, [1.0] * 79 + [math.nan]), "nonfinite_gradient").action == "alert"
     assert one(measured(calm, [1.0] * 77 + [math.nan] * 3), "nonfinite_gradient").action == "diagnose"
+    # Gone again when we look: steps are shorter than the time between two looks.
+    assert one(measured(calm, [1.0] * 40 + [math.nan] + [1.0] * 39), "nonfinite_gradient").action == "alert"
     assert one(measured(calm, None, [0.1] * 60 + [0.2] * 20), "throughput_drop").action == "alert"
     assert not measured(calm, None, [0.1] * 70 + [0.2] * 10)
 
 
-def computing(*nodes: list[float], data: int | None = None) -> list[Verdict]:
+def computing(*nodes: list[float], data: int | None = None, still: int = 0) -> list[Verdict]:
+    """still: of the last heartbeats, how many show ranks that stand."""
+    ages = [0.1] * (len(nodes[0]) - still) + [0.5 + i for i in range(still)]
     beats = {
-        n: [heartbeat(n, i, [worker(n, step=i)], step_seconds={n: s}) for i, s in enumerate(series)]
+        n: [heartbeat(n, i, [worker(n, step=i, status_age=ages[i])], step_seconds={n: s}) for i, s in enumerate(series)]
         for n, series in enumerate(nodes)
     }
     data = data or len(nodes)
@@ -279,6 +283,11 @@ def test_a_persistently_slow_node_is_evicted():
     assert not computing(usual, usual, [s * 1.05 for s in usual], usual)
     # A stage with the logits takes longer: only ranks of one stage are compared.
     assert not computing(usual, usual, slow, slow, data=2)
+    # Where peers vary as much themselves, nobody stands out.
+    assert not computing([0.1, 0.2] * 15, [0.1, 0.18] * 15, [0.15] * 30, [0.1, 0.19] * 15)
+    # A run that stands (rank 0 is stopped) repeats its last step's times: no evidence against the slower of them.
+    assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18, still=18)] == ["hang"]
+    assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18)] == ["slow_node"]
     # A passing slowness is none.
     assert not computing(usual, usual, usual[:-5] + [0.3] * 5, usual)
 

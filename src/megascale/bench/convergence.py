@@ -207,7 +207,8 @@ def _run_all(work: list[tuple[Variant, int, list[str]]], devices: list[str], con
 
     from megascale.errors import TrainingError
 
-    waiting, running = list(range(len(work))), {}
+    waiting = list(range(len(work)))
+    running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
     with Progress(console=console, transient=True) as progress:
         bars = [progress.add_task(f"{v.name}, seed {s}", total=1.0) for v, s, _ in work]
         try:

@@ -240,8 +240,13 @@ async def _agent(
 
     contact, name = read_contact(run), f"n{number}"
     await asyncio.sleep(2 * offset)
-    reader, writer = await asyncio.open_connection(*contact.agents)
-    channel = await wire.open_channel(reader, writer, read_token(run), driver=False)
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(*contact.agents)
+            channel = await wire.open_channel(reader, writer, read_token(run), driver=False)
+            break
+        except (OSError, EOFError, wire.Refused):  # all come at once: an agent that was not heard in time tries again
+            await asyncio.sleep(1.0 + offset)
     hello: dict[str, Any] = {"job": contact.job, "node": name, "address": "127.0.0.1", "pod": "", "boot": name}
     channel.tell(do="hello", **hello, epoch=0, attempt=0, hardware={}, versions={})
     orders: dict[str, Any] = {}

@@ -91,9 +91,13 @@ def alive(sock: socket.socket) -> bool:
         return False
 
 
-def private_folder(run: Path | str) -> Path:
-    """A folder of this user and host for the sockets of one run, not readable by others."""
-    name = hashlib.sha256(str(Path(run).absolute()).encode()).hexdigest()[:16]
+def private_folder(run: Path | str, node: str | None = None) -> Path:
+    """A folder of this user and host for the sockets of one run, not readable by others.
+
+    node: its name where a launcher plays several nodes on one host, each a host of its own; default: this process's.
+    """
+    node = os.environ.get("MEGASCALE_NODE", "") if node is None else node
+    name = hashlib.sha256(f"{Path(run).absolute()}\0{node}".rstrip("\0").encode()).hexdigest()[:16]
     base = Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}"
     folder = base / name
     for place in (base, folder):

@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
             show_default=False,
         ),
         ask: bool = typer.Option(True, help="Ask ranks that run on this host for their stacks and flight records."),
+        watch: float = typer.Option(2.0, min=0.0, help="Seconds to look for movement; as long as a step may take."),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     ) -> None:
         """Say which rank holds a run up, in which collective, and how that is known.
@@ -38,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
         from megascale.observe.hang import report
 
-        scene, verdict = report.examine(folder, ask)
+        scene, verdict = report.examine(folder, ask, watch)
         if as_json:
             typer.echo(json.dumps(report.as_json(scene, verdict), indent=2))
         else:

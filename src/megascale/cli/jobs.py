@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from megascale.cli.common import OVERRIDES
 from megascale.errors import ConfigError, DataError, TrainingError
 
 RUN = typer.Argument(..., help="The run folder, such as runs/stdlib.", show_default=False)
@@ -25,7 +26,7 @@ def register(app: typer.Typer) -> None:
     app.command()(uncordon)
     app.command()(pause)
     app.command()(resume)
-    app.command()(restart)
+    app.command(context_settings=OVERRIDES)(restart)
 
 
 def jobs(
@@ -51,17 +52,26 @@ def jobs(
         reader.close()
         if job is not None:
             rows.append(
-                {"run": str(folder), "phase": job.phase.value, "attempt": job.attempt, "step": job.step}
+                {"run": str(folder), "phase": job.phase.value, "attempt": job.attempt, "step": _step(folder, job.step)}
                 | {"ranks": job.world, "nodes": list(job.placement), "driver": alive, "why": job.why}
             )
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    table = Table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision")
+    table = Table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision", box=None)
+    table.columns[0].overflow = "fold"
     for r in rows:
-        cells = [r["run"], r["phase"], r["attempt"], r["step"], r["ranks"], " ".join(r["nodes"])]
+        cells = [r["run"], r["phase"], r["attempt"], r["step"], r["ranks"], len(r["nodes"])]
         table.add_row(*map(str, cells), "at work" if r["driver"] else "none", r["why"])
-    Console().print(table)
+    Console(highlight=False).print(table)
+
+
+def _step(run: Path, known: int) -> int:
+    """The step that rank 0 is in, if its status can be read here; else the one the journal knows."""
+    from megascale.core.status import read_status
+
+    status = read_status(run / "status" / "rank-0.status")
+    return max(known, status.step) if status is not None else known
 
 
 def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
@@ -83,18 +93,25 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
         found = [
             {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
             | {"ranks": list(job.ranks(n.name)) if job else [], "seen": None, "why": n.why, "workers": []}
+            | {"checks": "not run"}
             for n in remembered
         ]
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", "why")
+    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", box=None)
     for n in found:
         state = n["state"] + (" (cordoned)" if n["cordoned"] else "")
         seen = "" if n["seen"] is None else f"{n['seen']:.1f} s ago"
         doing = ", ".join(sorted({f"{w['phase'] or w['state']} {w['step']}" for w in n["workers"]}))
-        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing, n["why"])
-    Console().print(table)
+        if n["state"] == "up" and not n["ranks"]:
+            doing = f"spare, self-checks {n.get('checks', 'not run')}"
+        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing)
+    console = Console(highlight=False)
+    console.print(table)
+    for n in found:
+        if n["state"] != "up":
+            console.print(f" {n['name']} {n['state']}: {n['why']}", markup=False)
     if not alive:
         typer.echo("no driver is at work: this is what the journal remembers")
 
@@ -209,16 +226,42 @@ def resume(run: Path = RUN, why: str = WHY) -> None:
     _order(run, "/v1/job/resume", why)
 
 
-def restart(run: Path = RUN, why: str = WHY) -> None:
-    """Save, import the code anew and start the trainers again, with the settings in RUN/driver/job.toml.
+def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
+    """Update a running job: save, import the code anew, start the trainers again, with settings changed if any are
+    given as --section.key=value.
 
-    Example: megascale restart runs/stdlib --why "new kernel"
+    Settings that bring no step are taken back. Layout, model and the driver's own ([resilience]) need a new launch.
+
+    Examples:
+
+      megascale restart runs/stdlib --why "new kernel"
+
+      megascale restart runs/stdlib --lr.peak=1e-4 --train.eval_interval=100
     """
-    _order(run, "/v1/job/restart", why)
+    if context.args:
+        _check_settings(run, context.args)
+    _order(run, "/v1/job/restart", why, settings=[word.removeprefix("--") for word in context.args])
 
 
-def _order(run: Path, path: str, why: str) -> None:
-    answer = _ask(run, "POST", path, {"why": why})
+def _check_settings(run: Path, words: list[str]) -> None:
+    """Raises what a launch with these settings would raise, before anything is stopped for them."""
+    from megascale import api
+    from megascale.cli.common import load
+    from megascale.core.layout import lay_out
+    from megascale.resilience.journal import Reader
+    from megascale.resilience.update import settings_file
+
+    wrong = [word for word in words if not (word.startswith("--") and "=" in word)]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} is no setting: give --section.key=value, such as --lr.peak=1e-4")
+    reader = Reader(run)
+    job = reader.job
+    reader.close()
+    lay_out(api.resolve(load(settings_file(run), words)), job.world if job is not None else 1)
+
+
+def _order(run: Path, path: str, why: str, **more: Any) -> None:
+    answer = _ask(run, "POST", path, {"why": why} | more)
     typer.echo(f"done; the job is {answer['phase']}")
 
 

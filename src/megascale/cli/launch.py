@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
         Examples:
 
-          megascale launch examples/stdlib.toml --nodes 4 --spares 1
+          megascale launch examples/stdlib.toml --nodes 4 --spares 1 --train.micro_batch=1
 
           megascale launch examples/stdlib.toml --nodes 2 --resilience.window=3 --checkpoint.interval=20
         """

@@ -48,6 +48,8 @@ class Event(StrEnum):
     PAUSED = "paused"
     CONTINUED = "continued"
     RESTARTED = "restarted"
+    UPDATED = "updated"
+    UPDATE_UNDONE = "update_undone"
     JOB_DONE = "job_done"
     JOB_FAILED = "job_failed"
     JOB_INTERRUPTED = "job_interrupted"

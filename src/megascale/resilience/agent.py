@@ -29,6 +29,7 @@ from megascale.errors import MegascaleError
 from megascale.resilience import health, wire
 from megascale.resilience.contact import read_contact, read_token
 from megascale.resilience.logs import LogFilter
+from megascale.resilience.services import end_services
 from megascale.resilience.trainers import Trainers
 
 log = logging.getLogger("megascale.agent")
@@ -163,6 +164,8 @@ class Agent:
     async def _stop(self, order: dict[str, Any]) -> None:
         """End the trainers, then say so with a port that is free for the next attempt's store."""
         await self.trainers.stop(order["how"], order["patience"])
+        if order.get("forget"):
+            log.info("memory is not trusted: ended checkpoint services %s", end_services(self.run_folder, self.node))
         codes = {w.rank: w.code for w in self.trainers.workers()}
         with socket.socket() as probe:
             probe.bind((self.address, 0))

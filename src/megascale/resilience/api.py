@@ -11,7 +11,7 @@ import hmac
 import logging
 import socket
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Path, Query, Security
@@ -19,6 +19,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
+from megascale.errors import MegascaleError
 
 if TYPE_CHECKING:
     from megascale.resilience.driver import Driver
@@ -31,6 +32,14 @@ class Reason(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     why: str = Field("asked for through the API", max_length=500)
+
+
+class Restart(Reason):
+    """Why, and settings to change, such as lr.peak=1e-3."""
+
+    settings: list[Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_.]+=", max_length=1000)]] = Field(
+        default_factory=list, max_length=100
+    )
 
 
 class JobAnswer(BaseModel):
@@ -60,7 +69,7 @@ class RankAnswer(BaseModel):
 
 
 class NodeAnswer(BaseModel):
-    """One node now. seen: seconds since its last heartbeat, null if it is not connected."""
+    """One node now. seen: seconds since its last heartbeat, null if it is not connected; checks: its self-checks."""
 
     name: str
     address: str
@@ -70,6 +79,7 @@ class NodeAnswer(BaseModel):
     seen: float | None
     why: str
     workers: list[RankAnswer]
+    checks: Literal["passed", "under way", "not run"]
     facts: dict[str, Any]
 
 
@@ -191,10 +201,17 @@ def build(driver: Driver) -> FastAPI:
             raise HTTPException(409, f"the job is {driver.job.phase}, not paused")
         return Done(phase=driver.job.phase)
 
-    @app.post("/v1/job/restart", responses=_refusals(409, 422))
-    async def restart(reason: Reason) -> Done:
-        """Save, then start the trainers anew with freshly imported code and the settings in RUN/driver/job.toml."""
-        if not driver.restart(reason.why):
+    @app.post("/v1/job/restart", responses=_refusals(400, 409, 422))
+    async def restart(reason: Restart) -> Done:
+        """Save, then start the trainers anew with freshly imported code and changed settings.
+
+        Settings that bring no step are taken back.
+        """
+        try:
+            done = driver.restart(reason.why, reason.settings)
+        except MegascaleError as error:
+            raise HTTPException(400, str(error)) from None
+        if not done:
             raise HTTPException(409, f"the job is {driver.job.phase}: it can be restarted only while it runs")
         return Done(phase=driver.job.phase)
 
@@ -224,6 +241,7 @@ def _node(driver: Driver, name: str) -> NodeAnswer:
             )
             for w in workers
         ],
+        checks="passed" if n.tested else "under way" if n.checking else "not run",
         facts=n.facts,
     )
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megascale.core.events import Event
 from megascale.core.grid import Grid
 from megascale.core.heartbeat import Heartbeat
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from megascale.resilience import hangs, rules, wire
+from megascale.resilience import hangs, rules, update, wire
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.contact import Contact, make_token, write_contact
 from megascale.resilience.diary import Diary
@@ -39,6 +39,8 @@ TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
 SETTLE = 0.3  # seconds after a first bad end in which others of the same cause show
 THOROUGH = 1.0  # seconds between looks at the history of all nodes
+HELD_UP = 0.5  # seconds by which the loop may be late before it forgives nodes their silence
+GONE = 0.1  # seconds after a connection has closed in which its agent may come again or end
 LEAVE = 10.0  # seconds that agents get to end
 
 
@@ -77,6 +79,9 @@ class Driver(Placing):
         self._looked = 0.0
         self._explaining = False
         self.learned: dict[str, float] = {}
+        self._checks = 0
+        self.reasons: dict[str, str] = {}
+        self._refilled: list[float] = []
         self.order = int(time.time() * 1000)  # stop orders of a driver before are not answers to ours
         self.started = time.monotonic()
         self._entered = time.monotonic()
@@ -111,20 +116,22 @@ class Driver(Placing):
         for node in self.nodes.values():
             node.last_seen, node.deadline = now, now + self.limits.window
         self.begin_nodes(now)
-        renewed = 0.0
+        renewed, due = 0.0, now
         try:
             while self.job.phase not in ENDED:
                 if time.monotonic() - renewed > min(1.0, self.limits.lease / 3):
                     self.journal.renew()
                     renewed = time.monotonic()
                 looked = time.monotonic()
+                self._forgive(looked, due)
                 self.step(looked)
                 if self.job.phase in ENDED:
                     break
                 # However many nodes there are, looking at them takes a part of the time only.
-                pause = max(TICK, 4 * (time.monotonic() - looked))
+                pause = min(1.0, max(TICK, 4 * (time.monotonic() - looked)))
+                due = time.monotonic() + pause
                 try:
-                    async with asyncio.timeout(min(pause, 1.0)):
+                    async with asyncio.timeout(pause):
                         await self._wake.wait()
                         await asyncio.sleep(COALESCE)
                 except TimeoutError:
@@ -136,6 +143,14 @@ class Driver(Placing):
                 task.cancel()
             await self.intake.close()
         return self.job.exit_code
+
+    def _forgive(self, now: float, due: float) -> None:
+        """A driver that was held up (a slow disk, a host without CPU) heard nobody meanwhile: that is not the nodes'
+        silence."""
+        late = now - due
+        if late > HELD_UP:
+            for node in self.nodes.values():
+                node.last_seen = min(now, node.last_seen + late)
 
     async def _farewell(self) -> None:
         """Let all agents go, and make sure that they have gone."""
@@ -231,8 +246,12 @@ class Driver(Placing):
         node.last_seen = time.monotonic()
         if message["do"] == "stopped" and message.get("order") == self.order:
             node.acknowledged, node.port = self.order, int(message.get("port", 0))
-        elif message["do"] == "diagnosed" and message.get("order") == self.order:
-            node.report = message
+        elif message["do"] == "diagnosed":
+            if message.get("order") == self.order:
+                node.report = message
+            elif message.get("order") == node.checking:
+                node.checking = 0
+                self.heed_report(node, message)
         elif message["do"] == "failed":
             why = f"{name}: {str(message.get('why'))[:500]}"
             self.act([Verdict(Event.PROCESS_EXIT, (name,), self.job.ranks(name), "respawn", (why,))])
@@ -245,7 +264,17 @@ class Driver(Placing):
         """A connection ended; the node may come back within the window."""
         if self.nodes[name].channel is channel:
             self.nodes[name].channel = None
+            self.spawn(self._look_after(self.nodes[name]))
             self._wake.set()
+
+    async def _look_after(self, node: Node) -> None:
+        """A connection closed: if the cluster says that no agent runs there any more, there is no need to wait."""
+        await asyncio.sleep(GONE)
+        place = next((p for p in self.cluster.places() if p.name == node.name), None)
+        if place is None or place.running or node.channel is not None or node.state is not NodeState.UP:
+            return
+        if self.job.phase not in ENDED and self.job.goal not in ENDED:
+            self.missing(node, f"the agent of {node.name} has ended: its connection closed and no process is there")
 
     def refused(self, peer: str, node: str, why: str) -> None:
         """Somebody was turned away."""
@@ -262,6 +291,7 @@ class Driver(Placing):
         phase = self.job.phase
         if phase in (Phase.STARTING, Phase.RUNNING):
             self._judge(now)
+            self.keep_spares(now)
         elif phase is Phase.STOPPING:
             self.check_stopped(now)
         elif phase is Phase.DIAGNOSING:
@@ -335,7 +365,7 @@ class Driver(Placing):
             if w.step > self.job.step:
                 self.job = replace(self.job, step=w.step)
             if self.job.phase is Phase.STARTING and (w.step > first or w.phase != "train"):
-                self.enter(Phase.RUNNING)
+                self.enter(Phase.RUNNING, updating=False)
                 took = now - self.started
                 self.note(
                     Event.FIRST_STEP,
@@ -361,13 +391,20 @@ class Driver(Placing):
                 evidence=verdict.evidence,
                 person=verdict.person,
             )
+            self.reasons |= {
+                node: f"{verdict.kind}: {verdict.evidence[0]}" for node in verdict.nodes if verdict.evidence
+            }
             self.incidents += [(time.monotonic(), node, str(verdict.kind)) for node in verdict.nodes]
         hard = [v for v in fresh if SEVERITY[v.action] >= SEVERITY["respawn"]]
         if not hard or self.job.phase not in (Phase.STARTING, Phase.RUNNING):
             return
         self.past += [(time.monotonic(), v) for v in hard]
         worst = max(hard, key=lambda v: SEVERITY[v.action])
-        if worst.action == "stop":
+        if any(v.kind == Event.CHECKSUM_MISMATCH for v in hard):
+            self.job = replace(self.job, distrust=True)
+        if self.job.updating and worst.kind in (Event.USER_ERROR, Event.OUT_OF_MEMORY, Event.NONFINITE_LOSS):
+            self._undo_update(worst)
+        elif worst.action == "stop":
             self.fail("; ".join(worst.evidence[:3]), self._code_of(worst))
         elif worst.action == "diagnose":
             self.suspend(Phase.DIAGNOSING, "self-checks after: " + worst.evidence[0])
@@ -420,13 +457,28 @@ class Driver(Placing):
         save = self.job.phase is Phase.RUNNING  # before the first step there is nothing new to save
         self.suspend(Phase.INTERRUPTED, "interrupted", save=save, exit_code=EXIT_INTERRUPTED)
 
-    def restart(self, why: str) -> bool:
-        """Save, import the code anew, and start again. False if the job does not run."""
+    def restart(self, why: str, settings: Sequence[str] = ()) -> bool:
+        """Save, import the code anew, and start again, with `settings` (section.key=value) changed.
+
+        False if the job does not run. ConfigError, and nothing has happened, for settings that cannot be changed.
+        """
         if self.job.phase is not Phase.RUNNING:
             return False
+        if settings:
+            self.config, changed = update.apply(self.run_folder, self.config, settings)
+            self.job = replace(self.job, updating=True)
+            self.note(Event.UPDATED, evidence=changed)
         self.note(Event.RESTARTED, evidence=(why,))
         self.suspend(Phase.WAITING, why, save=True, fresh=tuple(self.nodes))
         return True
+
+    def _undo_update(self, verdict: Verdict) -> None:
+        """New settings brought no step: go back to those before, and start again."""
+        self.config = update.undo(self.run_folder)
+        self.job = replace(self.job, updating=False)
+        text = "the new settings brought no step and are taken back: " + "; ".join(verdict.evidence[:2])
+        self.note(Event.UPDATE_UNDONE, evidence=(text,))
+        self.suspend(Phase.WAITING, text)
 
 
 def _stages(heartbeat: Heartbeat | None) -> list[tuple[int, str, str]]:

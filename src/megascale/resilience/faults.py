@@ -29,6 +29,7 @@ from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.observe.hang.evidence import process_state
 from megascale.resilience.contact import read_contact
 from megascale.resilience.journal import born
+from megascale.resilience.services import end_services
 
 Target = Literal["rank", "node", "run"]
 
@@ -75,7 +76,7 @@ FAULTS = {
         Fault("kill-driver", "run", False, "SIGKILL to the driver", "training goes on; launch again takes over"),
         Fault("redis-loss", "run", False, "the Redis server of the rendezvous ends", "training goes on"),
         Fault("partition", "node", False, "packets to a node's address are dropped", "missed heartbeats, replaced"),
-        Fault("slow-link", "node", False, "packets to a node's address wait 100 ms", "slower steps, an alert"),
+        Fault("slow-link", "node", False, "the run's network is slowed down", "slower steps, an alert"),
     )
 }
 _FLAPS = 3
@@ -232,7 +233,9 @@ def _kill_node(run: Path, options: Options) -> list[str]:
     down = run / "nodes" / _node(options) / "down"
     down.touch()
     os.kill(pid, signal.SIGKILL)
-    return [f"{options.node} is down: process {pid} killed, and none can be started while {down} exists"]
+    services = end_services(run, _node(options))
+    said = [f"{options.node} is down: process {pid} killed, and none can be started while {down} exists"]
+    return said + [f"its memory is lost: checkpoint service {service} killed" for service in services]
 
 
 def _flap(run: Path, options: Options) -> list[str]:
@@ -286,12 +289,14 @@ def _namespace(run: Path) -> list[str]:
     if shutil.which("ip") is None or shutil.which("nsenter") is None:
         raise TrainingError("`ip` and `nsenter` (iproute2, util-linux) are needed to break a network, and are not here")
     try:
-        theirs, machines = os.readlink(f"/proc/{pid}/ns/net"), os.readlink("/proc/1/ns/net")
+        theirs, machines = os.readlink(f"/proc/{pid}/ns/net"), {os.readlink("/proc/self/ns/net")}
+        with contextlib.suppress(PermissionError):  # a container's
+            machines.add(os.readlink("/proc/1/ns/net"))
     except OSError as error:
         raise TrainingError(f"the driver's network namespace cannot be read: {error.strerror}; run as root") from None
-    if theirs == machines:
+    if theirs in machines:
         raise TrainingError(
-            "the run shares the machine's network, which is not broken for a test; start it in a network namespace of "
+            "the run shares the network of this command, which is not broken for a test; start it in a namespace of "
             "its own: unshare --net sh -c 'ip link set lo up && megascale launch ...'"
         )
     return ["nsenter", f"--net=/proc/{pid}/ns/net"]
@@ -329,8 +334,12 @@ def _partition(run: Path, options: Options) -> list[str]:
 
 def _slow_link(run: Path, options: Options) -> list[str]:
     inside = _namespace(run)
-    rule = ["tc", "qdisc", "{}", "dev", "lo", "root", "netem", "delay", "100ms"]
-    return _for_a_while(options, [*inside, *_put(rule, "add")], [*inside, "tc", "qdisc", "del", "dev", "lo", "root"])
+    end = [*inside, "tc", "qdisc", "del", "dev", "lo", "root"]
+    add = [*inside, "tc", "qdisc", "add", "dev", "lo", "root"]
+    try:
+        return _for_a_while(options, [*add, "netem", "delay", "100ms"], end)
+    except TrainingError:  # a kernel without netem: less bandwidth in place of a delay
+        return _for_a_while(options, [*add, "tbf", "rate", "8mbit", "burst", "128kb", "latency", "2s"], end)
 
 
 def _put(words: list[str], verb: str) -> list[str]:

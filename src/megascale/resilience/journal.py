@@ -112,7 +112,10 @@ class Journal:
                 return cls(path, db, epoch), damaged
 
     @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
+    def _write(self, lasting: bool = False) -> Iterator[sqlite3.Connection]:
+        """A transaction of the driver in office. All outlive the driver's death; `lasting`: a power cut too, at the
+        price of waiting for the disk, in which no heartbeat is read."""
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if lasting else 'NORMAL'}")
         with _transaction(self._db) as db:
             if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
                 raise Fenced(f"epoch {self.epoch} is over: another driver has taken the job")
@@ -126,7 +129,7 @@ class Journal:
 
     def save_job(self, job: Job) -> None:
         """Remember the job's state."""
-        with self._write() as db:
+        with self._write(lasting=True) as db:
             db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (job.to_json(),))
 
     def save_node(self, node: NodeRow) -> None:

@@ -40,7 +40,9 @@ class Situation:
         evict: it must not be used again.
         reachable: its agent answers.
         alive: an agent could be started on it.
+        running: the cluster says that its agent runs; if it is not reachable too, it cannot be heard.
         spares: warm nodes that are free.
+        tested: how many of them passed the self-checks.
         now: seconds, on the clock of the uses.
     """
 
@@ -50,6 +52,8 @@ class Situation:
     alive: bool
     spares: int
     now: float
+    running: bool = False
+    tested: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
             return Choice("retry", tuple(why))
         if at.node and not at.alive:
             why.append(f"respawn: not possible, {at.node} is down")
+        elif at.node and at.running and not at.reachable and at.spares:
+            why.append(f"respawn: left out, the agent of {at.node} runs but is not heard: its network, or its machine")
         elif budget("respawn", config.respawns, at.node):
             return Choice("respawn", tuple(why))
     else:
@@ -97,7 +103,7 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
         return Choice("shrink", tuple(why))
     count = f"replacement {replaced + 1} of {config.replacements} in {config.budget_seconds:g} s"
     if at.spares:
-        why.append(f"spare: {at.spares} warm; {count}")
+        why.append(f"spare: {at.spares} warm, {at.tested} passed the self-checks; {count}")
         return Choice("spare", tuple(why))
     why.append("spare: none is free")
     if config.replenish_wait:

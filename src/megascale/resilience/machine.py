@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -51,7 +51,9 @@ class Job:
         master: address and port where rank 0 of this attempt serves the store.
         goal: what STOPPING leads to.
         save: whether STOPPING lets the trainers save first.
+        distrust: copies of the state in memory are dropped when trainers stop: they may hold a flipped bit.
         fresh: nodes whose fork server is started anew with the next attempt.
+        updating: new settings are in force that have not brought a step yet; if none comes they are undone.
         step: the last step seen.
         best: the furthest step seen at the last recovery.
         fruitless: starts in a row that brought no new step.
@@ -69,6 +71,8 @@ class Job:
     goal: Phase = Phase.STARTING
     save: bool = False
     fresh: tuple[str, ...] = field(default=())
+    distrust: bool = False
+    updating: bool = False
     step: int = 0
     best: int = 0
     fruitless: int = 0
@@ -104,4 +108,5 @@ class Job:
         record["phase"], record["goal"] = Phase(record["phase"]), Phase(record["goal"])
         for name in ("placement", "master", "fresh"):
             record[name] = tuple(record[name])
-        return cls(**record)
+        known = {each.name for each in fields(cls)}  # a newer version may know more
+        return cls(**{name: value for name, value in record.items() if name in known})

@@ -35,7 +35,9 @@ class Node:
         acknowledged: number of the last stop order it has carried out.
         port: free for the next attempt's store when it acknowledged.
         why: of the state, in words.
-        report: result of its last self-checks.
+        report: result of its last self-checks, when all nodes were told to run them.
+        checking: number of the order to run them that it has as a spare, 0 for none.
+        tested: when it last passed them, seconds since 1970; 0: not yet.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Node:
     heartbeat: Heartbeat | None = None
     history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
     report: dict[str, Any] | None = None
+    checking: int = 0
+    tested: float = 0.0
 
     @property
     def usable(self) -> bool:

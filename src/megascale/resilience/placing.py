@@ -18,8 +18,13 @@ from megascale.resilience.journal import Entry, Journal
 from megascale.resilience.ladder import Situation, Use
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
+from megascale.resilience.rules.offenders import repeated
+from megascale.resilience.verdicts import Verdict
+from megascale.resilience.view import View
 
 JOIN = 60.0  # seconds in which an agent that was started must come
+CALM = 3.0  # seconds that training must run before spares are looked after
+REFILL = 30.0  # seconds between requests for nodes in place of spares
 TOGETHER = 10.0  # seconds to wait at the first start for all that were asked for, spares too
 
 
@@ -40,6 +45,8 @@ class Placing:
     job: Job
     nodes: dict[str, Node]
     uses: list[Use]
+    incidents: list[tuple[float, str, str]]
+    reasons: dict[str, str]  # what was last held against each node
     order: int
     started: float
     _entered: float
@@ -49,6 +56,8 @@ class Placing:
     _first_bad: float | None
     _to_evict: list[str]
     _first_steps: dict[int, int]
+    _checks: int  # self-checks that spares were asked for
+    _refilled: list[float]  # when new spares were asked for
 
     def note(self, kind: Event | str, **about: Any) -> Entry:
         raise NotImplementedError
@@ -63,6 +72,12 @@ class Placing:
         raise NotImplementedError
 
     def spawn(self, work: Any) -> None:
+        raise NotImplementedError
+
+    def act(self, verdicts: list[Verdict]) -> None:
+        raise NotImplementedError
+
+    def view(self, now: float) -> View:
         raise NotImplementedError
 
     # nodes ----------------------------------------------------------------------------------------------------------
@@ -125,9 +140,46 @@ class Placing:
                 why = f"the agent of {node.name} did not come"
             else:
                 continue
-            self.lose(node, why)
-            if self.job.phase not in ENDED and self.job.goal not in ENDED:
-                self.mend(node.name, evict=False)
+            if self.job.phase in ENDED or self.job.goal in ENDED:
+                self.lose(node, why)
+            else:
+                self.missing(node, why)
+
+    def keep_spares(self, now: float) -> None:
+        """While training runs: have spares tested, and have new ones in place of those that were used."""
+        if self.job.phase is not Phase.RUNNING or now - self._entered < CALM:
+            return
+        spares = [n for n in self.nodes.values() if n.usable and n.name not in self.job.placement]
+        for node in spares:
+            if self.limits.test_spares and not node.tested and not node.checking:
+                self._checks += 1
+                node.checking = self._checks  # far below the numbers of orders to stop
+                self.order_to(node, do="diagnose", order=node.checking, patience=self.limits.patience)
+        there = sum(n.state in (NodeState.UP, NodeState.JOINING) for n in self.nodes.values()) + self._requests
+        missing = self.limits.nodes + self.limits.spares - there
+        self._refilled = [t for t in self._refilled if now - t < self.limits.budget_seconds]
+        if missing <= 0 or not self.limits.replenish_wait or len(self._refilled) >= self.limits.replacements:
+            return
+        if self._refilled and now - self._refilled[-1] < REFILL:
+            return
+        self._refilled.append(now)
+        text = f"{there} nodes are there; asking for {missing} to have {self.limits.spares} spare again"
+        self.note(Event.NODE_REQUESTED, evidence=(text,))
+        for _ in range(missing):
+            self._ask_for_node()
+
+    def missing(self, node: Node, why: str) -> None:
+        """A node is gone while the job goes on: mend it; one that goes missing again and again is evicted."""
+        running = self.job.phase in (Phase.STARTING, Phase.RUNNING) and node.name in self.job.placement
+        verdict = Verdict(Event.NODE_LOST, (node.name,), self.job.ranks(node.name), "respawn", (why,))
+        verdict = repeated(self.view(time.monotonic()), [verdict])[0]
+        if running:
+            self.act([verdict])
+        else:
+            self.reasons[node.name] = "; ".join(verdict.evidence)
+            self.lose(node, self.reasons[node.name])
+            self.incidents.append((time.monotonic(), node.name, str(verdict.kind)))
+            self.mend(node.name, evict=verdict.action == "evict")
 
     def lose(self, node: Node, why: str) -> None:
         """A node is gone."""
@@ -166,7 +218,9 @@ class Placing:
             evict=evict,
             reachable=node is None or (node.state is NodeState.UP and node.channel is not None and not silent),
             alive=node is None or (name in places and places[name].alive),
+            running=name in places and places[name].running,
             spares=len(spares),
+            tested=sum(bool(n.tested) for n in spares),
             now=time.time(),
         )
         choice = ladder.choose(self.limits, at, self.uses)
@@ -187,7 +241,7 @@ class Placing:
             for each in [node] if node is not None else [self.nodes[n] for n in self.job.placement]:
                 self.start_agent(each, "respawn")
         elif choice.rung != "retry" and node is not None:
-            self._take_out(node, evict, choice.why[-1])
+            self._take_out(node, evict, self.reasons.get(name, choice.why[-1]))
             if choice.rung == "replenish":
                 self._ask_for_node()
         return choice.rung
@@ -222,9 +276,10 @@ class Placing:
                 node.channel.tell(epoch=self.journal.epoch, **order)
 
     def send_stop(self, node: Node) -> None:
-        """Have a node end its trainers and say so."""
+        """Have a node end its trainers (and self-checks) and say so."""
+        node.checking = 0
         save = self.job.save and self.job.phase is Phase.STOPPING
-        how = {"how": "save" if save else "kill", "patience": self.limits.patience}
+        how = {"how": "save" if save else "kill", "patience": self.limits.patience, "forget": self.job.distrust}
         self.order_to(node, do="stop", order=self.order, **how)
 
     def check_stopped(self, now: float) -> None:
@@ -258,7 +313,7 @@ class Placing:
         job, limits = self.job, self.limits
         whole = limits.nodes
         free = [self.nodes[n] for n in sorted(self.nodes, key=_natural) if n not in job.placement]
-        free = [n for n in free if n.usable]
+        free = sorted((n for n in free if n.usable), key=lambda n: not n.tested)  # those that passed first
         kept = [self.nodes[name] for name in job.placement]
         usable = sum(n.usable for n in kept) + len(free)
         coming = self._requests or any(n.state is NodeState.JOINING for n in self.nodes.values())
@@ -311,7 +366,7 @@ class Placing:
             node.forget_attempt()
         for name in self.job.placement:
             self.send_start(self.nodes[name])
-        self.job = replace(self.job, fresh=())
+        self.job = replace(self.job, fresh=(), distrust=False)
         self.note(
             Event.ATTEMPT_STARTED,
             nodes=self.job.placement,
@@ -358,21 +413,27 @@ class Placing:
         if any(n.report is None for n in asked) and not late:
             return
         for node in asked:
-            report = node.report or {"code": 1, "said": "no result in time"}
-            said = str(report.get("said", "")).strip()[-500:]
-            passed = not report.get("code")
-            verdict = "passed" if passed else f"failed: {said or 'see its report'}"
-            self.note(
-                Event.NODE_DIAGNOSED,
-                nodes=(node.name,),
-                action="none" if passed else "evict",
-                evidence=(f"self-checks of {node.name} {verdict}",),
-                report=report.get("report", ""),
-            )
-            if not passed:
-                self.mend(node.name, evict=True)
+            self.heed_report(node, node.report or {"code": 1, "said": "no result in time"})
         if self.job.phase is Phase.DIAGNOSING:
             self.enter(Phase.WAITING)
+
+    def heed_report(self, node: Node, report: dict[str, Any]) -> None:
+        """Take in the result of a node's self-checks; one that failed is taken out."""
+        said = str(report.get("said", "")).strip()[-500:]
+        passed = not report.get("code")
+        node.tested = time.time() if passed else 0.0
+        verdict = "passed" if passed else f"failed: {said or 'see its report'}"
+        role = "" if node.name in self.job.placement else "spare "
+        self.note(
+            Event.NODE_DIAGNOSED,
+            nodes=(node.name,),
+            action="none" if passed else "evict",
+            evidence=(f"self-checks of {role}{node.name} {verdict}",),
+            report=report.get("report", ""),
+        )
+        if not passed:
+            self.reasons[node.name] = f"self-checks {verdict}"
+            self.mend(node.name, evict=True)
 
     # what people ask ------------------------------------------------------------------------------------------------
 
@@ -381,6 +442,7 @@ class Placing:
         node, phase = self.nodes[name], self.job.phase
         self.note(Event.EVICTION_ASKED, nodes=(name,), evidence=(why,))
         if name in self.job.placement and phase is Phase.RUNNING:
+            self.reasons[name] = f"a person: {why}"
             self._to_evict.append(name)  # nothing is broken: the trainers save first
             self.suspend(Phase.WAITING, f"evict {name}: {why}", save=True)
         elif name in self.job.placement and phase is Phase.STARTING:

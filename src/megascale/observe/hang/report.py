@@ -40,7 +40,8 @@ def headline(hang: Hang) -> str:
         where = " while reading"
     else:
         where = f", {hang.op or 'call'} number {hang.sequence} of {hang.group}"
-    return f"{hang.kind}:{who}{where} ({KINDS[hang.kind]})"
+    what = f"{who}{where}".removeprefix(",")
+    return f"{hang.kind}{':' if what else ''}{what} ({KINDS[hang.kind]})"
 
 
 def as_json(scene: Scene, hang: Hang) -> dict[str, Any]:

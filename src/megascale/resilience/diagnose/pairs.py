@@ -7,6 +7,7 @@ hang or crash without taking the inquiry with it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -73,6 +74,9 @@ def take_part(store: Any, node: int, world: int, measure: Measure, seconds: floa
         order = json.loads(store.get(f"round/{number}"))
         if "findings" in order:
             found = order["findings"]
+            store.set(f"heard/{node}", "1")
+            if lead is not None:
+                lead.part()
             links = tuple((a, b) for a, b in found["links"])
             return Findings(tuple(found["bad"]), links, tuple(found["undecided"]), number, found["rates"])
         for a, b in order["pairs"]:
@@ -94,7 +98,7 @@ class _Lead:
     """Node 0's part: pairs out, results in."""
 
     def __init__(self, store: Any, world: int, seconds: float) -> None:
-        self.store, self.seconds = store, seconds
+        self.store, self.world, self.seconds = store, world, seconds
         self.inquiry = Inquiry(range(world))
         self.pairs: list[Pair] = []
         self.rates: dict[str, float | None] = {}
@@ -108,6 +112,13 @@ class _Lead:
             left = i.accused
             order = {"findings": {"bad": sorted(i.bad), "links": i.links, "undecided": left, "rates": self.rates}}
         self.store.set(f"round/{number}", json.dumps(order))
+
+    def part(self) -> None:
+        """The store ends with node 0, so the others must have read the findings first; a silent node is not waited for
+        longer than a measurement."""
+        heard = [f"heard/{node}" for node in range(self.world) if node not in self.inquiry.bad]
+        with contextlib.suppress(RuntimeError):
+            self.store.wait(heard, timedelta(seconds=min(10.0, self.seconds)))
 
     def listen(self, number: int) -> None:
         """Wait for the round's results; who stays silent has failed."""

@@ -20,6 +20,7 @@ SPIKE_PART = 0.5
 BASE_STEPS = 30
 # ByteRobust (arXiv 2509.16293) takes a jump of five times as a fault; norms of calm runs jump more than losses do.
 NORM_JUMP = 10.0
+SEEN_STEPS = 100  # steps in which a skipped one is looked for
 SKIPPED_STEPS = 3  # steps in a row without a finite gradient before the machines are tested
 
 SLOWER = 1.3  # seconds a step, against the usual
@@ -50,6 +51,10 @@ def losses(view: View) -> list[Verdict]:
         text = f"the gradient of step {last.step} has norm {last.grad_norm}; {skipped} steps in a row were skipped"
         action = "diagnose" if skipped >= SKIPPED_STEPS else "alert"
         found.append(Verdict(Event.NONFINITE_GRADIENT, (), (), action, (text,)))  # type: ignore[arg-type]
+    elif past := [m for m in metrics[-SEEN_STEPS:] if not math.isfinite(m.grad_norm)]:
+        # Short steps: it has come and gone between two looks.
+        text = f"the gradient of step {past[-1].step} had norm {past[-1].grad_norm}; the step was skipped"
+        found.append(Verdict(Event.NONFINITE_GRADIENT, (), (), "alert", (text,)))
     base = [m for m in metrics[:-1] if math.isfinite(m.loss) and math.isfinite(m.grad_norm)][-100:]
     if len(base) < BASE_STEPS or not math.isfinite(last.loss) or not math.isfinite(last.grad_norm):
         return found
@@ -113,8 +118,10 @@ def _compute(member: Member) -> dict[int, list[float]]:
     if recent and recent[-1][0] - recent[0][0] < SLOW_SECONDS:
         recent = [beat for beat in list(member.history)[3:] if beat[0] >= recent[-1][0] - SLOW_SECONDS]
     for _, heartbeat in recent:
+        ages = {w.rank: w.status_age for w in heartbeat.workers}
         for rank, seconds in heartbeat.step_seconds.items():
-            if seconds > 0:
+            # A rank that stands still repeats its last step's time: that is no further evidence.
+            if seconds > 0 and ages.get(rank, 0.0) <= max(1.0, 3 * seconds):
                 found[rank].append(seconds)
     if not recent or recent[-1][0] - recent[0][0] < 0.9 * SLOW_SECONDS:
         return {}
@@ -127,7 +134,9 @@ def _slower(rank: int, member: Member, values: list[float], peers: list[list[flo
         return ""
     # Against the slowest of the peers' medians: a stage whose ranks all differ has no single slow one.
     typical = max(median(p) for p in peers) if len(peers) < 3 else median(median(p) for p in peers)
-    noise = max(sorted(p)[int(0.9 * (len(p) - 1))] for p in peers) if len(peers) < 3 else typical
+    # Where peers themselves vary that much, as on machines that do other work too, nobody stands out.
+    pooled = sorted(value for p in peers for value in p)
+    noise = max(sorted(p)[int(0.9 * (len(p) - 1))] for p in peers) if len(peers) < 3 else pooled[int(0.9 * len(pooled))]
     mine, low = median(values), sorted(values)[len(values) // 4]
     if mine < SLOW_NODE * typical or low < SLOW_NODE_LEAST * typical or low < noise:
         return ""

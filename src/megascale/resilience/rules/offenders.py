@@ -19,6 +19,7 @@ _MACHINE = frozenset(
         Event.PROCESS_KILLED,
         Event.PROCESS_EXIT,
         Event.MISSED_HEARTBEAT,
+        Event.NODE_LOST,
         Event.AGENT_RESTARTED,
         Event.HANG,
         Event.DEVICE_FAULT,
