@@ -179,7 +179,8 @@ def test_remedies_do_make_it_fit():
 
 def test_notes():
     assert example().notes() == []
-    assert "above a quarter" in " ".join(example("model.window=1024").notes())
+    assert "does not pay" in " ".join(example("model.window=512").notes())
+    assert "does not pay" not in " ".join(example("model.window=1024", "model.sequence_length=8192").notes())
     assert "whole sequence" in " ".join(example("model.window=4096").notes())
     assert "uneven" in " ".join(example("model.layers=95").notes())
     assert "cannot fill 8 stages" in " ".join(example("train.global_batch=768").notes())

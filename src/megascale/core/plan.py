@@ -21,9 +21,15 @@ GIB = 2**30
 DEVICES = {"H200": 141.0, "B200": 180.0, "H100": 80.0, "H800": 80.0, "A100": 80.0, "A800": 80.0, "L40S": 48.0}
 # What the CUDA context, communicators and allocator slack take beyond the counted tensors.
 RESERVE_GIB = 4.0
-# A windowed kernel beats cuDNN's full causal attention only below about this share of the sequence (measured on an
-# H200: Flex at 2,048 and 8,192 tokens, forward and backward).
-WINDOW_PAYS = 0.25
+# cuDNN's windowed attention works at w / (w + WINDOW_OVERHEAD) of its full attention's rate (H200, cuDNN 9.19, forward
+# and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
+WINDOW_OVERHEAD = 600.0
+WINDOW_PAYS = 0.9
+
+
+def window_time(sequence: int, window: int) -> float:
+    """Time of attention in a window of `window` tokens, as a share of full attention's; both by the fastest kernel."""
+    return flops.window_share(sequence, window) * (1 + WINDOW_OVERHEAD / window)
 
 
 @dataclass(frozen=True)
@@ -111,11 +117,11 @@ class Plan:
         notes = []
         if model.window is not None and model.window >= model.sequence_length:
             notes.append(f"model.window={model.window} covers the whole sequence: all layers use full attention")
-        elif model.window is not None and model.window > WINDOW_PAYS * model.sequence_length:
+        elif model.window is not None and (share := window_time(model.sequence_length, model.window)) > WINDOW_PAYS:
             notes.append(
-                f"model.window={model.window} is above a quarter of model.sequence_length={model.sequence_length}: "
-                f"where cuDNN serves full attention, a windowed kernel is no faster; --model.window="
-                f"{int(WINDOW_PAYS * model.sequence_length)} or less pays"
+                f"model.window={model.window} at model.sequence_length={model.sequence_length} takes about "
+                f"{min(share, 1.0):.0%} of full attention's time, where cuDNN serves both: for speed alone it does not "
+                "pay; a window pays where the sequence is many times as long"
             )
         if self.layout.microbatches < grid.pipeline:
             notes.append(
