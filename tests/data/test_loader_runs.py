@@ -126,4 +126,6 @@ def test_bench_compares_equal_work(tmp_path: Path) -> None:
     sides = told["bound"]["jsonl"]
     assert sides["baseline"]["crc"] == sides["host"]["crc"]
     assert sides["baseline"]["bytes_read"] > 1.5 * sides["host"]["bytes_read"]
-    assert set(told["waits"]["jsonl"]["host"]) == {"mean", "median", "p99", "first_step_seconds"}
+    host = told["waits"]["jsonl"]["host"]
+    assert set(host) == {"mean", "empty", "median", "p99", "first_step_seconds"}
+    assert 0 <= host["empty"] <= host["mean"]

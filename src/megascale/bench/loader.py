@@ -31,6 +31,7 @@ from megascale.bench import usage
 SOURCES = ("tokens", "jsonl", "parquet")
 STEP = 0.1  # seconds of compute that the wait is compared with
 _LENGTH, _MICRO = 2048, 2
+_FIRST = 10  # steps in which reading begins
 _SIDES = {"baseline": "rank", "host": "host"}
 _context = multiprocessing.get_context("forkserver")
 
@@ -219,13 +220,18 @@ def read_all(config: Any, ranks: int, batches: int, side: str) -> Measured:
 
 
 def wait_in_steps(config: Any, ranks: int, steps: int, side: str) -> dict[str, float]:
-    """What a step of STEP seconds waits for its micro-batch, parts of the step: over all ranks and steps."""
+    """What a step of STEP seconds waits for its micro-batch, parts of the step: over all ranks and steps.
+
+    `empty` is the part of the mean in which the host's loader had nothing ready; the rest is copying, and being kept
+    from it by other processes.
+    """
     with _Ranks(config, ranks, steps, STEP, side) as group:
         told = group.go()
     # The first steps wait for the reading to begin.
-    waits = [wait for t in told for wait in t["waits"][10:]]
+    waits = [wait for t in told for wait in t["waits"][_FIRST:]]
     ordered = sorted(waits)
-    return {
+    empty = {"empty": sum(t["empty"] for t in told) / len(waits) / STEP} if side == "host" else {}
+    return empty | {
         "mean": statistics.fmean(waits) / STEP,
         "median": statistics.median(waits) / STEP,
         "p99": ordered[int(0.99 * len(ordered))] / STEP,
@@ -313,7 +319,7 @@ def _rank(end: Any, tree: dict[str, Any], rank: int, ranks: int, batches: int, p
     feed = HostFeed(plan, Path(place), rank, 1, torch.device("cpu")) if place else None
     end.send("here")
     end.recv()
-    crc, waits = 0, []
+    crc, waits, came_up = 0, [], 0.0
     try:
         began = time.perf_counter()
         if feed is not None:
@@ -329,6 +335,8 @@ def _rank(end: Any, tree: dict[str, Any], rank: int, ranks: int, batches: int, p
                 rows, bytes_read = next(read)
                 targets = rows.t().contiguous()[1:]
             waits.append(time.perf_counter() - started)
+            if feed is not None and feed.reader is not None and number == _FIRST - 1:
+                came_up = feed.reader.wait_seconds
             if pause:
                 time.sleep(pause)
             elif number % 16 == 0:
@@ -337,7 +345,10 @@ def _rank(end: Any, tree: dict[str, Any], rank: int, ranks: int, batches: int, p
         if feed is not None:
             assert feed.reader is not None
             bytes_read = int(feed.reader.ring.measures()["bytes_read"])
-        end.send({"seconds": seconds, "waits": waits, "crc": crc, "bytes_read": int(bytes_read)})
+        told = {"seconds": seconds, "waits": waits, "crc": crc, "bytes_read": int(bytes_read)}
+        if feed is not None and feed.reader is not None:
+            told["empty"] = feed.reader.wait_seconds - came_up
+        end.send(told)
         end.recv()
     except MegascaleError as error:
         end.send({"error": str(error)})
@@ -383,10 +394,13 @@ def _show(console: Any, result: dict[str, Any]) -> None:
             table.add_row(name, _SIDES[side], *cells)
     console.print(table)
     if result["waits"]:
-        table = Table(*("source", "one a", "mean", "median", "p99", "first step"), title="waiting in a step of 100 ms")
+        table = Table(
+            *("source", "one a", "mean", "ring empty", "median", "p99", "first step"),
+            title="waiting in a step of 100 ms",
+        )
         for name, sides in result["waits"].items():
             for side, w in sides.items():
-                parts = [f"{w[key]:.2%}" for key in ("mean", "median", "p99")]
+                parts = [f"{w[key]:.2%}" if key in w else "" for key in ("mean", "empty", "median", "p99")]
                 table.add_row(name, _SIDES[side], *parts, f"{w['first_step_seconds']:.2f} s")
         console.print(table)
     console.print(f"{result['ranks']} ranks; page cache: {result['page_cache']}; baseline: {result['baseline']}")
