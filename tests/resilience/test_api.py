@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ class Served:
         assert self.ready.wait(30)
 
     async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
         config = load(None, [])
         (self.run / "driver" / "job.toml").write_text(config.to_toml())
         journal, _ = Journal.take(self.run, 3.0)
@@ -102,6 +104,25 @@ def test_orders_do_what_they_say_and_refuse_what_cannot_be(served):
     assert [e["kind"] for e in events] == ["node_cordoned", "continued"]
     assert events[0]["evidence"] == ["loud"]
     assert served.ask(f"/v1/events?after={events[0]['id']}")[1] == events[1:]
+
+
+def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
+    driver = served.driver
+    driver.job = replace(driver.job, phase=Phase.RUNNING)
+    driver.spawn = lambda work: work.close()  # no cluster is asked
+    report = {"code": 1, "said": "failed: memory bandwidth cpu: 1 GB/s"}
+    heeded = threading.Event()
+    served.loop.call_soon_threadsafe(lambda: (driver.heed_report(driver.nodes["n1"], report), heeded.set()))
+    assert heeded.wait(20)
+    assert driver.nodes["n1"].state is NodeState.EVICTED
+    assert "memory bandwidth" in driver.nodes["n1"].why
+    assert driver.job.phase is Phase.RUNNING  # training does not notice
+    events = served.ask("/v1/events")[1]
+    assert [(e["kind"], e["action"]) for e in events] == [
+        ("node_diagnosed", "evict"),
+        ("ladder", "replenish"),
+        ("node_evicted", ""),
+    ]
 
 
 @pytest.mark.parametrize("setting", ["lr.paek=1", "lr.peak=fast", "model.hidden=64", "resilience.spares=3", "lr.peak="])

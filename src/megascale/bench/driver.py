@@ -98,7 +98,7 @@ def _judge(told: dict[str, Any], silences: list[tuple[str, float, float]], windo
         "heartbeats a second": told["beats"] / told["lasted"],
         "driver CPU share": told["cpu"] / told["lasted"],
         "slowest loop turn s": told["slowest"],
-        "resident MiB first": told["memory"][0],
+        "resident MiB after 90 s": told["memory"][min(90, len(told["memory"]) - 1)],  # its history is full by then
         "resident MiB last": told["memory"][-1],
         "joined within s": told["joining"],
     }

@@ -27,6 +27,7 @@ from megascale.resilience.diary import Diary
 from megascale.resilience.figures import Figures
 from megascale.resilience.intake import Intake
 from megascale.resilience.journal import Entry, Journal
+from megascale.resilience.learning import Stays
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
 from megascale.resilience.placing import Placing
@@ -39,7 +40,6 @@ TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
 SETTLE = 0.3  # seconds after a first bad end in which others of the same cause show
 THOROUGH = 1.0  # seconds between looks at the history of all nodes
-HELD_UP = 0.5  # seconds by which the loop may be late before it forgives nodes their silence
 GONE = 0.1  # seconds after a connection has closed in which its agent may come again or end
 LEAVE = 10.0  # seconds that agents get to end
 
@@ -78,7 +78,7 @@ class Driver(Placing):
         self.figures = Figures(run)
         self._looked = 0.0
         self._explaining = False
-        self.learned: dict[str, float] = {}
+        self.stays = Stays()
         self._checks = 0
         self.reasons: dict[str, str] = {}
         self._refilled: list[float] = []
@@ -129,6 +129,7 @@ class Driver(Placing):
                     break
                 # However many nodes there are, looking at them takes a part of the time only.
                 pause = min(1.0, max(TICK, 4 * (time.monotonic() - looked)))
+                pause = min(pause, self._next_silence())
                 due = time.monotonic() + pause
                 try:
                     async with asyncio.timeout(pause):
@@ -144,11 +145,17 @@ class Driver(Placing):
             await self.intake.close()
         return self.job.exit_code
 
+    def _next_silence(self) -> float:
+        """Seconds until the first node that is heard now would count as silent."""
+        now = time.monotonic()
+        left = (self.nodes[name].last_seen + self.limits.window - now for name in self.job.placement)
+        return max(0.01, min((seconds for seconds in left if seconds > 0), default=TICK))
+
     def _forgive(self, now: float, due: float) -> None:
         """A driver that was held up (a slow disk, a host without CPU) heard nobody meanwhile: that is not the nodes'
         silence."""
         late = now - due
-        if late > HELD_UP:
+        if late > self.limits.window / 2:  # what is shorter cannot make a node that beats seem silent
             for node in self.nodes.values():
                 node.last_seen = min(now, node.last_seen + late)
 
@@ -236,7 +243,7 @@ class Driver(Placing):
         for old, new in zip(before.workers, after.workers, strict=False):
             moved = (old.phase, old.step, old.action) != (new.phase, new.step, new.action)
             if moved and old.rank == new.rank and old.phase:
-                self.learned[old.phase] = max(self.learned.get(old.phase, 0.0), old.status_age)
+                self.stays.add(old.phase, old.status_age)
 
     def told(self, name: str, channel: wire.Channel, message: dict[str, Any]) -> None:
         """Any other message of a node."""
@@ -318,7 +325,7 @@ class Driver(Placing):
             window=self.limits.window,
             interval=self.limits.interval,
             first_step=self.limits.first_step,
-            learned=dict(self.learned),
+            learned=self.stays.usual(),
             incidents=list(self.incidents),
             past=list(self.past),
             metrics=self.figures.read(),

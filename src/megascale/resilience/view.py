@@ -62,8 +62,8 @@ class View:
         window: seconds without a heartbeat after which a node counts as lost.
         interval: seconds between heartbeats.
         first_step: most seconds that start, loading and the first step may take.
-        learned: seconds that a trainer's phase ("train", "evaluate", "save", ...) may go without any change: from the
-            longest seen so far; empty or lacking a phase before it was seen.
+        learned: seconds that trainers usually stay in a phase ("train", "evaluate", "save", ...) without any change
+            at the longest (learning.py); empty or lacking a phase before it was seen.
         incidents: (time, node, kind) of verdicts that named a node, over all attempts, oldest first.
         past: (time, verdict) of what earlier attempts were ended for, oldest first.
         metrics: of this attempt's last steps, oldest first.

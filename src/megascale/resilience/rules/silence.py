@@ -7,7 +7,7 @@ from megascale.core.heartbeat import Worker
 from megascale.resilience.verdicts import Verdict
 from megascale.resilience.view import Member, View
 
-# A phase may go without change for this many times the longest that has been seen, and never less than the floor.
+# A phase may go without change for this many times the longest that is usual, and never less than the floor.
 PATIENCE = 5.0
 FLOOR = 10.0  # seconds; a hang must be known within 15
 _LONG_PHASES = ("save", "evaluate", "load")
@@ -71,7 +71,7 @@ def hang(view: View) -> list[Verdict]:
     steps = sorted({w.step for _, w in running})
     evidence = [
         f"no rank has moved for {min(old for old, _, _, _ in ages):.1f} s (the first stopped {oldest:.1f} s ago); "
-        f"phase {first.phase!r} may stand still for {limit:.1f} s, {PATIENCE:g} x the longest seen",
+        f"phase {first.phase!r} may stand still for {limit:.1f} s, {PATIENCE:g} x the longest usual",
         f"ranks stand in step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:8]))}",
     ]
     evidence += [
