@@ -76,7 +76,7 @@ class Driver(Placing):
         self.incidents: list[tuple[float, str, str]] = []
         self.past: list[tuple[float, Verdict]] = []
         self.figures = Figures(run)
-        self._looked = 0.0
+        self._looked = self._looking = 0.0
         self._explaining = False
         self.stays = Stays()
         self._checks = 0
@@ -345,9 +345,11 @@ class Driver(Placing):
         ended = sum(w.state != "running" for w in workers)
         if bad and ended < self.job.world and now - (self._first_bad or now) < SETTLE:
             return
-        thorough = now - self._looked > THOROUGH
-        self._looked = now if thorough else self._looked
+        # Of a job so large that it takes long, the history is looked at less often: silence must be seen in time.
+        thorough = now - self._looked > max(THOROUGH, 10 * self._looking)
         verdicts = rules.judge(view, thorough)
+        if thorough:
+            self._looked, self._looking = now, time.monotonic() - now
         hang = next((v for v in verdicts if v.kind == Event.HANG), None)
         if hang is not None and not self._explaining:
             self._explaining = True
