@@ -196,7 +196,15 @@ def test_time_outs_in_the_wrong_order_are_named_before_anything_starts(megascale
 
 
 def test_agents_end_when_no_driver_comes_back(launch):
-    job = launch("orphan", "--nodes=1", "--train.steps=100000", "--checkpoint.interval=0", "--resilience.orphan=4")
+    job = launch(
+        "orphan",
+        "--nodes=1",
+        "--train.steps=100000",
+        "--checkpoint.interval=0",
+        "--resilience.orphan=4",
+        "--resilience.window=2",
+        "--resilience.lease=3",
+    )
     job.until("first_step")
     agent = job.agent("n0")
     job.process.kill()
