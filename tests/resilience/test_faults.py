@@ -61,6 +61,7 @@ def test_a_rank_is_killed_stopped_and_let_go(run, rank):
     assert inject(run, "stop-rank", Options(rank=0, seconds=0.05))[-1].startswith("SIGCONT")
     assert process_state(rank.pid) == "running"
     inject(run, "stop-rank", Options(rank=0))
+    os.waitpid(rank.pid, os.WUNTRACED)  # returns once it stands: the signal takes its time to arrive
     assert process_state(rank.pid) == "stopped"
     inject(run, "kill-rank", Options(rank=0))
     assert rank.wait(10) == -signal.SIGKILL
