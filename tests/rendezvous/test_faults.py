@@ -364,6 +364,7 @@ def test_too_many_clients_are_let_in_when_places_become_free(redis_server):
     threading.Timer(0.3, second.close).start()
     third = open_store(server.url, owner=False)
     third.set("k", "v")
+    assert first.get("k") == b"v"
     first.close()
     third.close()
 
