@@ -31,6 +31,14 @@ def pair(request):
     yield opened(server), opened(server)
 
 
+def settle(store: dist.Store) -> None:
+    """All that `store` sent has reached the server.
+
+    TCPStore's set, append and push do not wait for an answer: another client's request may overtake them.
+    """
+    store.num_keys()
+
+
 def test_set_and_get_any_bytes(pair):
     a, b = pair
     a.set("key", "value")
@@ -53,6 +61,7 @@ def test_add_counts_across_clients_and_reads_as_text(pair):
     assert a.get("n") == b"-2"
     assert b.add("n", 0) == -2
     a.set("given", "41")
+    settle(a)
     assert b.add("given", 1) == 42
 
 
@@ -77,6 +86,7 @@ def test_check_and_delete(pair):
     a, b = pair
     a.set("x", "1")
     a.set("y", "2")
+    settle(a)
     assert b.check(["x", "y"])
     assert b.check([])
     assert not b.check(["x", "missing"])
@@ -90,6 +100,7 @@ def test_num_keys_and_list_keys(pair):
     before = a.num_keys()
     for i in range(5):
         a.set(f"key{i}", "v")
+    settle(a)
     b.add("counter", 1)
     assert b.num_keys() == before + 6
     a.delete_key("key0")
@@ -102,7 +113,9 @@ def test_append_multi_get_multi_set(pair):
     a, b = pair
     assert a.has_extended_api()
     a.append("log", "one ")
+    settle(a)
     b.append("log", "two")
+    settle(b)
     assert a.get("log") == b"one two"
     a.multi_set(["p", "q"], ["1", "2"])
     assert b.multi_get(["q", "p", "log"]) == [b"2", b"1", b"one two"]
@@ -149,7 +162,6 @@ def test_queues(pair):
     a.queue_push("q", "1")
     assert a.queue_len("q") == 1
     b.queue_push("q", "2")
-    # TCPStore pushes without an answer: only the pusher's own connection orders what follows.
     assert b.queue_len("q") == 2
     assert [b.queue_pop("q"), a.queue_pop("q", False)] == [b"1", b"2"]
     with pytest.raises(dist.QueueEmptyError):
