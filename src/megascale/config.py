@@ -227,6 +227,9 @@ class OverlapConfig(Section):
         description="fused: products pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
         "async: collectives beside independent products; auto: fused where it works, else async",
     )
+    pipeline: bool = Field(
+        True, description="send results to the next stage while computing on, instead of waiting until they arrived"
+    )
     data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
 
 

@@ -1,6 +1,7 @@
 """The checker: proves what runs, finds what hangs, and its one-run argument holds against all interleavings."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -23,13 +24,15 @@ from megascale.core.schedule import (
     interleaved_1f1b,
     one_f_one_b,
     pipeline_schedule,
+    without_overlap,
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 40), st.booleans(), st.integers(0, 2**32))
-def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, seed):
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 2**32))
+def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, overlap, seed):
     schedule = pipeline_schedule(p, v, m, reduce_each)
+    schedule = schedule if overlap else without_overlap(schedule)
     report = check(schedule, seed=seed)
     assert report.messages == (2 * (p * v - 1) * m if p > 1 else 0)
     assert report.in_flight == tuple(in_flight_bound(p, v, m, s) for s in range(p))
@@ -44,6 +47,18 @@ def test_no_interleaving_of_a_small_schedule_hangs(p, v, m):
     states, outcomes = explore(pipeline_schedule(p, v, m))
     assert outcomes == {True}
     assert states > m * p * v
+    fewer, outcomes = explore(without_overlap(pipeline_schedule(p, v, m)))
+    assert outcomes == {True}
+    assert fewer <= states  # waiting for more leaves less freedom
+
+
+def test_waiting_for_messages_that_nobody_takes_yet_hangs():
+    """Three micro-batches a round on two stages: the third result is taken one forward later."""
+    schedule = without_overlap(interleaved_1f1b(2, 2, 5))
+    assert schedule.beside == 1
+    check(schedule)
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check(replace(schedule, beside=0))
 
 
 def verdict(run) -> str:

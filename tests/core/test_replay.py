@@ -16,6 +16,7 @@ from megascale.core.schedule import (
     interleaved_1f1b,
     one_f_one_b,
     pipeline_schedule,
+    without_overlap,
 )
 
 SMALL = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
@@ -51,6 +52,10 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
                         before = sent.setdefault(send.kind, [])
                         if len(before) >= schedule.send_slots:
                             awaits.append(end[s, before[-schedule.send_slots]])
+                    if schedule.beside is not None:
+                        for queue in sent.values():
+                            awaits += [end[s, one] for one in queue[: max(0, len(queue) - schedule.beside)]]
+                    if (s, send) in end:
                         before.append(send)
                 if kind.is_receive:
                     there, other = schedule.peer(s, action)
@@ -78,9 +83,10 @@ def random_durations(graph: Graph, seed: int) -> np.ndarray:
 
 
 @settings(max_examples=60, deadline=None)
-@given(SMALL, SEEDS, st.booleans())
-def test_replay_equals_the_reference(sizes, seed, reduce_each):
+@given(SMALL, SEEDS, st.booleans(), st.booleans())
+def test_replay_equals_the_reference(sizes, seed, reduce_each, overlap):
     schedule = pipeline_schedule(*sizes, reduce_each=reduce_each)
+    schedule = schedule if overlap else without_overlap(schedule)
     graph = Graph.of(schedule)
     durations = random_durations(graph, seed)
     timeline = replay(graph, durations)
@@ -110,13 +116,38 @@ def test_large_schedules_reach_the_ideal_bubble(p, v, m):
 
 
 @settings(max_examples=60, deadline=None)
-@given(SMALL, SEEDS)
-def test_busy_and_waits_add_up_to_the_step(sizes, seed):
-    graph = Graph.of(pipeline_schedule(*sizes))
+@given(SMALL, SEEDS, st.booleans())
+def test_busy_and_waits_add_up_to_the_step(sizes, seed, overlap):
+    schedule = pipeline_schedule(*sizes)
+    graph = Graph.of(schedule if overlap else without_overlap(schedule))
     timeline = replay(graph, random_durations(graph, seed))
     waits = timeline.waits()
     np.testing.assert_allclose(timeline.busy + sum(waits.values()), timeline.makespan)
     assert all((w >= -1e-9).all() for w in waits.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, SEEDS)
+def test_exposed_transfers_never_make_a_step_sooner(sizes, seed):
+    schedule = pipeline_schedule(*sizes)
+    graph = Graph.of(schedule)
+    durations = random_durations(graph, seed)
+    exposed = replay(without_overlap(schedule), durations)
+    assert (exposed.end >= replay(graph, durations).end - 1e-9).all()
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (2, 2, 16), (4, 2, 8), (8, 6, 32)])
+def test_without_overlap_interleaving_pays_for_each_transfer(p, v, m):
+    """A transfer each way a chunk and micro-batch: at least one of the two is paid where all had been hidden."""
+    schedule = pipeline_schedule(p, v, m)
+
+    def seconds(schedule: Schedule, transfer: float) -> float:
+        graph = Graph.of(schedule)
+        return float(replay(graph, graph.durations(1.0, 2.0, transfer, transfer)).makespan)
+
+    exposed = without_overlap(schedule)
+    assert seconds(exposed, 0.3) >= seconds(schedule, 0.3) + 0.3 * v * m - 1e-9
+    assert seconds(exposed, 0.0) == pytest.approx(seconds(schedule, 0.0))
 
 
 @settings(max_examples=60, deadline=None)

@@ -90,6 +90,10 @@ HARD = {
     "uneven rounds, 4 stages of 3, one layer each": case(
         2, 4, 1, virtual=3, microbatches=5, model={"layers": 12, "block": "parallel"}
     ),
+    "uneven rounds, transfers exposed": case(
+        1, 2, 2, virtual=2, microbatches=5, model={"layers": 5}, overlap={"pipeline": False}
+    ),
+    "nothing overlapped": case(2, 2, 2, microbatches=4, overlap={"tensor": "off", "pipeline": False, "data": False}),
     "fewer micro-batches than stages": case(1, 4, 2, microbatches=2, zero=2),
     "fewer micro-batches than stages, interleaved": case(1, 4, 2, virtual=2, microbatches=3, model={"layers": 8}),
     "one micro-batch": case(2, 2, 2, virtual=2, microbatches=1, zero=1),
@@ -210,5 +214,5 @@ def cases(draw: st.DrawFn) -> Case:
         model=model,
         optimizer={"name": pick("adamw", "lamb"), "clip": pick(0.3, 0.0)},
         train={"micro_batch": pick(1, 2), "seed": pick(1, 2)},
-        overlap={"tensor": pick("auto", "async", "off"), "data": pick(True, False)},
+        overlap={"tensor": pick("auto", "async", "off"), "data": pick(True, False), "pipeline": pick(True, False)},
     )

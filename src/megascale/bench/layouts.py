@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +18,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.runs import machine, plain, train
 from megascale.config import Config
 
 FLOOR = 1e-17  # of the plot of differences: below the rounding of float64
@@ -114,20 +112,13 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _prepared(config: Config, steps: int, precision: str | None, parallel: dict[str, Any] | None) -> Config:
-    """The configuration of a run that is only compared: no evaluation, no checkpoint, the file's learning rates."""
     from megascale.config import from_tree
 
-    tree = config.model_dump(exclude_none=True)
+    tree = plain(config, steps)
     if parallel is not None:
         tree["parallel"] = {"gpus_per_host": config.parallel.gpus_per_host, **parallel}
-    tree["lr"].setdefault("decay_steps", max(1, config.train.steps))
-    tree["data"].pop("valid", None)
-    tree["train"].pop("sample_prompt", None)
-    tree["train"] |= {"steps": steps, "eval_interval": 0}
     if precision is not None:
         tree["train"]["precision"] = precision
-    tree["checkpoint"] = {"interval": 0, "at_end": False, "resume": False}
-    tree["observe"] = {"tensorboard": False}
     return from_tree(tree)
 
 
@@ -143,36 +134,12 @@ def name_of(config: Config, processes: int) -> str:
 
 
 def _train(config: Config, processes: int, folder: Path) -> Run:
-    """Run `megascale train` and read its metrics."""
     from rich.progress import Progress
 
-    from megascale.errors import TrainingError
-
-    config = config.model_copy(
-        update={"train": config.train.model_copy(update={"runs": str(folder), "name": "compared"})}
-    )
-    folder.mkdir()
-    (folder / "config.toml").write_text(config.to_toml())
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(folder / "config.toml")]
-    command += [f"--parallel.data={processes // (config.parallel.tensor * config.parallel.pipeline)}"]
-    metrics, name = config.run_folder / "metrics.jsonl", name_of(config, processes)
-    began = time.perf_counter()
-    with open(folder / "output.log", "wb") as log, Progress(transient=True) as progress:
+    name, began = name_of(config, processes), time.perf_counter()
+    with Progress(transient=True) as progress:
         bar = progress.add_task(name, total=config.train.steps)
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"COLUMNS": "120"})
-        try:
-            while process.poll() is None:
-                done = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-                progress.update(bar, completed=done)
-                time.sleep(0.1)
-        finally:
-            # Only a person's interruption leaves it running here; it ends its own ranks.
-            process.terminate()
-            process.wait()
-    if process.returncode:
-        said = (folder / "output.log").read_text(errors="replace").strip().splitlines()[-8:]
-        raise TrainingError(f"the run of {name} ended with exit code {process.returncode}: " + "\n  ".join(said))
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        steps = train(config, processes, folder, name, at_step=lambda done: progress.update(bar, completed=done))
     return Run(
         name,
         config.parallel.model_dump(exclude_none=True),
@@ -184,17 +151,9 @@ def _train(config: Config, processes: int, folder: Path) -> Run:
 
 
 def _record(file: Path, config: Config, runs: list[Run]) -> dict[str, Any]:
-    import platform
-
-    import torch
-
-    import megascale
-
-    cuda = torch.cuda.is_available() and config.train.device != "cpu"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if cuda else f"CPU ({os.cpu_count()} cores, {platform.machine()})",
-        "versions": {"megascale": megascale.__version__, "torch": torch.__version__},
+        **machine(config),
         "file": str(file),
         "precision": config.train.precision,
         "steps": config.train.steps,

@@ -8,6 +8,7 @@ import typer
 
 # Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
 BENCHES: tuple[str, ...] = (
+    "ablation",
     "convergence",
     "init",
     "kernels",

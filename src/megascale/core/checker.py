@@ -7,7 +7,8 @@ Transitions:
 
 - *step of a stage*: it passes its next action. SEND_* and RECV_* are posted (never blocks). FORWARD and BACKWARD
   need their own receive delivered, and, if they produce a message, the send `send_slots` messages earlier on the
-  same channel delivered (its buffer is free). GATHER_PARAMS and REDUCE_GRADS are posted and never block.
+  same channel delivered (its buffer is free). Without overlap (`Schedule.beside`) they also need the stage's
+  earlier sends delivered. GATHER_PARAMS and REDUCE_GRADS are posted and never block.
 - *delivery on a communicator*: the two heads are a send and a receive that face each other; both are taken off.
 
 Why one maximal run decides for every timing. (1) An enabled transition stays enabled until it is taken: a step
@@ -194,7 +195,7 @@ class Machine:
     def __init__(self, schedule: Schedule, send_slots: int, communicator: CommunicatorOf) -> None:
         self.schedule = schedule
         self.lengths = [len(table) for table in schedule.table]
-        # What each action awaits: (communicator, transfers that it must have done), at most two.
+        # What each action awaits: (communicator, transfers that it must have done).
         self.needs: list[list[tuple[tuple[int, int], ...]]] = [[()] * n for n in self.lengths]
         self.posts: list[list[int]] = [[-1] * n for n in self.lengths]
         self.ends: list[list[_End]] = []
@@ -216,9 +217,14 @@ class Machine:
         sends: dict[int, list[tuple[int, int]]] = {}
         messages = _messages(schedule, stage).tolist()
         rows = table.tolist()
+        beside = schedule.beside
+        waits: list[tuple[tuple[int, int], ...]] = [()] * len(rows)
         for position, (kind, chunk, i) in enumerate(rows):
             comm = comm_of.get(kind)
             if comm is None:
+                if beside is not None and ActionKind(kind).is_compute:
+                    # Of one channel in order: the last that must have arrived stands for those before it.
+                    waits[position] = tuple(done[-1 - beside] for done in sends.values() if len(done) > beside)
                 continue
             end = own[comm]
             is_send = ActionKind(kind).is_send
@@ -240,7 +246,7 @@ class Machine:
                 held = send_at.get((outputs[kind], chunk, i), -1) - send_slots
                 if held >= 0:
                     needs.append(sends[outputs[kind]][held])
-                self.needs[stage][position] = tuple(needs)
+                self.needs[stage][position] = (*needs, *waits[position])
         for comm, end in own.items():
             self.ends[comm].append(end)
 

@@ -8,7 +8,7 @@ from math import gcd
 from megascale.config import Config, ModelConfig
 from megascale.core.grid import Grid
 from megascale.core.layers import chunk_layers
-from megascale.core.schedule import Schedule, pipeline_schedule
+from megascale.core.schedule import Schedule, pipeline_schedule, without_overlap
 from megascale.errors import FitError
 
 
@@ -30,9 +30,10 @@ class Layout:
     def schedule(self) -> Schedule:
         """The pipeline schedule of a step."""
         parallel = self.config.parallel
-        return pipeline_schedule(
+        schedule = pipeline_schedule(
             parallel.pipeline, parallel.virtual_stages, self.microbatches, reduce_each=parallel.zero == 2
         )
+        return schedule if self.config.overlap.pipeline else without_overlap(schedule)
 
     def chunks_of(self, stage: int) -> list[range]:
         """Layers of each chunk of a stage, chunk 0 first."""

@@ -3,7 +3,8 @@
 Resources of a stage are its lanes: one compute stream, one parameter-gather lane, one gradient-reduce lane, and one
 lane for each of its channels. Work on a lane runs in list order. An action starts when its lane is free and
 
-- FORWARD/BACKWARD: its message is here, its chunk's parameters are gathered (first forward), its send buffer is free;
+- FORWARD/BACKWARD: its message is here, its chunk's parameters are gathered (first forward), its send buffer is free,
+  and without overlap (Schedule.beside) what the stage sent before has arrived;
 - SEND/RECV: the compute before it in the stage's list has ended. The transfer starts when both sides have posted;
 - GATHER_PARAMS/REDUCE_GRADS: the compute before it in the list has ended (data-parallel peers run in step).
 
@@ -40,9 +41,10 @@ class Graph:
         schedule: what was compiled.
         stage, kind, chunk, microbatch: int arrays [actions].
         partner: index of the other side of a SEND or RECV, else -1.
-        before: [actions, 5] indices whose end an action's start awaits, -1 where none: the compute before it in
+        before: [actions, 7] indices whose end an action's start awaits, -1 where none: the compute before it in
             the list; for compute its transfer, its gather and the send that must free a buffer; for a transfer the
-            compute before its RECV on the other stage; then the previous action on the lane.
+            compute before its RECV on the other stage; then the previous action on the lane; then the last
+            forward and backward sends that compute waits for without overlap.
         levels: indices in topological order, level by level: no action awaits one of its own level.
     """
 
@@ -153,7 +155,7 @@ class Timeline:
         gap = self.start[compute] - idle_from
         stages = graph.stage[compute]
         out = {name: np.zeros((graph.schedule.stages, *tail)) for name in ("send", "gather", "reduce", "bubble")}
-        for name, columns in (("gather", (2,)), ("send", (1, 3))):
+        for name, columns in (("gather", (2,)), ("send", (1, 3, 5, 6))):
             for column in columns:
                 cause = graph.before[compute, column]
                 over = np.minimum(self.end[cause], self.start[compute]) - np.maximum(self.moving[cause], idle_from)
@@ -290,7 +292,7 @@ def _dependencies(
     partner: np.ndarray,
 ) -> np.ndarray:
     """The array `Graph.before`."""
-    before = np.full((len(kind), 5), -1)
+    before = np.full((len(kind), 7), -1)
     before[:, 0] = _previous(kind <= ActionKind.BACKWARD, stage)
     size = schedule.stages * schedule.virtual * schedule.microbatches
     key = _key(schedule, stage, chunk, np.maximum(microbatch, 0))
@@ -326,7 +328,21 @@ def _dependencies(
     # A transfer also awaits the compute before its RECV on the other side.
     sends = np.flatnonzero(np.isin(kind, _SENDS))
     before[sends, 1] = before[partner[sends], 0]
+    if schedule.beside is not None:
+        for column, send in enumerate(_SENDS, start=5):
+            before[:, column] = _exposed(schedule.beside, kind, stage, send)
     return before
+
+
+def _exposed(beside: int, kind: np.ndarray, stage: np.ndarray, send: ActionKind) -> np.ndarray:
+    """For each compute the last send of its stage before it but `beside` of this kind: [actions], -1 where none."""
+    sends = np.flatnonzero(kind == send)
+    computes = np.flatnonzero(kind <= ActionKind.BACKWARD)
+    last = np.searchsorted(sends, computes) - 1 - beside
+    found = sends[np.maximum(last, 0)] if len(sends) else np.zeros_like(computes)
+    waits = np.full(len(kind), -1)
+    waits[computes] = np.where((last >= 0) & (stage[found] == stage[computes]), found, -1)
+    return waits
 
 
 def _levels(before: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:

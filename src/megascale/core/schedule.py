@@ -8,7 +8,8 @@ How an action list is to be read (the contract with the executor):
 - FORWARD and BACKWARD run one after another on the stage's compute stream, in the order given.
 - RECV_* means "post the receive now"; the FORWARD or BACKWARD of the same chunk and micro-batch awaits it.
 - SEND_* means "start the send now"; it is awaited only when its buffer is needed again: before the compute whose
-  result is the message `Schedule.send_slots` later on the same channel.
+  result is the message `Schedule.send_slots` later on the same channel. Without overlap (`Schedule.beside`) every
+  compute awaits the sends before it as well.
 - GATHER_PARAMS means "start the parameter all-gather of the chunk now"; the chunk's first FORWARD awaits it.
 - REDUCE_GRADS means "start the gradient reduction of the chunk now"; the optimizer awaits it.
 
@@ -106,6 +107,8 @@ class Schedule:
             `schedule[stage]` gives the same as a tuple of Action.
         send_slots: buffers of a channel on the sending side. A compute that fills one waits for the send this
             many before its own on that channel.
+        beside: messages of a channel that may be under way while the sender computes; None: as many as there are
+            buffers. `without_overlap` sets it.
     """
 
     name: str
@@ -114,6 +117,7 @@ class Schedule:
     microbatches: int
     table: tuple[np.ndarray, ...]
     send_slots: int = SEND_SLOTS
+    beside: int | None = None
 
     @classmethod
     def of(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
@@ -254,6 +258,17 @@ def pipeline_schedule(stages: int, virtual: int, microbatches: int, reduce_each:
     if virtual == 1:
         return one_f_one_b(stages, microbatches, reduce_each)
     return interleaved_1f1b(stages, virtual, microbatches, reduce_each)
+
+
+def without_overlap(schedule: Schedule) -> Schedule:
+    """`schedule` with its transfers exposed: a compute starts when all messages sent before it have arrived.
+
+    The same actions in the same order, so what is trained is the same; only the waits differ. For measuring what
+    the overlap of MegaScale section 3.2 gains. Where a round has g > p micro-batches, the last g - p messages of a
+    channel stay under way: their receivers turn to them that many forwards later, so waiting would be for ever.
+    """
+    group = max(round_sizes(schedule.stages, schedule.microbatches)) if schedule.virtual > 1 else 0
+    return replace(schedule, beside=max(0, group - schedule.stages))
 
 
 def in_flight_bound(stages: int, virtual: int, microbatches: int, stage: int) -> int:

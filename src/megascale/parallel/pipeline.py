@@ -2,7 +2,8 @@
 
 Sends and receives are never fused. Each directed edge has a communicator for each direction of travel (a lane), a
 receive is posted where the schedule says and awaited by the compute that consumes it, a send is awaited only when
-its buffer is needed again. Nothing here knows 1F1B from interleaved, and nothing computes a rank.
+its buffer is needed again (or, without overlap, by the next compute). Nothing here knows 1F1B from interleaved, and
+nothing computes a rank.
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ class PipelineExecutor:
         started: set[int] = set()
         for index, (kind, chunk, i) in enumerate(self.actions):
             calls.current.at(_LABELS[kind], chunk, i, index)
+            if kind.is_compute and self.schedule.beside is not None:
+                for queue in sending.values():
+                    self._free(queue, self.schedule.beside)
             mark = self.recorder.start(kind.label, chunk, i, "pipeline" if kind.is_send or kind.is_receive else "")
             if kind == ActionKind.FORWARD:
                 if chunk not in started:
@@ -117,7 +121,7 @@ class PipelineExecutor:
                 x = None
                 if not self._is_first(chunk):
                     x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i).requires_grad_()
-                self._free(sending[ActionKind.SEND_FORWARD])
+                self._free(sending[ActionKind.SEND_FORWARD], self.schedule.send_slots - 1)
                 y = work.forward(chunk, i, x)
                 live[chunk, i] = (x, y)
                 if self._is_last(chunk):
@@ -127,7 +131,7 @@ class PipelineExecutor:
                 grad = None
                 if not self._is_last(chunk):
                     grad = self._arrived(received, ActionKind.RECV_BACKWARD, chunk, i)
-                self._free(sending[ActionKind.SEND_BACKWARD])
+                self._free(sending[ActionKind.SEND_BACKWARD], self.schedule.send_slots - 1)
                 work.before_backward(chunk, i)
                 torch.autograd.backward(y, grad)
                 work.after_backward(chunk, i)
@@ -166,9 +170,10 @@ class PipelineExecutor:
                     self._send(ActionKind.SEND_FORWARD, y)[1].wait()
         return outputs
 
-    def _free(self, queue: deque[tuple[torch.Tensor, Any]]) -> None:
-        """Wait for the send whose buffer the next result may take."""
-        while len(queue) >= self.schedule.send_slots:
+    @staticmethod
+    def _free(queue: deque[tuple[torch.Tensor, Any]], under_way: int) -> None:
+        """Wait for the oldest sends until at most `under_way` are left."""
+        while len(queue) > under_way:
             queue.popleft()[1].wait()
 
     def _lane(self, kind: ActionKind) -> Lane:

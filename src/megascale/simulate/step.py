@@ -165,6 +165,7 @@ def own_software(config: Config, base: Software) -> Software:
         reduce_each=parallel.zero == 2,
         recompute=parallel.recompute,
         tp_overlap=base.tp_overlap and overlap.tensor in ("auto", "fused"),
+        pp_overlap=base.pp_overlap and overlap.pipeline,
         dp_overlap=base.dp_overlap and overlap.data,
         fused_operators=base.fused_operators and kernels.mode != "reference",
         attention=ATTENTION.get(kernels.attention, base.attention),

@@ -69,6 +69,10 @@ class Engine:
         stage, stages = at.pipeline, grid.pipeline
         self.first, self.last = stage == 0, stage == stages - 1
         tied = config.model.tied_embeddings and stages > 1 and (self.first or self.last)
+        if stages > 1:
+            self.active["pipeline overlap"] = "on" if config.overlap.pipeline else "off"
+        if grid.data > 1:
+            self.active["data overlap"] = "on" if config.overlap.data else "off"
         axes = Axes(
             data=_axis(groups, "data_gather", grid.data, at.data),
             reduce=_axis(groups, "data_reduce", grid.data, at.data),
