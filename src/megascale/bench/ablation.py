@@ -341,11 +341,11 @@ def show(record: dict[str, Any], runs: list[Run]) -> None:
         found = table(names, runs, links)
         cells = [_cells(one, _peak(record)) for one in found]
         shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
-        for number, column in enumerate(cells[0]):
-            if any(row[column] for row in cells):  # no empty columns: what the machine does not tell
-                shown.add_column(column, justify="right" if number else "left", no_wrap=True)
+        columns = [c for c in cells[0] if any(row[c] for row in cells)]  # not what this machine does not tell
+        for number, column in enumerate(columns):
+            shown.add_column(column, justify="right" if number else "left", no_wrap=True)
         for row in cells:
-            shown.add_row(*(row[column.header] for column in shown.columns))
+            shown.add_row(*(row[column] for column in columns))
         console.print(
             f"{record['file']} on {record['processes']} x {record['device']}, links {links}, {record['date']}.\n"
             "Each row has what the rows above it have and one thing more. Total: tokens/s over the first row's."

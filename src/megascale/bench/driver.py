@@ -231,13 +231,23 @@ async def _crowd(run: Path, numbers: list[int], window: float, silent: float) ->
     return silences
 
 
+def _traffic(number: int, offset: float) -> Any:
+    """What a NIC of a training node shows: steady but for some swing."""
+    from megascale.core.heartbeat import Traffic
+
+    rate = 8e9 * (1 + 0.1 * offset)
+    return Traffic(f"mlx5_{number}", rate, rate, 0.0, 4 * rate, 0.0, 4 * rate, 0, 100)
+
+
 async def _agent(
     run: Path, number: int, offset: float, quiet: dict[int, float], last: dict[int, float], silences: list[Any]
 ) -> None:
-    from megascale.core.heartbeat import Heartbeat, Worker
+    from megascale.core.heartbeat import Gpu, Heartbeat, Worker
     from megascale.resilience import wire
     from megascale.resilience.contact import read_contact, read_token
 
+    rng = random.Random(number)
+    gpus = tuple(Gpu(i, "NVIDIA H200", 60.0 + i, 690.0) for i in range(RANKS))
     contact, name = read_contact(run), f"n{number}"
     await asyncio.sleep(2 * offset)
     while True:
@@ -270,7 +280,17 @@ async def _agent(
                 Worker(rank, 1000 + rank, "running", 0, "train", step, "forward", 3, 0.1, "", 1 << 33, float(step))
                 for rank in orders.get("ranks", ())
             )
-            beat = Heartbeat(contact.job, orders.get("attempt", 0), name, sequence, time.time_ns(), workers=workers)
+            beat = Heartbeat(
+                contact.job,
+                orders.get("attempt", 0),
+                name,
+                sequence,
+                time.time_ns(),
+                workers=workers,
+                gpus=gpus,
+                traffic=tuple(_traffic(i, offset) for i in range(RANKS)),
+                step_seconds={worker.rank: 0.45 + 0.02 * rng.random() for worker in workers},
+            )
             channel.send(wire.HEARTBEAT, beat.to_json())
             last[number] = time.monotonic()
             due += 1.0

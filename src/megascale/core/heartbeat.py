@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -243,7 +244,13 @@ def _list(item: Check) -> Check:
     return check
 
 
-_short = _text(200)
+def _name(value: Any, name: str) -> str:
+    if type(value) is not str or len(value) > 200:
+        raise ValueError(f"{name} is not a text of 0 to 200 characters")
+    return sys.intern(value)  # "train", "mlx5_0": thousands of heartbeats say the same few words
+
+
+_short = _name
 _long = _text(_TEXT)
 
 _worker = _record(

@@ -1,7 +1,7 @@
 """The driver: one loop that watches all nodes of a job, decides by rules and ladder, and writes down why.
 
 It holds no process and no device: killed and started again it reads its journal, waits for the agents to come back,
-and goes on; training does not notice. Everything runs in one thread on one asyncio loop.
+and goes on; training does not notice. One thread on one asyncio loop does it all, but for looks that take long.
 """
 
 from __future__ import annotations
@@ -17,34 +17,31 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
-from megascale.core.grid import Grid
 from megascale.core.heartbeat import Heartbeat
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from megascale.resilience import hangs, rules, update, wire
+from megascale.resilience import update, wire
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.contact import Contact, make_token, write_contact
 from megascale.resilience.diary import Diary
 from megascale.resilience.figures import Figures
+from megascale.resilience.garbage import OldGarbage
 from megascale.resilience.intake import Intake
 from megascale.resilience.journal import Entry, Journal
+from megascale.resilience.judging import Judging
 from megascale.resilience.learning import Stays
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
-from megascale.resilience.placing import Placing
-from megascale.resilience.verdicts import SEVERITY, Verdict
-from megascale.resilience.view import View
+from megascale.resilience.verdicts import Verdict
 
 log = logging.getLogger("megascale.driver")
 
 TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
-SETTLE = 0.3  # seconds after a first bad end in which others of the same cause show
-THOROUGH = 1.0  # seconds between looks at the history of all nodes
 GONE = 0.1  # seconds after a connection has closed in which its agent may come again or end
 LEAVE = 10.0  # seconds that agents get to end
 
 
-class Driver(Placing):
+class Driver(Judging):
     """Args:
     run: the run folder.
     config: resolved; `resilience` and the layout are used.
@@ -76,8 +73,6 @@ class Driver(Placing):
         self.incidents: list[tuple[float, str, str]] = []
         self.past: list[tuple[float, Verdict]] = []
         self.figures = Figures(run)
-        self._looked = self._looking = 0.0
-        self._explaining = False
         self.stays = Stays()
         self._checks = 0
         self.reasons: dict[str, str] = {}
@@ -116,7 +111,7 @@ class Driver(Placing):
         for node in self.nodes.values():
             node.last_seen, node.deadline = now, now + self.limits.window
         self.begin_nodes(now)
-        renewed, due = 0.0, now
+        renewed, due, garbage = 0.0, now, OldGarbage()
         try:
             while self.job.phase not in ENDED:
                 if time.monotonic() - renewed > min(1.0, self.limits.lease / 3):
@@ -138,8 +133,10 @@ class Driver(Placing):
                 except TimeoutError:
                     pass
                 self._wake.clear()
+                garbage.tidy()
             await self._farewell()
         finally:
+            garbage.close()
             for task in self._tasks:
                 task.cancel()
             await self.intake.close()
@@ -297,7 +294,7 @@ class Driver(Placing):
         self.watch_nodes(now)
         phase = self.job.phase
         if phase in (Phase.STARTING, Phase.RUNNING):
-            self._judge(now)
+            self.judge(now)
             self.keep_spares(now)
         elif phase is Phase.STOPPING:
             self.check_stopped(now)
@@ -305,133 +302,6 @@ class Driver(Placing):
             self.check_diagnosed(now)
         if self.job.phase is Phase.WAITING:
             self.place(now)
-
-    def view(self, now: float) -> View:
-        """What the rules judge."""
-        job, parallel, holders = self.job, self.config.parallel, set(self.job.placement)
-        each = job.ranks_per_node
-        placed = [
-            self.nodes[name].member(tuple(range(i * each, (i + 1) * each))) for i, name in enumerate(job.placement)
-        ]
-        spares = [n.member(()) for n in self.nodes.values() if n.name not in holders and n.usable]
-        return View(
-            job=job.name,
-            attempt=job.attempt,
-            phase=job.phase.value,
-            now=now,
-            started=self.started,
-            members=placed + spares,
-            grid=Grid(parallel.tensor, job.data, parallel.pipeline, job.ranks_per_node),
-            window=self.limits.window,
-            interval=self.limits.interval,
-            first_step=self.limits.first_step,
-            learned=self.stays.usual(),
-            incidents=list(self.incidents),
-            past=list(self.past),
-            metrics=self.figures.read(),
-        )
-
-    def _judge(self, now: float) -> None:
-        view = self.view(now)
-        workers = [w for _, w in view.workers()]
-        self._progress(now, workers)
-        if len(workers) == self.job.world and all(w.state == "exited" and not w.code for w in workers):
-            self.enter(Phase.DONE, why="every rank ended well", exit_code=0)
-            self.note(Event.JOB_DONE, evidence=(f"all {self.job.world} ranks ended with exit code 0",))
-            return
-        bad = [w for w in workers if w.state == "signalled" or w.code]
-        if bad and self._first_bad is None:
-            self._first_bad = now
-        ended = sum(w.state != "running" for w in workers)
-        if bad and ended < self.job.world and now - (self._first_bad or now) < SETTLE:
-            return
-        # Of a job so large that it takes long, the history is looked at less often: silence must be seen in time.
-        thorough = now - self._looked > max(THOROUGH, 10 * self._looking)
-        verdicts = rules.judge(view, thorough)
-        if thorough:
-            self._looked, self._looking = now, time.monotonic() - now
-        hang = next((v for v in verdicts if v.kind == Event.HANG), None)
-        if hang is not None and not self._explaining:
-            self._explaining = True
-            self.spawn(self._explain(hang, view))
-        self.act([v for v in verdicts if v.kind != Event.HANG])
-
-    async def _explain(self, hang: Verdict, view: View) -> None:
-        """Find out who began a hang, beside the loop: ranks are asked for their stacks."""
-        try:
-            found = await asyncio.to_thread(hangs.refine, hang, view, self.run_folder)
-        finally:
-            self._explaining = False
-        if self.job.attempt == view.attempt:
-            self.act([found])
-
-    def _progress(self, now: float, workers: list[Any]) -> None:
-        """The furthest step, and whether this attempt has done its first."""
-        for w in workers:
-            if w.phase not in ("train", "save", "evaluate", "done"):
-                continue
-            first = self._first_steps.setdefault(w.rank, w.step if w.phase == "train" else w.step - 1)
-            if w.step > self.job.step:
-                self.job = replace(self.job, step=w.step)
-            if self.job.phase is Phase.STARTING and (w.step > first or w.phase != "train"):
-                self.enter(Phase.RUNNING, updating=False)
-                took = now - self.started
-                self.note(
-                    Event.FIRST_STEP,
-                    evidence=(f"first step of attempt {self.job.attempt} after {took:.2f} s",),
-                    seconds=took,
-                    step=w.step,
-                )
-
-    def act(self, verdicts: list[Verdict]) -> None:
-        """Write verdicts down, each once an attempt, and act on the hardest."""
-        fresh = []
-        for verdict in verdicts:
-            key = (self.job.attempt, verdict.kind, verdict.nodes, verdict.ranks, verdict.action)
-            if key in self._noted:
-                continue
-            self._noted.add(key)
-            fresh.append(verdict)
-            self.note(
-                verdict.kind,
-                action=verdict.action,
-                nodes=verdict.nodes,
-                ranks=verdict.ranks,
-                evidence=verdict.evidence,
-                person=verdict.person,
-            )
-            self.reasons |= {
-                node: f"{verdict.kind}: {verdict.evidence[0]}" for node in verdict.nodes if verdict.evidence
-            }
-            self.incidents += [(time.monotonic(), node, str(verdict.kind)) for node in verdict.nodes]
-        hard = [v for v in fresh if SEVERITY[v.action] >= SEVERITY["respawn"]]
-        if not hard or self.job.phase not in (Phase.STARTING, Phase.RUNNING):
-            return
-        self.past += [(time.monotonic(), v) for v in hard]
-        worst = max(hard, key=lambda v: SEVERITY[v.action])
-        if any(v.kind == Event.CHECKSUM_MISMATCH for v in hard):
-            self.job = replace(self.job, distrust=True)
-        if self.job.updating and worst.kind in (Event.USER_ERROR, Event.OUT_OF_MEMORY, Event.NONFINITE_LOSS):
-            self._undo_update(worst)
-        elif worst.action == "stop":
-            self.fail("; ".join(worst.evidence[:3]), self._code_of(worst))
-        elif worst.action == "diagnose":
-            self.suspend(Phase.DIAGNOSING, "self-checks after: " + worst.evidence[0])
-        else:
-            evict = {n for v in hard if v.action == "evict" for n in v.nodes}
-            blamed = tuple(dict.fromkeys(n for v in hard for n in v.nodes))
-            self.recover(blamed, frozenset(evict))
-
-    def _code_of(self, verdict: Verdict) -> int:
-        """The job's exit code for a verdict that ends it: that of the process at fault."""
-        codes = [
-            w.code
-            for n in self.nodes.values()
-            if n.heartbeat
-            for w in n.heartbeat.workers
-            if w.rank in verdict.ranks and w.state == "exited" and w.code
-        ]
-        return codes[0] if codes else EXIT_FAILED
 
     # state ----------------------------------------------------------------------------------------------------------
 
@@ -481,7 +351,7 @@ class Driver(Placing):
         self.suspend(Phase.WAITING, why, save=True, fresh=tuple(self.nodes))
         return True
 
-    def _undo_update(self, verdict: Verdict) -> None:
+    def undo_update(self, verdict: Verdict) -> None:
         """New settings brought no step: go back to those before, and start again."""
         self.config = update.undo(self.run_folder)
         self.job = replace(self.job, updating=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megascale.core.grid import Grid
 from megascale.core.heartbeat import Heartbeat, Worker
@@ -84,6 +84,10 @@ class View:
     past: list[tuple[float, Verdict]] = field(default_factory=list)
     metrics: list[Metric] = field(default_factory=list)
     _workers: list[tuple[Member, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def still(self) -> View:
+        """A copy whose histories do not grow while another thread looks through them."""
+        return replace(self, members=[replace(m, history=deque(m.history, HISTORY)) for m in self.members])
 
     def workers(self) -> list[tuple[Member, Worker]]:
         """Every worker that has been heard of, with its node, by rank. Worked out once a view."""

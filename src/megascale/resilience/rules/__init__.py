@@ -7,6 +7,8 @@ checkpoint are no hangs, and a value must leave what was seen before by a margin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from megascale.resilience.rules import exits, health, numbers, offenders, silence
 from megascale.resilience.verdicts import Verdict
 from megascale.resilience.view import View
@@ -24,10 +26,6 @@ SLOW = (
 )
 
 
-def judge(view: View, thorough: bool = True) -> list[Verdict]:
-    """All verdicts on `view`, in no order. Nodes that offended before are judged harder.
-
-    thorough: also what goes through the history; every second or so is often enough.
-    """
-    rules = QUICK + SLOW if thorough else QUICK
-    return offenders.repeated(view, [verdict for rule in rules for verdict in rule(view)])
+def judge(view: View, which: Sequence[Callable[[View], list[Verdict]]] = QUICK + SLOW) -> list[Verdict]:
+    """The verdicts of some rules on `view`, in no order. Nodes that offended before are judged harder."""
+    return offenders.repeated(view, [verdict for rule in which for verdict in rule(view)])

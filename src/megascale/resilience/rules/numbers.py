@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 
 from megascale.core.events import Event
@@ -30,6 +32,7 @@ SLOW_STEPS = 20
 SLOW_NODE = 1.25
 SLOW_NODE_LEAST = 1.15  # the lower quartile must be above this too
 SLOW_BEATS = 20
+MANY = 64  # ranks of a stage from which what is usual is worked out once for all
 CHECKSUM_BEATS = 10  # heartbeats over which copies of one step are looked for
 _LEAST_DIFFERENCE = 0.01  # seconds a step; below it two processes that share a core look like a slow node
 SLOW_SECONDS = 15.0  # time that the heartbeats must span
@@ -98,10 +101,9 @@ def slow_nodes(view: View) -> list[Verdict]:
     found: dict[str, list[str]] = {}
     guilty: dict[str, list[int]] = {}
     for ranks in stages.values():
-        for rank in ranks:
-            member, values = series[rank]
-            peers = [series[r][1] for r in ranks if series[r][0] is not member]
-            sentence = _slower(rank, member, values, peers)
+        for rank, values, usual in _against_peers(ranks, series):
+            member = series[rank][0]
+            sentence = _slower(rank, member, values, usual)
             if sentence:
                 found.setdefault(member.node, []).append(sentence)
                 guilty.setdefault(member.node, []).append(rank)
@@ -128,23 +130,52 @@ def _compute(member: Member) -> dict[int, list[float]]:
     return {rank: values for rank, values in found.items() if len(values) >= SLOW_BEATS}
 
 
-def _slower(rank: int, member: Member, values: list[float], peers: list[list[float]]) -> str:
+@dataclass(frozen=True)
+class _Usual:
+    """What peers of a rank show: their typical seconds a step, what one in ten exceeds, and how many there are."""
+
+    typical: float
+    noise: float
+    peers: int
+
+
+def _against_peers(
+    ranks: list[int], series: dict[int, tuple[Member, list[float]]]
+) -> Iterator[tuple[int, list[float], _Usual]]:
+    """Each rank of a stage with its values and what is usual on other nodes."""
+    medians = {rank: median(series[rank][1]) for rank in ranks}
+    if len(ranks) >= MANY:
+        # So many that their own node's few change no median: worked out once, not anew for each of thousands.
+        pooled = sorted(value for rank in ranks for value in series[rank][1])
+        usual = _Usual(median(medians.values()), pooled[int(0.9 * len(pooled))], len(ranks) - 1)
+        yield from ((rank, series[rank][1], usual) for rank in ranks)
+        return
+    for rank in ranks:
+        member, values = series[rank]
+        peers = [r for r in ranks if series[r][0] is not member]
+        if not peers:
+            continue
+        # Against the slowest of the peers' medians: a stage whose ranks all differ has no single slow one.
+        theirs = [medians[r] for r in peers]
+        typical = max(theirs) if len(peers) < 3 else median(theirs)
+        # Where peers themselves vary that much, as on machines that do other work too, nobody stands out.
+        tails = [sorted(series[r][1]) for r in peers]
+        pooled = sorted(value for tail in tails for value in tail)
+        noise = max(p[int(0.9 * (len(p) - 1))] for p in tails) if len(peers) < 3 else pooled[int(0.9 * len(pooled))]
+        yield rank, values, _Usual(typical, noise, len(peers))
+
+
+def _slower(rank: int, member: Member, values: list[float], usual: _Usual) -> str:
     """Why a rank counts as slow, "" if it does not."""
-    if not peers:
-        return ""
-    # Against the slowest of the peers' medians: a stage whose ranks all differ has no single slow one.
-    typical = max(median(p) for p in peers) if len(peers) < 3 else median(median(p) for p in peers)
-    # Where peers themselves vary that much, as on machines that do other work too, nobody stands out.
-    pooled = sorted(value for p in peers for value in p)
-    noise = max(sorted(p)[int(0.9 * (len(p) - 1))] for p in peers) if len(peers) < 3 else pooled[int(0.9 * len(pooled))]
+    typical, peers = usual.typical, usual.peers
     mine, low = median(values), sorted(values)[len(values) // 4]
-    if mine < SLOW_NODE * typical or low < SLOW_NODE_LEAST * typical or low < noise:
+    if mine < SLOW_NODE * typical or low < SLOW_NODE_LEAST * typical or low < usual.noise:
         return ""
     if mine - typical < _LEAST_DIFFERENCE:
         return ""
     return (
         f"rank {rank} on {member.node} computes {mine:.3g} s a step, {mine / typical:.2f} x the {typical:.3g} s of "
-        f"{len(peers)} rank{'s' * (len(peers) > 1)} with the same work elsewhere, over {len(values)} heartbeats"
+        f"{peers} rank{'s' * (peers > 1)} with the same work elsewhere, over {len(values)} heartbeats"
     )
 
 
