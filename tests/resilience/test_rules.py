@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megascale.core.grid import Grid
 from megascale.core.heartbeat import Gpu, Heartbeat, LogMatch, Traffic, Worker
 from megascale.resilience import rules
-from megascale.resilience.rules import silence
+from megascale.resilience.rules import numbers, silence
 from megascale.resilience.verdicts import SEVERITY, Verdict
 from megascale.resilience.view import HISTORY, Member, Metric, View
 
@@ -290,6 +290,26 @@ def test_a_persistently_slow_node_is_evicted():
     assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18)] == ["slow_node"]
     # A passing slowness is none.
     assert not computing(usual, usual, usual[:-5] + [0.3] * 5, usual)
+
+
+@pytest.mark.parametrize("slow_ranks", [(), (17,), (3, 64)])
+def test_thousands_of_ranks_are_judged_as_few_are(slow_ranks, monkeypatch):
+    """What is usual is then worked out once for all; the verdicts are the same."""
+    usual = [0.1, 0.11, 0.1, 0.09, 0.1] * 6
+    series = [[s * 1.4 for s in usual] if rank in slow_ranks else usual for rank in range(numbers.MANY + 6)]
+    many = computing(*series)
+    monkeypatch.setattr(numbers, "MANY", 10**9)
+    few = computing(*series)
+    assert [(v.kind, v.nodes, v.ranks) for v in many] == [(v.kind, v.nodes, v.ranks) for v in few]
+    assert {rank for v in many for rank in v.ranks} == set(slow_ranks)
+
+
+def test_a_still_view_keeps_its_history_while_heartbeats_come():
+    moving = view({0: [heartbeat(0, i, [worker(0)]) for i in range(1, HISTORY + 1)]})
+    still = moving.still()
+    moving.members[0].history.append((1001.0, heartbeat(0, HISTORY + 1, [worker(0)])))
+    assert [h.sequence for _, h in still.members[0].history] == list(range(1, HISTORY + 1))
+    assert still.members[0].history.maxlen == HISTORY
 
 
 def summed(*by_rank: str, step: int = 8) -> list[Verdict]:
