@@ -14,6 +14,7 @@ BENCHES: tuple[str, ...] = (
     "kernels",
     "layouts",
     "loader",
+    "peers",
     "restarts",
     "schedules",
     "tokenize",
