@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +312,45 @@ def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> 
     same = sum(domains[host] == domains[other] for host, other in enumerate(found))
     # Of a domain with more than half of the hosts, some must pair among themselves.
     assert same <= max(0, 2 * largest - len(domains))
+
+
+def test_what_killed_services_left_is_swept_and_what_runs_is_not(tmp_path: Path) -> None:
+    """Folders of services under one parent, as those of all runs of a user."""
+    dead, alive, mine = (tmp_path / name for name in ("dead", "alive", "mine"))
+    for place in (dead, alive):
+        service.connect(place, linger=60).close()
+    with contextlib.closing(service.connect(dead)) as sock:
+        os.kill(ask(sock, {"do": "hello"})["pid"], signal.SIGKILL)
+        assert sock.recv(1) == b""  # it is gone
+    assert (dead / "checkpoint.lock").exists()
+    service.serve(mine, linger=-1.0)  # ends at once
+    assert not mine.exists()
+    assert not dead.exists()
+    assert (alive / "checkpoint.sock").exists()
+    with contextlib.closing(service.connect(alive)) as sock:
+        os.kill(ask(sock, {"do": "hello"})["pid"], signal.SIGKILL)
+
+
+def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
+    """Many start while others end and remove the folder: never two at once."""
+    place, inside, most = tmp_path / "place", 0, 0
+    guard = threading.Lock()
+
+    def come_and_go() -> None:
+        nonlocal inside, most
+        for _ in range(50):
+            lock = service._take(place, create=True)
+            if lock is None:
+                continue
+            with guard:
+                inside += 1
+                most = max(most, inside)
+            with guard:
+                inside -= 1
+            service._leave(place, lock)
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(come_and_go) for _ in range(8)]:
+            done.result()
+    assert most == 1
+    assert not place.exists()

@@ -156,6 +156,8 @@ def _print(console: Console, figures: dict[str, Any], preset: str) -> None:
             f"{max(saved['background_mb_s']):,.0f}",
             f"{saved['background_of_disk']:.0%}",
         )
+        if saved["removal_s"]:
+            t.add_row(f"removing the one before, after the commit: {min(saved['removal_s']):.2f} s", "", "")
         console.print(t)
     if loaded := figures.get("load"):
         t = table("loading by data-parallel replicas", "replicas", "read / checkpoint", "most one read", "seconds")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megascale.checkpoint import Checkpointer, LoadReport, Shard, load, save
+from megascale.checkpoint.folder import prune
 from megascale.config import CheckpointConfig
 
 Figures = dict[str, Any]
@@ -60,7 +61,7 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
     """Rates of saving at once and in the background beside the disk's own, measured in turn."""
     shards = model(gigabytes)
     size = data_bytes(shards)
-    disk, front, back, stalls = [], [], [], []
+    disk, front, back, stalls, removals = [], [], [], [], []
     run = folder / "run"
     checkpointer = Checkpointer(CheckpointConfig(background=True, keep=1, linger=5), run, shards)
     checkpointer.save(1, {"step": 1}, wait=True)  # allocates; not counted
@@ -68,8 +69,12 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
     for step in range(2, repeats + 2):
         disk.append(disk_rate(folder, size))
         begun = time.perf_counter()
-        save(folder / "front", step, shards, {"step": step}, keep=1)
+        save(folder / "front", step, shards, {"step": step}, keep=2)
         front.append(size / (time.perf_counter() - begun))
+        begun = time.perf_counter()
+        prune(folder / "front", keep=1)  # what a save with keep=1 does after its commit
+        if step > 2:
+            removals.append(time.perf_counter() - begun)
         checkpointer.save(step, {"step": step}, wait=True)
         checkpointer.before_update()
         (outcome,) = checkpointer.finish(over=False)
@@ -85,6 +90,7 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
         "save_mb_s": [rate / 1e6 for rate in front],
         "background_mb_s": [rate / 1e6 for rate in back],
         "background_stall_s": stalls,
+        "removal_s": removals,
         "save_of_disk": max(front) / max(disk),
         "background_of_disk": max(back) / max(disk),
     }

@@ -82,8 +82,10 @@ def _opened(data: bytes) -> dict[str, Any] | None:
     return json.loads(body) if checksum.strip() == f"{crc32(body):08x}".encode() else None
 
 
-def try_commit(storage: Storage, step: int, generation: str) -> Commit | None:
-    """Commit a save if all its parts are there, and prune; None if some are missing. Failed if one never will be.
+def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, int] | None:
+    """Commit a save if all its parts are there; None if some are missing. Failed if one never will be.
+
+    Returns the commit and how many the save wants to be kept: pruning is the caller's.
 
     Safe to call by several at once: they would write the same COMMIT.
     """
@@ -112,8 +114,7 @@ def try_commit(storage: Storage, step: int, generation: str) -> Commit | None:
     template = bytes(storage.read(f"{place}/{generation}-metadata"))
     metadata = template.replace(BLANK.encode(), generation.encode())
     commit = folders.commit_save(storage, step, generation, index, files, metadata, start["state"])
-    folders.prune(storage, start["keep"])
-    return commit
+    return commit, start["keep"]
 
 
 def finish_pending(storage: Storage) -> list[int]:
@@ -128,7 +129,9 @@ def finish_pending(storage: Storage) -> list[int]:
             generation = name.removesuffix("-begin.json")
             if generation != name and int(generation[:8]) > newest:
                 try:
-                    done += [step] if try_commit(storage, step, generation) is not None else []
+                    if (found := try_commit(storage, step, generation)) is not None:
+                        done.append(step)
+                        folders.prune(storage, found[1])
                 except (Failed, OSError, ValueError, KeyError):
                     continue
     return done

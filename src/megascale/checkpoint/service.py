@@ -27,7 +27,7 @@ from typing import Any
 
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint import pending, replica, wire
-from megascale.checkpoint.folder import step_name
+from megascale.checkpoint.folder import Commit, step_name
 from megascale.checkpoint.image import Memory, Slot, frame
 from megascale.checkpoint.index import Index
 from megascale.checkpoint.pending import Failed, Written
@@ -65,6 +65,7 @@ class Service:
         self.saving: dict[str, Saving] = {}
         self.results: dict[str, dict[str, Any]] = {}
         self.changed = threading.Condition()
+        self.pruning = threading.Lock()
         self.connections = 0
         self.working = 0
         self.last_left = time.monotonic()
@@ -187,7 +188,8 @@ class Service:
             self._watch(storage, step, generation)
 
     def _begin(self, storage: Storage, message: wire.Message) -> None:
-        free = storage.free()
+        with self.pruning:  # what is being removed counts as free
+            free = storage.free()
         if free is not None and free < message["needed"]:
             raise OSError(errno.ENOSPC, "No space left on device")
         plan, metadata = self.plans[message["plan"]]
@@ -229,10 +231,9 @@ class Service:
         with self._work():
             while True:
                 try:
-                    commit = pending.try_commit(storage, step, generation)
-                    if commit is not None:
-                        result = {"committed": True, "bytes": commit.size}
-                        return self._settle(storage, step, generation, result, withdraw=False)
+                    found = pending.try_commit(storage, step, generation)
+                    if found is not None:
+                        return self._committed(storage, step, generation, *found)
                 except (Failed, OSError, ValueError) as error:
                     why = str(error) if isinstance(error, Failed) else f"the commit failed: {error}"
                     return self._settle(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
@@ -245,6 +246,21 @@ class Service:
                     return self._settle(storage, step, generation, result, withdraw=False)
                 time.sleep(pause)
                 pause = min(pause * 1.5, _POLL_MAX)
+
+    def _committed(self, storage: Storage, step: int, generation: str, commit: Commit, keep: int) -> None:
+        """Say so, then remove older checkpoints: that takes a while, and nobody need wait for it."""
+        with self.pruning:
+            result = {"committed": True, "bytes": commit.size}
+            self._settle(storage, step, generation, result, withdraw=False)
+            try:
+                folders.prune(storage, keep)
+            except OSError as error:
+                log.warning("older checkpoints could not be removed: %s", error)
+
+    def on_pruned(self, sock: socket.socket, message: wire.Message) -> None:
+        """Answer when the checkpoints that a commit made superfluous are gone."""
+        with self.pruning:
+            wire.send(sock, {})
 
     def _settle(self, storage: Storage, step: int, generation: str, result: dict[str, Any], withdraw: bool) -> None:
         if withdraw:
@@ -300,10 +316,8 @@ class Service:
 
 def serve(folder: Path, linger: float) -> None:
     """Serve until there is nothing left to do. Returns at once if another service already has the folder."""
-    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    lock = _take(folder, create=True)
+    if lock is None:
         return
     path = folder / _SOCKET
     path.unlink(missing_ok=True)
@@ -317,8 +331,48 @@ def serve(folder: Path, linger: float) -> None:
             sock, _ = listener.accept()
             sock.settimeout(None)
             threading.Thread(target=service.talk, args=(sock,), daemon=True).start()
-    path.unlink(missing_ok=True)
+    _leave(folder, lock)
     listener.close()
+    # Those that were killed could not tidy up.
+    for other in folder.parent.glob(f"*/{_LOCK}"):
+        with contextlib.suppress(OSError):
+            if (left := _take(other.parent, create=False)) is not None:
+                _leave(other.parent, left)
+
+
+def _take(folder: Path, create: bool) -> int | None:
+    """The lock of a service's folder, None if a service has it (or, without `create`, if there is none)."""
+    path = folder / _LOCK
+    while True:
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        except FileNotFoundError:
+            if create:
+                continue  # a service that ended has just removed the folder
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        except FileNotFoundError:
+            pass
+        # Its holder has ended between our two calls, and removed it: what we hold keeps nobody out.
+        os.close(lock)
+
+
+def _leave(folder: Path, lock: int) -> None:
+    """Remove what a service leaves, while nobody else can come, and let go."""
+    for name in (_SOCKET, _LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # there is more in it, or somebody comes just now
+        folder.rmdir()
+    os.close(lock)
 
 
 def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> socket.socket:

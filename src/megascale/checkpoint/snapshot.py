@@ -336,6 +336,8 @@ class Snapshots:
             except OSError as error:
                 copy.outcome.why = copy.outcome.why or str(error)
             self._report(copy)
+            with contextlib.suppress(OSError):
+                ask(sock, {"do": "pruned"})
         sock.close()
 
     def _report(self, copy: Copy) -> None:

@@ -7,6 +7,7 @@ Contents are checked by checksum, not encrypted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -101,13 +102,21 @@ def private_folder(run: Path | str, node: str | None = None) -> Path:
     base = Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}"
     folder = base / name
     for place in (base, folder):
-        place.mkdir(mode=0o700, exist_ok=True)
-        info = place.lstat()
+        info = _made(place)
         if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
             raise PermissionError(f"{place} belongs to another user; remove it or set TMPDIR")
         if stat.S_IMODE(info.st_mode) & 0o077:
             place.chmod(0o700)
     return folder
+
+
+def _made(place: Path) -> os.stat_result:
+    """A folder that is there now, made if need be: a service that ends removes its own at any moment."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(place, 0o700)
+        with contextlib.suppress(FileNotFoundError):
+            return place.lstat()
 
 
 def prove(sock: socket.socket, token: bytes, server: bool) -> None:
