@@ -208,6 +208,11 @@ class ParallelConfig(Section):
         description="0: all replicated; 1: optimizer state sharded over data-parallel ranks, gradients reduced once "
         "a step; 2: fp32 gradients sharded too, reduced after every micro-batch",
     )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="gradients on the wire between data-parallel ranks: float32: as they were accumulated; bfloat16: "
+        "rounded, half the bytes, summed in float32 (needs zero of 1 or 2)",
+    )
     bucket_elements: int = Field(
         40_000_000, ge=1, description="parameters in one data-parallel message; smaller hides more, larger moves faster"
     )
@@ -460,6 +465,16 @@ class Config(Section):
                 f"data.weights has {len(self.data.weights)} entries for {len(self.data.train)} files in data.train; "
                 "give one weight a file"
             )
+        if self.parallel.reduce_dtype == "bfloat16":
+            if self.parallel.zero == 0:
+                raise ValueError(
+                    "parallel.reduce_dtype=bfloat16 needs parallel.zero=1 or 2: with 0 sums would travel rounded too"
+                )
+            if self.train.precision == "float64":
+                raise ValueError(
+                    "parallel.reduce_dtype=bfloat16 would round the gradients of train.precision=float64; set "
+                    "--parallel.reduce_dtype=float32 (they then travel in full) or another precision"
+                )
         if self.lr.min > self.lr.peak:
             raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
         return self

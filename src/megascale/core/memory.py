@@ -202,6 +202,10 @@ def stage_memory(
     gradients = master * count
     if parallel.zero == 2 and grid.data > 1:
         gradients = master * (shard + 2 * max(_chunk_counts(model, parallel, stage)))
+    if parallel.reduce_dtype == "bfloat16" and grid.data > 1:
+        # Rounded copies on the wire: of a whole stage at the end of a step, of two chunks with ZeRO-2.
+        sent = count if parallel.zero < 2 else 2 * max(_chunk_counts(model, parallel, stage))
+        gradients += BYTES["bfloat16"] * sent
     full = saved_by_layer(model, t, micro_batch, precision)
     kept = saved_by_layer(model, t, micro_batch, precision, parallel.recompute)
     restored = sum(x.bytes for x in full) - sum(x.bytes for x in kept)

@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from megascale.core.tensors import Piece, flat_boxes
-from megascale.parallel.collectives import ALONE, Axis, Pending, all_gather_into, all_reduce, reduce_scatter_in_place
+from megascale.parallel.collectives import (
+    ALONE,
+    Axis,
+    Pending,
+    all_gather_into,
+    all_reduce,
+    reduce_scatter_in_place,
+    reduce_scatter_rounded,
+)
 from megascale.parallel.layout import FlatLayout, Member, lay_out
 from megascale.parallel.parameters import Spec, materialise, spec_of
 
@@ -112,6 +120,7 @@ class FlatChunk:
         bucket_elements: size of a bucket; None for one bucket a chunk.
         pool: gradient buffers shared with the other chunks of this rank, for zero=2.
         overlap: reduce buckets as they fill and gather ahead; without it both wait for each other.
+        wire: type in which gradients travel; None for their own.
     """
 
     def __init__(
@@ -123,8 +132,9 @@ class FlatChunk:
         bucket_elements: int | None = None,
         pool: GradientPool | None = None,
         overlap: bool = True,
+        wire: torch.dtype | None = None,
     ) -> None:
-        self.module, self.overlap = module, overlap
+        self.module, self.overlap, self.wire = module, overlap, wire
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
         meta = list(module.parameters())
@@ -257,8 +267,11 @@ class FlatChunk:
     def _reduce(self, bucket: int) -> None:
         span = self.layout.buckets[bucket]
         whole = self.grads[span.start : span.stop]
-        send = all_reduce if self.zero == 0 else reduce_scatter_in_place
-        self._reducing[bucket] = send(whole, self.axes.reduce)
+        if self.zero and self.wire is not None and self.wire != whole.dtype:
+            self._reducing[bucket] = reduce_scatter_rounded(whole, self.axes.reduce, self.wire)
+        else:
+            send = all_reduce if self.zero == 0 else reduce_scatter_in_place
+            self._reducing[bucket] = send(whole, self.axes.reduce)
 
     # parameters ------------------------------------------------------------------------------------------------
 

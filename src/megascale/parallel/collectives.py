@@ -6,6 +6,7 @@ dimension 0 of a contiguous tensor: no copy before or after. A group of None is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,17 @@ ALONE = Axis()
 
 
 class Pending:
-    """A result that is on its way: `wait()` returns it. `call` is its handle in the record of calls."""
+    """A result that is on its way: `wait()` returns it.
 
-    def __init__(self, tensor: torch.Tensor, work: Any = None, call: int = -1) -> None:
-        self._tensor, self._work, self._call = tensor, work, call
+    Args:
+        call: its handle in the record of calls.
+        then: what makes the result of what has arrived, once.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, work: Any = None, call: int = -1, then: Callable[[], None] | None = None
+    ) -> None:
+        self._tensor, self._work, self._call, self._then = tensor, work, call, then
 
     def wait(self) -> torch.Tensor:
         """The finished tensor; on CUDA the current stream waits, on CPU the caller does."""
@@ -54,6 +62,9 @@ class Pending:
             self._work.wait()
             calls.current.done(self._call)
             self._work = None
+        if self._then is not None:
+            then, self._then = self._then, None
+            then()
         return self._tensor
 
 
@@ -132,3 +143,38 @@ def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
     part = whole.view(axis.size, -1)[axis.rank]
     call = calls.current.begin(axis.name, "reduce_scatter", whole.nbytes)
     return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True), call)
+
+
+def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
+    """As `reduce_scatter_in_place`, but what others add travels as `dtype`; sums are taken in the buffer's own type.
+
+    Parts are exchanged, not reduced on the way, so nothing is rounded twice: the slice becomes its own value plus the
+    sum of the others' rounded ones, in rank order. Takes extra memory of the buffer's elements in `dtype`.
+    """
+    if axis.size == 1:
+        return Pending(whole)
+    part = whole.view(axis.size, -1)[axis.rank]
+    sent = whole.to(dtype)
+    got = _room_beside(whole, axis, dtype)
+    call = calls.current.begin(axis.name, "all_to_all", sent.nbytes)
+    work = dist.all_to_all_single(got, sent, group=axis.group, async_op=True)
+
+    def add() -> None:
+        arrived = got.view(axis.size, -1)
+        arrived[axis.rank].zero_()
+        part.add_(arrived.sum(0, dtype=whole.dtype))
+
+    return Pending(part, work, call, add)
+
+
+def _room_beside(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for as many elements of `dtype`: the half of `whole` without this rank's slice, if a half suffices."""
+    count, slice_ = whole.numel(), whole.numel() // axis.size
+    narrow = whole.view(dtype)
+    if narrow.numel() == 2 * count:
+        start, stop = 2 * axis.rank * slice_, 2 * (axis.rank + 1) * slice_
+        if stop <= count:
+            return narrow[count:]
+        if start >= count:
+            return narrow[:count]
+    return torch.empty(count, dtype=dtype, device=whole.device)

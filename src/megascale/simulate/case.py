@@ -57,6 +57,7 @@ class Case:
     distributed_optimizer: Any
     recompute: Any
     gradient_bytes: Any
+    reduce_bytes: Any
     reduce_each: Any = False
 
     @classmethod
@@ -114,6 +115,7 @@ class Case:
             distributed_optimizer=software.distributed_optimizer,
             recompute=RECOMPUTE.index(software.recompute),
             gradient_bytes=software.gradient_bytes,
+            reduce_bytes=software.reduce_bytes,
             reduce_each=software.reduce_each,
         )
 

@@ -143,7 +143,7 @@ def stage_times(
         1, np.minimum(case.data, cluster.gpus_per_host // np.minimum(case.tensor, cluster.gpus_per_host))
     )
     # The all-reduce of a replicated optimizer is a reduce-scatter and an all-gather of the gradients.
-    scatter = network.collective(parameters * case.gradient_bytes, case.data, local)
+    scatter = network.collective(parameters * case.reduce_bytes, case.data, local)
     once = np.where(case.distributed_optimizer, network.collective(parameters * 2.0, case.data, local), scatter)
     scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
     return StageTimes(

@@ -35,7 +35,7 @@ class Software:
         sequence_parallel: norm and residual regions sharded over the tensor axis.
         distributed_optimizer: gradients reduce-scattered and parameters gathered; False is an all-reduce.
         recompute: one of RECOMPUTE.
-        gradient_bytes: bytes of a gradient on the wire and in the accumulator.
+        gradient_bytes: bytes of a gradient in the accumulator; reduce_bytes: on the wire.
         reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
     """
 
@@ -51,6 +51,7 @@ class Software:
     distributed_optimizer: bool = True
     recompute: str = "none"
     gradient_bytes: int = 4
+    reduce_bytes: int = 4
     reduce_each: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +83,12 @@ MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
 MEGASCALE_H200 = replace(MEGASCALE, attention="cudnn")
 # vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels.
 MEGATRON_DEEPSPEED = Software(
-    attention="unfused", sequence_parallel=False, distributed_optimizer=False, recompute="full", gradient_bytes=2
+    attention="unfused",
+    sequence_parallel=False,
+    distributed_optimizer=False,
+    recompute="full",
+    gradient_bytes=2,
+    reduce_bytes=2,
 )
 
 STACKS = {

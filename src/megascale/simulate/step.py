@@ -163,6 +163,7 @@ def own_software(config: Config, base: Software) -> Software:
         window=model.window,
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
+        reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else base.reduce_bytes,
         recompute=parallel.recompute,
         tp_overlap=base.tp_overlap and overlap.tensor in ("auto", "fused"),
         pp_overlap=base.pp_overlap and overlap.pipeline,

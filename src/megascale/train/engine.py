@@ -80,6 +80,7 @@ class Engine:
             tied=_axis(groups, "embedding", 2, int(self.last)) if tied else ALONE,
         )
         dtype, pool = DTYPES[config.train.precision], GradientPool()
+        wire = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
         schedule = layout.schedule()
         self.chunks: list[Chunk] = []
         self.flats: list[FlatChunk] = []
@@ -96,7 +97,9 @@ class Engine:
             )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
             self.chunks.append(chunk)
-            self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket, pool, config.overlap.data))
+            self.flats.append(
+                FlatChunk(chunk, device, axes, config.parallel.zero, bucket, pool, config.overlap.data, wire)
+            )
             initialise(chunk, config.train.seed)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
