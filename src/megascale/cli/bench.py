@@ -14,6 +14,7 @@ BENCHES: tuple[str, ...] = (
     "kernels",
     "layouts",
     "loader",
+    "overlap",
     "peers",
     "restarts",
     "schedules",
