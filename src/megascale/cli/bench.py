@@ -10,6 +10,7 @@ import typer
 BENCHES: tuple[str, ...] = (
     "ablation",
     "convergence",
+    "exposed",
     "init",
     "kernels",
     "layouts",

@@ -15,7 +15,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "send", "recv", "fused_gather", "fused_scatter")
+OPS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "send",
+    "recv",
+    "fused_gather",
+    "fused_scatter",
+    "all_to_all",
+)
 _CODES = {op: code for code, op in enumerate(OPS)}
 READER = "reader"  # what a rank waits for that waits for its samples
 

@@ -88,13 +88,18 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     return FlightDump(device, record)
 
 
+_OPS = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+}
+
+
 def _op(name: str) -> str:
     """torch's name of a collective in ours: `_all_gather_base` and `allgather` are all_gather."""
     plain = name.replace("_", "").lower()
-    for known in ("allgather", "reducescatter", "allreduce"):
-        if known in plain:
-            return known.replace("all", "all_").replace("reducescatter", "reduce_scatter")
-    return name.split(" ")[0]
+    return next((ours for theirs, ours in _OPS.items() if theirs in plain), name.split(" ")[0])
 
 
 def _members(text: Any) -> tuple[int, ...]:

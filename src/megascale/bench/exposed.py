@@ -1,0 +1,402 @@
+"""`megascale bench exposed`: how much of each kind of communication shows in a step, against the same run alone.
+
+One step is traced on every rank. Exposed is the time in which a kind's kernels or copies run and no product, norm or
+other computation does; where several kinds wait at once they share it. Then the collectives that the step made are
+made again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megascale.core.calls import NoCalls
+
+if TYPE_CHECKING:
+    from megascale.config import Config
+    from megascale.train.engine import Engine
+
+KINDS = ("tensor", "pipeline", "data gather", "data reduce", "other")
+COMPUTE, IDLE = "compute", "idle"
+# What a communicator is for, by the first part of its name (rendezvous/plan.py).
+_KIND_OF = {
+    "tensor": "tensor",
+    "forward": "pipeline",
+    "backward": "pipeline",
+    "data_gather": "data gather",
+    "data_reduce": "data reduce",
+}
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A stretch of a device's time: seconds from the trace's first event, and what ran (COMPUTE or one of KINDS)."""
+
+    start: float
+    stop: float
+    kind: str
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench."""
+    app.command("exposed", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(exposed)
+
+
+def exposed(
+    context: typer.Context,
+    preset: str = typer.Argument("gpt-13b", help="A shipped model shape."),
+    warmup: int = typer.Option(5, min=2, help="Steps before the traced one."),
+    plot: Path | None = typer.Option(None, help="Draw the step's timeline, a lane a kind, into this PNG."),
+    out: Path = typer.Option(Path("bench-exposed.json"), help="JSON file for the figures."),
+) -> None:
+    """Trace a step and say how much of each kind of communication is not hidden under compute.
+
+    Needs GPUs, more than one. Any setting can be given as --section.key=value.
+
+    Example: megascale bench exposed gpt-13b --parallel.tensor=2 --parallel.pipeline=2 --plot timeline.png
+    """
+    from megascale import api
+    from megascale.cli.common import load
+    from megascale.core.layout import lay_out
+    from megascale.errors import ConfigError
+    from megascale.train import launch
+
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
+    config = load(None, ["--train.name=bench-exposed", *settings])
+    if config.model.vocab_size is None:
+        config = load(None, ["--train.name=bench-exposed", *settings, "--model.vocab_size=50304"])
+    if not launch.started_by_launcher():
+        gpus = api.visible_gpus()
+        if gpus < 2:
+            raise ConfigError(f"bench exposed needs GPUs that talk to each other, and this machine shows {gpus}")
+        world = launch.processes_wanted(config, gpus)
+        lay_out(config, world)
+        raise typer.Exit(launch.launch(sys.argv[1:], world, config))
+    record = measure(config, warmup)
+    if record is not None:
+        show(record)
+        out.write_text(json.dumps(record, indent=1) + "\n")
+        if plot is not None:
+            draw(record, plot)
+            typer.echo(f"timeline: {plot}")
+        typer.echo(f"figures: {out}")
+
+
+class Counting(NoCalls):
+    """Counts what a step asks of each communicator: (group, operation, bytes) -> times."""
+
+    def __init__(self) -> None:
+        self.made: Counter[tuple[str, str, int]] = Counter()
+
+    def begin(self, group: str, op: str, size: int) -> int:
+        self.made[group, op, size] += 1
+        return -1
+
+
+def measure(config: Config, warmup: int) -> dict[str, Any] | None:
+    """Trace a step on each rank; the figures of all on rank 0, None elsewhere."""
+    import torch
+    import torch.distributed as dist
+
+    from megascale.bench.runs import machine
+    from megascale.core import calls
+    from megascale.core.layout import lay_out
+    from megascale.rendezvous.groups import shutdown
+    from megascale.rendezvous.start import initialise
+    from megascale.train.engine import Engine
+    from megascale.train.processes import find_place
+
+    place = find_place(config)
+    groups = initialise(config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device)
+    engine = Engine(lay_out(config, place.world), groups, place.device)
+    model, train = config.model, config.train
+    generator = torch.Generator().manual_seed(7 + engine.data_rank)
+    rows = torch.randint(0, model.vocab, (model.sequence_length + 1, train.micro_batch), generator=generator)
+    rows = rows.to(place.device)
+    seconds: list[float] = []
+
+    def step(number: int) -> None:
+        torch.cuda.synchronize(place.device)
+        began = time.perf_counter()
+        engine.start_gather()
+        engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4)
+        torch.cuda.synchronize(place.device)
+        seconds.append(time.perf_counter() - began)
+
+    counting = Counting()
+    for number in range(1, warmup + 1):
+        if number == warmup:
+            calls.current = counting
+        step(number)
+    calls.current = NoCalls()
+    plain = statistics.median(seconds[1:])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        # Profilers come up one after another: the first collective would wait for the last of them.
+        dist.barrier()
+        step(warmup + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        recorded.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    stretches = after_meeting(busy(events))
+    mine = {
+        "stage": engine.pipeline.stage,
+        "times": shares(stretches),
+        "alone": alone(engine, counting),
+        "stretches": [(round(b.start, 7), round(b.stop, 7), b.kind) for b in stretches],
+    }
+    told: list[Any] = [None] * place.world
+    dist.all_gather_object(told, mine)
+    shutdown(groups)
+    if place.rank:
+        return None
+    return {
+        "date": date.today().isoformat(),
+        **machine(config),
+        "preset": model.preset,
+        "processes": place.world,
+        "parallel": config.parallel.model_dump(exclude_none=True),
+        "micro_batch": train.micro_batch,
+        "global_batch": train.global_batch,
+        "step_seconds": plain,
+        "traced_step_seconds": seconds[-1],
+        "bubble": _bubble(engine),
+        "active": engine.active,
+        "ranks": told,
+    }
+
+
+def _bubble(engine: Engine) -> float:
+    """Idle time over busy time that the schedule itself has, with equal stages and free transfers."""
+    from megascale.core.schedule import ideal_bubble
+
+    schedule = engine.pipeline.schedule
+    return ideal_bubble(schedule.stages, schedule.virtual, schedule.microbatches)
+
+
+def busy(events: Iterable[dict[str, Any]]) -> list[Busy]:
+    """What a device did, from the events of a Chrome trace as torch's profiler writes it, in order of time."""
+    found = []
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        found.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, _kind(event)))
+    first = min((start for start, _, _ in found), default=0.0)
+    return sorted((Busy(a - first, b - first, kind) for a, b, kind in found), key=lambda b: b.start)
+
+
+def after_meeting(stretches: list[Busy]) -> list[Busy]:
+    """Without the meeting of all ranks at the start, which is no part of the step."""
+    begun = next((i for i, b in enumerate(stretches) if b.kind != "other"), 0)
+    zero = stretches[begun].start if stretches else 0.0
+    return [Busy(b.start - zero, b.stop - zero, b.kind) for b in stretches[begun:]]
+
+
+def _kind(event: dict[str, Any]) -> str:
+    name, about = event["name"], event.get("args", {})
+    if "nccl" in name.lower():
+        purpose = about.get("Process Group Description") or str(about.get("Process Group Name", "")).split("/")[0]
+        return _KIND_OF.get(purpose, "other")
+    if "PtoP" in name or "symm" in name.lower() or "barrier" in name.lower():
+        return "tensor"  # copies and signals of fused products over symmetric memory
+    return COMPUTE
+
+
+def shares(stretches: list[Busy]) -> dict[str, dict[str, float]]:
+    """Seconds by kind: "busy" while any of it runs, "exposed" while no compute runs (shared between kinds that wait
+    at once). COMPUTE has "busy" alone, IDLE is the time in which nothing runs."""
+    points = sorted([(b.start, 1, b.kind) for b in stretches] + [(b.stop, -1, b.kind) for b in stretches])
+    found = {kind: {"busy": 0.0, "exposed": 0.0} for kind in (COMPUTE, *KINDS, IDLE)}
+    running: Counter[str] = Counter()
+    last = points[0][0] if points else 0.0
+    for at, change, kind in points:
+        span, last = at - last, at
+        active = [k for k, n in running.items() if n > 0]
+        if not active:
+            found[IDLE]["busy"] += span
+        for one in active:
+            found[one]["busy"] += span
+            if not running[COMPUTE]:
+                found[one]["exposed"] += span / len(active)
+        running[kind] += change
+    return found
+
+
+def alone(engine: Engine, counting: Counting) -> dict[str, float]:
+    """Seconds of the counted collectives by kind, each communicator's in turn with nothing else running.
+
+    Collective over all ranks: a communicator is timed on all its members at once. Transfers between stages run on all
+    lanes at once, as they do in a step.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = engine.device
+    axes = {axis.name: axis for axis in (engine.tensor, *_axes(engine)) if axis.size > 1}
+    kinds = {name: _KIND_OF.get(name.split("/")[0], "other") for name, _, _ in counting.made}
+    wanted: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(wanted, sorted({name.split("/")[0] for name in kinds}))
+    took: dict[str, float] = defaultdict(float)
+    for purpose in sorted({p for purposes in wanted for p in purposes} - {"forward", "backward"}):
+        mine = [(key, times) for key, times in sorted(counting.made.items()) if key[0].split("/")[0] == purpose]
+        for warm in (True, False):
+            torch.cuda.synchronize(device)
+            dist.barrier()
+            began = time.perf_counter()
+            for (name, op, size), times in mine:
+                _again(axes[name], op, size, 1 if warm else times, device)
+            torch.cuda.synchronize(device)
+            if not warm:
+                took[_KIND_OF.get(purpose, "other")] += time.perf_counter() - began
+    lanes = engine.pipeline.lanes
+    for warm in (True, False):
+        torch.cuda.synchronize(device)
+        dist.barrier()
+        began = time.perf_counter()
+        for lane in (lanes.send_forward, lanes.recv_forward, lanes.send_backward, lanes.recv_backward):
+            if lane is None:
+                continue
+            for (name, op, size), times in sorted(counting.made.items()):
+                if name == lane.name:
+                    _move(lane, op, size, 1 if warm else times, device)
+        torch.cuda.synchronize(device)
+        if not warm:
+            took["pipeline"] = time.perf_counter() - began if kinds else 0.0
+    return dict(took)
+
+
+def _axes(engine: Engine) -> list[Any]:
+    flat = engine.flats[0].axes
+    return [flat.data, flat.reduce, flat.tied, engine.world, engine.optimizer.stage]
+
+
+def _again(axis: Any, op: str, size: int, times: int, device: Any) -> None:
+    """Make a collective of `size` bytes some times; sums of gradients are of float32, the rest of bfloat16."""
+    import torch
+
+    from megascale.parallel.collectives import all_gather_into, all_reduce, reduce_scatter_in_place
+
+    wide = axis.name.startswith("data_reduce")
+    dtype = torch.float32 if wide and op != "all_to_all" else torch.bfloat16
+    count = max(axis.size, size // dtype.itemsize)
+    whole = torch.zeros(count - count % axis.size, dtype=dtype, device=device)
+    part = whole.view(axis.size, -1)[axis.rank]
+    for _ in range(times):
+        if op in ("all_gather", "fused_gather"):
+            all_gather_into(whole, part, axis).wait()
+        elif op in ("reduce_scatter", "fused_scatter"):
+            reduce_scatter_in_place(whole, axis).wait()
+        elif op == "all_to_all":
+            torch.distributed.all_to_all_single(torch.empty_like(whole), whole, group=axis.group)
+        else:
+            all_reduce(whole, axis).wait()
+
+
+def _move(lane: Any, op: str, size: int, times: int, device: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    for _ in range(times):
+        move = dist.isend if op == "send" else dist.irecv
+        move(buffer, lane.peer, group=lane.group)
+
+
+def table(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry a kind: means over ranks of its time, its exposed time, its time alone, and the share that shows.
+
+    Waiting for a stage that still computes shows as pipeline time; the schedule's own bubble is taken off it.
+    """
+    ranks = record["ranks"]
+    compute = statistics.mean(rank["times"][COMPUTE]["busy"] for rank in ranks)
+    found = []
+    for kind in KINDS:
+        running = statistics.mean(rank["times"][kind]["busy"] for rank in ranks)
+        if not running:
+            continue
+        shown = statistics.mean(rank["times"][kind]["exposed"] for rank in ranks)
+        bubble = min(shown, record["bubble"] * compute) if kind == "pipeline" else 0.0
+        by_itself = statistics.mean(rank["alone"].get(kind, 0.0) for rank in ranks)
+        found.append(
+            {
+                "kind": kind,
+                "busy": running,
+                "bubble": bubble,
+                "exposed": shown - bubble,
+                "alone": by_itself,
+                "share": (shown - bubble) / by_itself if by_itself else None,
+            }
+        )
+    return found
+
+
+def show(record: dict[str, Any]) -> None:
+    """The table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    ranks = record["ranks"]
+    console.print(
+        f"{record['preset']}, {record['global_batch']} sequences a step, micro-batch {record['micro_batch']}, "
+        f"{record['processes']} x {record['device']}, {record['date']}: {record['step_seconds']:.4f} s a step, "
+        f"{record['traced_step_seconds']:.4f} s traced"
+    )
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, column in enumerate(("milliseconds, mean of ranks", "runs", "alone", "bubble", "exposed", "of alone")):
+        shown.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for one in table(record):
+        shown.add_row(
+            one["kind"],
+            f"{1e3 * one['busy']:,.1f}",
+            f"{1e3 * one['alone']:,.1f}" if one["alone"] else "",
+            f"{1e3 * one['bubble']:,.1f}" if one["bubble"] else "",
+            f"{1e3 * one['exposed']:,.1f}",
+            f"{100 * one['share']:.1f}%" if one["share"] is not None else "",
+        )
+    for kind in (COMPUTE, IDLE):
+        mean = statistics.mean(rank["times"][kind]["busy"] for rank in ranks)
+        shown.add_row(kind, f"{1e3 * mean:,.1f}", "", "", "", "")
+    console.print(shown)
+    for what, choice in record["active"].items():
+        console.print(f"{what}: {choice}")
+
+
+def draw(record: dict[str, Any], out: Path) -> None:
+    """The traced step of the first rank of each stage, a lane for compute and one for each kind that runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    firsts: dict[int, dict[str, Any]] = {}
+    for rank in record["ranks"]:
+        firsts.setdefault(rank["stage"], rank)
+    there = {kind for rank in firsts.values() for _, _, kind in rank["stretches"]}
+    lanes = [kind for kind in (COMPUTE, *KINDS) if kind in there]
+    height = 0.8 + 0.32 * len(lanes) * len(firsts)
+    figure, axes = plt.subplots(len(firsts), 1, figsize=(13, height), sharex=True, squeeze=False, layout="constrained")
+    for (stage, rank), place in zip(sorted(firsts.items()), axes[:, 0], strict=True):
+        for row, kind in enumerate(lanes):
+            runs = [(1e3 * a, 1e3 * (b - a)) for a, b, k in rank["stretches"] if k == kind]
+            place.broken_barh(runs, (row - 0.4, 0.8), color=f"C{(COMPUTE, *KINDS).index(kind)}", linewidth=0)
+        place.set_yticks(range(len(lanes)), lanes)
+        place.invert_yaxis()
+        place.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
+        place.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("milliseconds of one step")
+    axes[0, 0].set_title(f"{record['preset']} on {record['processes']} x {record['device']}, {record['date']}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    plt.close(figure)

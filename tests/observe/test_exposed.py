@@ -1,0 +1,113 @@
+"""`megascale bench exposed`: time by kind out of a trace, what shows of it, and the table that compares with alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.bench import exposed
+from megascale.bench.exposed import COMPUTE, IDLE, KINDS, Busy
+
+
+def event(name: str, start: float, duration: float, purpose: str = "", category: str = "kernel") -> dict:
+    """Milliseconds in, a trace's microseconds out."""
+    args = {"Process Group Description": purpose} if purpose else {}
+    return {"cat": category, "name": name, "ts": 1e6 + 1e3 * start, "dur": 1e3 * duration, "args": args}
+
+
+def test_events_are_sorted_into_kinds():
+    trace = [
+        event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 4, 2, "data_reduce"),
+        event("nvjet_tst_256x128", 0, 3),
+        event("ncclDevKernel_SendRecv", 1, 1, "forward"),
+        event("ncclDevKernel_AllGather_RING_LL", 2, 1, "data_gather"),
+        event("ncclDevKernel_AllReduce_Sum_f64_RING_LL", 7, 1, "default_pg"),
+        event("Memcpy PtoP (Device -> Device)", 1, 1, category="gpu_memcpy"),
+        event("Memset (Device)", 6, 1, category="gpu_memset"),
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1},
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = exposed.busy(trace)
+    assert [b.kind for b in found] == [
+        COMPUTE, "pipeline", "tensor", "data gather", "data reduce", COMPUTE, "other",
+    ]  # fmt: skip
+    assert found[0] == Busy(0.0, pytest.approx(3e-3), COMPUTE)
+    assert (found[-1].start, found[-1].stop) == (pytest.approx(7e-3), pytest.approx(8e-3))
+
+
+def test_what_runs_without_compute_is_exposed_and_shared_by_those_that_wait():
+    stretches = [
+        Busy(0.0, 4.0, COMPUTE),
+        Busy(3.0, 6.0, "tensor"),  # one second hidden, two shown
+        Busy(5.0, 7.0, "pipeline"),  # one of them together
+        Busy(9.0, 10.0, COMPUTE),
+    ]
+    found = exposed.shares(stretches)
+    assert found[COMPUTE]["busy"] == 5.0
+    assert found["tensor"] == {"busy": 3.0, "exposed": 1.5}
+    assert found["pipeline"] == {"busy": 2.0, "exposed": 1.5}
+    assert found[IDLE]["busy"] == 2.0
+    assert found["data gather"] == {"busy": 0.0, "exposed": 0.0}
+
+
+spans = st.tuples(st.integers(0, 50), st.integers(1, 20), st.sampled_from([COMPUTE, *KINDS]))
+
+
+@given(st.lists(spans, min_size=1, max_size=30))
+def test_shares_add_up_to_the_whole_step(parts):
+    stretches = [Busy(float(start), float(start + length), kind) for start, length, kind in parts]
+    found = exposed.shares(stretches)
+    whole = max(b.stop for b in stretches) - min(b.start for b in stretches)
+    shown = sum(found[kind]["exposed"] for kind in KINDS)
+    assert found[COMPUTE]["busy"] + shown + found[IDLE]["busy"] == pytest.approx(whole)
+    for kind in KINDS:
+        assert found[kind]["exposed"] <= found[kind]["busy"] + 1e-9
+
+
+def test_the_meeting_before_the_step_does_not_count():
+    stretches = [Busy(0.0, 5.0, "other"), Busy(5.0, 6.0, "data gather"), Busy(6.0, 7.0, "other")]
+    assert exposed.after_meeting(stretches) == [Busy(0.0, 1.0, "data gather"), Busy(1.0, 2.0, "other")]
+    assert exposed.after_meeting([]) == []
+
+
+def record() -> dict:
+    def rank(stage: int, scale: float) -> dict:
+        times = exposed.shares([Busy(0.0, 8.0, COMPUTE), Busy(6.0, 8.0 + scale, "pipeline"), Busy(1.0, 2.0, "tensor")])
+        stretches = [(0.0, 8.0, COMPUTE), (6.0, 8.0 + scale, "pipeline"), (1.0, 2.0, "tensor")]
+        return {"stage": stage, "times": times, "alone": {"pipeline": 0.5, "tensor": 2.0}, "stretches": stretches}
+
+    about = {"preset": "gpt-13b", "processes": 2, "device": "H200", "date": "2026-11-21", "active": {}}
+    return about | {"bubble": 1 / 8, "ranks": [rank(0, 1.0), rank(1, 2.0)]}
+
+
+def test_the_schedules_own_bubble_is_no_transfer_time():
+    rows = {row["kind"]: row for row in exposed.table(record())}
+    assert set(rows) == {"tensor", "pipeline"}
+    assert rows["pipeline"]["bubble"] == pytest.approx(1.0)
+    assert rows["pipeline"]["exposed"] == pytest.approx(0.5)
+    assert rows["pipeline"]["share"] == pytest.approx(1.0)
+    assert rows["tensor"]["share"] == 0.0
+
+
+def test_the_timeline_has_a_panel_a_stage(tmp_path):
+    exposed.draw(record(), tmp_path / "deep" / "timeline.png")
+    assert (tmp_path / "deep" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_gpus_there_is_nothing_to_trace(megascale):
+    found = megascale("bench", "exposed", "gpt-13b", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert found.returncode == 2
+    assert "GPU" in found.stderr
+
+
+def test_calls_are_counted_by_communicator_operation_and_size():
+    counting = exposed.Counting()
+    for size in (8, 8, 16):
+        assert counting.begin("data_reduce/0", "reduce_scatter", size) == -1
+    assert json.loads(json.dumps([[*key, n] for key, n in sorted(counting.made.items())])) == [
+        ["data_reduce/0", "reduce_scatter", 8, 2],
+        ["data_reduce/0", "reduce_scatter", 16, 1],
+    ]
