@@ -92,7 +92,7 @@ def test_parameters_match_the_model():
 def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
     """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
     torch = pytest.importorskip("torch")
-    from megascale.model.transformer import Block, Step
+    from megascale.model.block import Block, Step
     from megascale.parallel.collectives import ALONE
 
     if "dropout" in options:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megascale.model.transformer import EVALUATION
+from megascale.model.block import EVALUATION
 
 from .cases import case
 from .training import make_engine

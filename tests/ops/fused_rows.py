@@ -20,6 +20,7 @@ from megascale.ops.norm import (
     rms_norm_reference,
 )
 from megascale.ops.reduce import column_sum
+from megascale.ops.wide import split_wide
 
 FEW = settings(max_examples=6, deadline=None)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
@@ -98,6 +99,56 @@ def test_norm_gradients_repeat_bit_for_bit():
     x, w, b = torch.randn(500, 24, requires_grad=True), torch.randn(24, requires_grad=True), torch.zeros(24)
     runs = [torch.autograd.grad(layer_norm(x, w, b, 1e-5).square().sum(), (x, w)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def parameter(*shape: int, dtype: torch.dtype, main: bool) -> torch.Tensor:
+    """A leaf; with `main` it collects its gradient in float32, on top of what is there, and counts how often."""
+    made = random(*shape, dtype=dtype).requires_grad_()
+    if main:
+        made.main_grad = torch.full(shape, 3.0)
+        made.told = []
+        made.grad_ready = lambda: made.told.append(1)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "add layernorm", "add rmsnorm", "gelu", "swiglu", "wide"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_go_straight_to_main_grad(kind, dtype):
+    """What autograd would give, added to what main_grad holds, each parameter told once and no gradient left over."""
+    width = 40
+
+    def run(main: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+        x = random(9, 2, 2 * width if kind == "swiglu" else 6 * width if kind == "wide" else width, dtype=dtype)
+        x.requires_grad_()
+        weight, bias = (parameter(width, dtype=dtype, main=main) for _ in range(2))
+        x_bias = parameter(width, dtype=dtype, main=main)
+        used = [weight, bias]
+        if kind == "layernorm":
+            y = layer_norm(x, weight, bias, 1e-5)
+        elif kind == "rmsnorm":
+            used, y = [weight], rms_norm(x, weight, 1e-5)
+        elif kind.startswith("add"):
+            plain = kind == "add rmsnorm"
+            used = [weight, x_bias] if plain else [weight, bias, x_bias]
+            given = (None, 1e-5, "rmsnorm") if plain else (bias, 1e-5, "layernorm")
+            y = torch.cat(add_norm(x, x.flip(0), weight, *given, x_bias), -1)
+        elif kind == "gelu":
+            used, y = [bias], gelu(x, bias)
+        else:
+            both = parameter(2 * width, dtype=dtype, main=main)
+            used = [both]
+            if kind == "swiglu":
+                y = swiglu(x, both)
+            else:
+                y = split_wide(x, 2, 1, width, "swiglu", both)[3]
+        y.float().square().sum().backward()
+        assert all(len(p.told) == 1 and p.grad is None for p in used) if main else all(p.grad is not None for p in used)
+        return [p.main_grad - 3.0 if main else p.grad.float() for p in used], x.grad
+
+    (straight, dx), (returned, dx_again) = run(True), run(False)
+    assert torch.equal(dx, dx_again)
+    for mine, theirs in zip(straight, returned, strict=True):
+        assert distance(mine, theirs) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @FEW

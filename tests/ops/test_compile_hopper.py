@@ -25,6 +25,13 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, requires_grad=dtype == BF16)
 
 
+def collecting(*shape: int) -> torch.Tensor:
+    """A parameter that collects its gradient in float32."""
+    made = zeros(*shape)
+    made.main_grad = torch.zeros(shape)  # type: ignore[attr-defined]
+    return made
+
+
 def both_passes(function: Callable[..., object], *inputs: torch.Tensor) -> None:
     out = function(*inputs)
     parts = out if isinstance(out, tuple) else (out,)
@@ -61,6 +68,9 @@ def optimizer(on_device: bool) -> None:
 CASES: dict[str, Callable[[], None]] = {
     "layer norm": lambda: both_passes(
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
+    ),
+    "layer norm, collected": lambda: both_passes(
+        lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), collecting(5120), collecting(5120)
     ),
     "rms norm": lambda: both_passes(lambda x, w: norm.rms_norm(x, w, 1e-5), zeros(8, 2, 4096), zeros(4096)),
     "add norm": lambda: both_passes(

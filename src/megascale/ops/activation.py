@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops.dispatch import jit, tl, triton, use_fused
-from megascale.ops.reduce import flat_rows, split_rows, sum_parts
+from megascale.ops.reduce import deliver, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]
 
@@ -165,7 +165,7 @@ def _run(
         BLOCK_C=block,
         **meta,
     )
-    return None if partial is None or bias is None else sum_parts(partial, bias.dtype)
+    return None if partial is None or bias is None else deliver(partial, bias)[0]
 
 
 Kind = Literal["gelu", "gelu_tanh", "swiglu"]
@@ -194,7 +194,8 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
         flat = flat_rows(x)
-        ctx.save_for_backward(flat, bias)
+        ctx.save_for_backward(flat)
+        ctx.bias = bias  # the parameter itself carries main_grad
         ctx.kind, ctx.shape = kind, x.shape
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
         y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
@@ -203,7 +204,7 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat, bias = ctx.saved_tensors
+        (flat,), bias = ctx.saved_tensors, ctx.bias
         dx = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
         d_bias = run_activation(ctx.kind, flat, bias, flat_rows(grads[0]), dx)
         return dx.view(ctx.shape), d_bias, None

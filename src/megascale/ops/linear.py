@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops import dispatch
-from megascale.ops.reduce import column_sum
+from megascale.ops.reduce import column_sum, finish
 
 _wide_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
 
@@ -45,13 +45,6 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor) -> None:
             dispatch.note("weight gradient", "added in float32 inside the GEMM")
     else:
         target.add_(a @ b)
-
-
-def finish(parameter: Tensor) -> None:
-    """Tell whoever waits that `parameter.main_grad` has this backward pass's share."""
-    ready = getattr(parameter, "grad_ready", None)
-    if ready is not None:
-        ready()
 
 
 class _Linear(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops.dispatch import jit, tl, triton, use_fused
-from megascale.ops.reduce import PARTS, column_sum, flat_rows, split_rows, sum_parts
+from megascale.ops.reduce import PARTS, column_sum, deliver, finish, flat_rows, split_rows
 
 NormKind = Literal["layernorm", "rmsnorm"]
 
@@ -201,26 +201,31 @@ def _forward(
 
 
 def _backward(
-    dy_TH: Tensor, d_total_TH: Tensor | None, x_TH: Tensor, weight: Tensor, statistics: Tensor, centre: bool, bias: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch; returns the gradients of what was normed (plus d_total), of the weight and of the bias."""
+    dy_TH: Tensor,
+    d_total_TH: Tensor | None,
+    x_TH: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    statistics: Tensor,
+    centre: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Launch; returns the gradients of what was normed (plus d_total), and of weight and bias as `deliver` does."""
     T, H = x_TH.shape
     dx = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
     block, rows, warps = _tile(H)
     a_part, parts = split_rows(T, rows, PARTS)
-    partial = torch.empty((parts, (2 if bias else 1) * H), dtype=torch.float32, device=x_TH.device)
+    partial = torch.empty((parts, (1 if bias is None else 2) * H), dtype=torch.float32, device=x_TH.device)
     _backward_kernel[(parts,)](
         *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, T, H),
         *(dy_TH.stride(0), 0 if d_total_TH is None else d_total_TH.stride(0), x_TH.stride(0), a_part),
         CENTRE=centre,
-        HAS_BIAS=bias,
+        HAS_BIAS=bias is not None,
         ADD=d_total_TH is not None,
         ROWS=rows,
         BLOCK=block,
         num_warps=warps,
     )
-    sums = sum_parts(partial, weight.dtype)
-    return dx, sums[:H], sums[H:] if bias else None
+    return dx, *deliver(partial, weight, bias)
 
 
 class _Norm(torch.autograd.Function):
@@ -230,15 +235,25 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> Tensor:
         x_TH, y, statistics = _forward(flat_rows(x), None, None, weight, bias, eps, centre)
         ctx.save_for_backward(x_TH, weight, statistics)
-        ctx.centre, ctx.has_bias, ctx.shape = centre, bias is not None, x.shape
+        ctx.centre, ctx.shape = centre, x.shape
+        ctx.weight, ctx.bias = weight, bias  # the parameters themselves carry main_grad
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, weight, statistics = ctx.saved_tensors
+        x_TH, _, statistics = ctx.saved_tensors
         dy = flat_rows(grads[0])
-        dx, d_weight, d_bias = _backward(dy, None, x_TH, weight, statistics, ctx.centre, ctx.has_bias)
+        dx, d_weight, d_bias = _backward(dy, None, x_TH, ctx.weight, ctx.bias, statistics, ctx.centre)
         return dx.view(ctx.shape), d_weight, d_bias, None, None
+
+
+def _bias_gradient(bias: Tensor, dx_TH: Tensor) -> Tensor | None:
+    main = getattr(bias, "main_grad", None)
+    if main is None:
+        return column_sum(dx_TH)
+    column_sum(dx_TH, main)
+    finish(bias)
+    return None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -255,15 +270,16 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, y, statistics = _forward(flat_rows(x), flat_rows(residual), x_bias, weight, bias, eps, centre)
         ctx.save_for_backward(total, weight, statistics)
-        ctx.centre, ctx.has_bias, ctx.has_x_bias, ctx.shape = centre, bias is not None, x_bias is not None, x.shape
+        ctx.centre, ctx.shape = centre, x.shape
+        ctx.weight, ctx.bias, ctx.x_bias = weight, bias, x_bias  # the parameters themselves carry main_grad
         return total.view(x.shape), y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight, statistics = ctx.saved_tensors
+        total, _, statistics = ctx.saved_tensors
         d_total, dy = (flat_rows(grad) for grad in grads)
-        dx, d_weight, d_bias = _backward(dy, d_total, total, weight, statistics, ctx.centre, ctx.has_bias)
-        d_x_bias = column_sum(dx) if ctx.has_x_bias else None
+        dx, d_weight, d_bias = _backward(dy, d_total, total, ctx.weight, ctx.bias, statistics, ctx.centre)
+        d_x_bias = None if ctx.x_bias is None else _bias_gradient(ctx.x_bias, dx)
         return dx.view(ctx.shape), dx.view(ctx.shape), d_x_bias, d_weight, d_bias, None, None
 
 

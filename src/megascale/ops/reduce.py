@@ -1,6 +1,7 @@
 """Column sums in float32 and a fixed order: gradients of biases and norm weights, the same bits every run.
 
-Backward kernels write partial sums [parts, C]; `sum_parts` adds them. `column_sum` does both for a plain matrix.
+Backward kernels write partial sums [parts, C]; `sum_parts` adds them, `deliver` adds them straight to the gradients
+of parameters. `column_sum` does both for a plain matrix.
 """
 
 from __future__ import annotations
@@ -15,9 +16,19 @@ PARTS = 264  # most partial sums a backward kernel writes: two a multiprocessor 
 
 @jit
 def _sum_parts_kernel(
-    part_ptr, out_ptr, parts, columns, ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
+    part_ptr,
+    out_ptr,
+    second_ptr,
+    parts,
+    columns,
+    split,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    # Columns from `split` on belong to a second output.
+    to = tl.where(column < split, out_ptr + column, second_ptr + (column - split))
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, parts, BLOCK_P):
         row = start + tl.arange(0, BLOCK_P)
@@ -25,8 +36,8 @@ def _sum_parts_kernel(
         total += tl.load(part_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
     result = tl.sum(total, 0)
     if ACCUMULATE:
-        result += tl.load(out_ptr + column, mask=column < columns, other=0.0)
-    tl.store(out_ptr + column, result, mask=column < columns)
+        result += tl.load(to, mask=column < columns, other=0.0)
+    tl.store(to, result, mask=column < columns)
 
 
 @jit
@@ -59,11 +70,39 @@ def split_rows(rows: int, block: int, parts: int = PARTS) -> tuple[int, int]:
 
 def sum_parts(parts_PC: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of float32 partial sums over the first dimension, as `dtype`."""
-    P, C = parts_PC.shape
-    out = torch.empty(C, dtype=dtype, device=parts_PC.device)
-    block = 64
-    _sum_parts_kernel[(triton.cdiv(C, block),)](parts_PC, out, P, C, ACCUMULATE=False, BLOCK_P=32, BLOCK_C=block)
+    out = torch.empty(parts_PC.shape[1], dtype=dtype, device=parts_PC.device)
+    _sum(parts_PC, out, out, False)
     return out
+
+
+def _sum(parts_PC: Tensor, out: Tensor, second: Tensor, accumulate: bool) -> None:
+    P, C = parts_PC.shape
+    _sum_parts_kernel[(triton.cdiv(C, 64),)](
+        *(parts_PC, out, second, P, C, out.numel()), ACCUMULATE=accumulate, BLOCK_P=32, BLOCK_C=64
+    )
+
+
+def finish(parameter: Tensor) -> None:
+    """Tell whoever waits that `parameter.main_grad` has this backward pass's share."""
+    ready = getattr(parameter, "grad_ready", None)
+    if ready is not None:
+        ready()
+
+
+def deliver(parts_PC: Tensor, first: Tensor, second: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of one or two parameters from their partial sums, which lie side by side in float32.
+
+    Added to `main_grad` where the parameters have it, and None returned for them; else returned in their type.
+    """
+    given = [first] if second is None else [first, second]
+    mains: list[Tensor] = [parameter.main_grad for parameter in given if hasattr(parameter, "main_grad")]
+    if len(mains) < len(given) or any(main.dtype != torch.float32 or not main.is_contiguous() for main in mains):
+        sums = sum_parts(parts_PC, first.dtype)
+        return sums[: first.numel()], None if second is None else sums[first.numel() :]
+    _sum(parts_PC, mains[0], mains[-1], True)
+    for parameter in given:
+        finish(parameter)
+    return None, None
 
 
 def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
@@ -79,5 +118,5 @@ def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
     _column_sum_kernel[grid](x_TC, partial, T, C, x_TC.stride(0), a_part, BLOCK_R=block_r, BLOCK_C=block_c)
     if out is None:
         return sum_parts(partial, x_TC.dtype)
-    _sum_parts_kernel[(triton.cdiv(C, 64),)](partial, out, parts, C, ACCUMULATE=True, BLOCK_P=32, BLOCK_C=64)
+    _sum(partial, out, out, True)
     return out

@@ -54,19 +54,20 @@ class _SplitWide(torch.autograd.Function):
         columns = x_TF.shape[1] // 2 if activation == "swiglu" else x_TF.shape[1]
         y = torch.empty((*wide_SBC.shape[:2], columns), dtype=wide_SBC.dtype, device=wide_SBC.device)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1))
-        ctx.save_for_backward(x_TF, mlp_bias, cos, sin)
+        ctx.save_for_backward(x_TF, cos, sin)
+        ctx.mlp_bias = mlp_bias  # the parameter itself carries main_grad
         ctx.shape, ctx.width, ctx.head_size = wide_SBC.shape, width, head_size
         ctx.activation, ctx.interleaved = activation, interleaved
         return *parts, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TF, mlp_bias, cos, sin = ctx.saved_tensors
+        x_TF, cos, sin = ctx.saved_tensors
         d_wide = torch.empty(ctx.shape, dtype=x_TF.dtype, device=x_TF.device)
         d_qkv = d_wide[..., : ctx.width].unflatten(-1, (-1, ctx.head_size))
         gather_gradients(grads[:3], d_qkv, (cos, sin), ctx.interleaved)
         dx_TF = d_wide.flatten(0, 1)[:, ctx.width :]
-        d_bias = run_activation(ctx.activation, x_TF, mlp_bias, flat_rows(grads[3]), dx_TF)
+        d_bias = run_activation(ctx.activation, x_TF, ctx.mlp_bias, flat_rows(grads[3]), dx_TF)
         return d_wide, d_bias, None, None, None, None, None
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megascale.ops.linear import accumulate_mm, finish
-from megascale.ops.reduce import column_sum
+from megascale.ops.linear import accumulate_mm
+from megascale.ops.reduce import column_sum, finish
 from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
 from megascale.parallel.symmetric import gather_and_consume, produce_and_scatter
 

@@ -11,7 +11,8 @@ from megascale.core import calls
 from megascale.core.layout import Layout
 from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
-from megascale.model.transformer import EVALUATION, Chunk, Step
+from megascale.model.block import EVALUATION, Step
+from megascale.model.transformer import Chunk
 from megascale.ops import dispatch
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric

@@ -9,7 +9,8 @@ import torch
 
 from megascale.data.tokenizer import Tokenizer
 from megascale.errors import ConfigError
-from megascale.model.transformer import Chunk, KVCache, Step
+from megascale.model.block import KVCache, Step
+from megascale.model.transformer import Chunk
 
 
 @dataclass(frozen=True)

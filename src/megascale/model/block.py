@@ -1,0 +1,304 @@
+"""One layer of the transformer, serial or parallel, written for a tensor-parallel axis, which may be of size one.
+
+Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers and [sequence, batch, own heads or
+columns] inside. Serial block: x + Attn(LN x), then x + MLP(LN x). Parallel block (MegaScale section 3.1):
+x + Attn(LN x) + MLP(LN x), with one gather and one scatter a layer. A residual sum is taken by the norm that follows
+it, in one pass each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from megascale.config import ModelConfig
+from megascale.core.tensors import Piece
+from megascale.ops.activation import gelu, swiglu
+from megascale.ops.attention import attention
+from megascale.ops.dropout import dropout_add, dropout_key
+from megascale.ops.norm import NormKind, add_norm, layer_norm, rms_norm
+from megascale.ops.rope import split_qkv
+from megascale.ops.wide import split_wide
+from megascale.parallel.collectives import Axis
+from megascale.parallel.parameters import Spec, parameter
+from megascale.parallel.tensor import gather_linear, linear_scatter
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the tokens seen so far, one pair a layer, [length, batch, kv heads, head size]."""
+
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a forward pass needs to know besides its input.
+
+    Attributes:
+        dropout_key: changes with the optimizer step; None turns dropout off.
+        sample_start: index in the global batch of this micro-batch's first sample.
+        token_grad: the gradient of each token's loss, where it is known before backward: the last chunk then makes
+            its gradients while its logits are there.
+        cache: keys and values of earlier tokens, for generation.
+    """
+
+    dropout_key: int | None = None
+    sample_start: int = 0
+    token_grad: torch.Tensor | None = None
+    cache: KVCache | None = None
+
+
+EVALUATION = Step()
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over hidden, on this rank's part of the sequence."""
+
+    def __init__(self, model: ModelConfig, name: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = model.norm_eps
+        h = (model.hidden,)
+        ones = Spec((Piece.whole(f"{name}.weight", h),), init_value=1.0, shared=True)
+        zeros = Spec((Piece.whole(f"{name}.bias", h),), shared=True)
+        self.weight = parameter(h, ones, dtype)
+        self.bias = parameter(h, zeros, dtype) if model.norm == "layernorm" else None
+
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return rms_norm(x_SBH, self.weight, self.eps)
+        return layer_norm(x_SBH, self.weight, self.bias, self.eps)
+
+    def of(self, x: torch.Tensor | Unadded) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and the norm of it; a sum that is still to be taken is taken and normed in one pass each way."""
+        if isinstance(x, torch.Tensor):
+            return x, self(x)
+        kind: NormKind = "layernorm" if self.bias is not None else "rmsnorm"
+        return add_norm(x.y_SBH, x.residual_SBH, self.weight, self.bias, self.eps, kind, x.bias)
+
+
+@dataclass(frozen=True)
+class Unadded:
+    """A residual sum that its reader takes: residual + y + bias."""
+
+    y_SBH: torch.Tensor
+    residual_SBH: torch.Tensor
+    bias: torch.Tensor | None
+
+    def total(self) -> torch.Tensor:
+        """The sum."""
+        if self.bias is None:
+            return self.residual_SBH + self.y_SBH
+        return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, dropout_key(0, 0, 0), 0, 0)
+
+
+class ColumnLinear(nn.Module):
+    """One wide product whose output columns are stacked logical tensors, each cut over the tensor axis.
+
+    `parts` lists (logical name, rows of the whole logical weight).
+    """
+
+    def __init__(
+        self, hidden: int, parts: Sequence[tuple[str, int]], bias: bool, std: float, axis: Axis, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        columns = sum(rows for _, rows in parts) // axis.size
+        pieces = tuple(Piece.cut(f"{name}.weight", (rows, hidden), 0, axis.rank, axis.size) for name, rows in parts)
+        self.weight = parameter((columns, hidden), Spec(pieces, init_std=std), dtype)
+        self.bias = column_bias(parts, axis, dtype) if bias else None
+
+    def forward(self, x_SBH: torch.Tensor, again: Norm | None = None) -> torch.Tensor:
+        """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `again` the product is of again(x), which is
+        computed again in backward instead of being kept."""
+        return gather_linear(x_SBH, self.weight, self.bias, self.axis, again)
+
+
+def column_bias(parts: Sequence[tuple[str, int]], axis: Axis, dtype: torch.dtype) -> nn.Parameter:
+    """The stacked biases of column-parallel products, [columns/t]."""
+    pieces = tuple(Piece.cut(f"{name}.bias", (rows,), 0, axis.rank, axis.size) for name, rows in parts)
+    return parameter((sum(rows for _, rows in parts) // axis.size,), Spec(pieces), dtype)
+
+
+def _row_weight(name: str, rows: int, columns: int, std: float, axis: Axis, dtype: torch.dtype) -> nn.Parameter:
+    piece = Piece.cut(f"{name}.weight", (rows, columns), 1, axis.rank, axis.size)
+    return parameter((rows, columns // axis.size), Spec((piece,), init_std=std), dtype)
+
+
+def _shared_bias(name: str, size: int, dtype: torch.dtype) -> nn.Parameter:
+    piece = Piece.whole(f"{name}.bias", (size,))
+    return parameter((size,), Spec((piece,), shared=True), dtype)
+
+
+class Block(nn.Module):
+    """One layer, serial or parallel; `recompute` keeps neither norms nor the MLP's activation for backward."""
+
+    def __init__(self, model: ModelConfig, layer: int, axis: Axis, dtype: torch.dtype, recompute: bool) -> None:
+        super().__init__()
+        self.model, self.layer, self.axis, self.recompute = model, layer, axis, recompute
+        self.window = model.layer_window(layer)
+        h, d, name = model.hidden, model.head_size, f"layers.{layer}"
+        out_std = model.init_std / (2 * model.layers) ** 0.5
+        qkv = [
+            (f"{name}.attention.query", model.heads * d),
+            (f"{name}.attention.key", model.kv * d),
+            (f"{name}.attention.value", model.kv * d),
+        ]
+        into = [(f"{name}.mlp.gate", model.ffn)] if model.gated else []
+        into.append((f"{name}.mlp.in", model.ffn))
+        self.one_product = model.block == "parallel" and model.parallel_norms == 1
+        self.norm1 = Norm(model, f"{name}.norm1", dtype)
+        self.norm2 = None if self.one_product else Norm(model, f"{name}.norm2", dtype)
+        self.qkv_bias = self.mlp_in_bias = None
+        if self.one_product:
+            both = model.attention_bias and model.mlp_bias
+            self.into = ColumnLinear(h, qkv + into, both, model.init_std, axis, dtype)
+            # One wide product has one bias; a model with a bias on one half only (GPT-J) adds it to that half.
+            if model.attention_bias and not both:
+                self.qkv_bias = column_bias(qkv, axis, dtype)
+            if model.mlp_bias and not both:
+                self.mlp_in_bias = column_bias(into, axis, dtype)
+        else:
+            self.qkv = ColumnLinear(h, qkv, model.attention_bias, model.init_std, axis, dtype)
+            self.mlp_in = ColumnLinear(h, into, model.mlp_bias, model.init_std, axis, dtype)
+        self.attention_out = _row_weight(f"{name}.attention.output", h, model.heads * d, out_std, axis, dtype)
+        self.mlp_out = _row_weight(f"{name}.mlp.out", h, model.ffn, out_std, axis, dtype)
+        self.attention_out_bias = _shared_bias(f"{name}.attention.output", h, dtype) if model.out_bias else None
+        self.mlp_out_bias = _shared_bias(f"{name}.mlp.out", h, dtype) if model.mlp_bias else None
+        self.heads, self.kv_heads = model.heads // axis.size, model.kv // axis.size
+
+    def forward(
+        self,
+        x: torch.Tensor | Unadded,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        step: Step,
+        later: bool = False,
+    ) -> torch.Tensor | Unadded:
+        """[s/t, b, h] -> [s/t, b, h]. With `later` the last residual sum may be left to the next norm."""
+        again = self.recompute and torch.is_grad_enabled()
+        if again:
+            x = x if isinstance(x, torch.Tensor) else x.total()
+            return self._keeping_little(x, rotary, step)
+        x_SBH, normed = self.norm1.of(x)
+        if self.model.block == "serial":
+            assert self.norm2 is not None
+            attended = self._attend(self._split(self.qkv(normed), rotary), step)
+            y = linear_scatter(self.axis, attended, self.attention_out)
+            x_SBH, normed = self.norm2.of(self._add(y, x_SBH, 0, step, True, self.attention_out_bias))
+            y = linear_scatter(self.axis, self._activate(self.mlp_in(normed)), self.mlp_out)
+            return self._add(y, x_SBH, 1, step, later, self.mlp_out_bias)
+        if self.one_product:
+            wide = self.into(normed)
+            if self.qkv_bias is not None:
+                width = (self.heads + 2 * self.kv_heads) * self.model.head_size
+                qkv = self._split(_biased(wide[..., :width], self.qkv_bias), rotary)
+                y = self._scatter(wide[..., width:], self._attend(qkv, step))
+            else:
+                y = self._from_wide(wide, rotary, step)
+        else:
+            assert self.norm2 is not None
+            qkv, inner = self.qkv(normed), self.mlp_in(self.norm2(x_SBH))
+            y = self._scatter(inner, self._attend(self._split(qkv, rotary), step))
+        return self._add(y, x_SBH, 0, step, later, self.attention_out_bias, self.mlp_out_bias)
+
+    def _keeping_little(
+        self, x_SBH: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step
+    ) -> torch.Tensor:
+        """As forward, with norms and the MLP's activation computed again in backward."""
+        if self.model.block == "serial":
+            assert self.norm2 is not None
+            attended = self._attend(self._split(self.qkv(x_SBH, self.norm1), rotary), step)
+            y = linear_scatter(self.axis, attended, self.attention_out)
+            x_SBH = self._sum(y, x_SBH, 0, step, self.attention_out_bias)
+            inner = self.mlp_in(x_SBH, self.norm2)
+            y = linear_scatter(self.axis, inner, self.mlp_out, produces=(self._activate,))
+            return self._sum(y, x_SBH, 1, step, self.mlp_out_bias)
+        if self.one_product:
+            wide = self.into(x_SBH, self.norm1)
+            width = (self.heads + 2 * self.kv_heads) * self.model.head_size
+            qkv, inner = _biased(wide[..., :width], self.qkv_bias), wide[..., width:]
+        else:
+            assert self.norm2 is not None
+            qkv, inner = self.qkv(x_SBH, self.norm1), self.mlp_in(x_SBH, self.norm2)
+        attended = self._attend(self._split(qkv, rotary), step)
+        produces = (None, self._activate)
+        y = linear_scatter(self.axis, attended, self.attention_out, inner, self.mlp_out, produces=produces)
+        return self._sum(y, x_SBH, 0, step, self.attention_out_bias, self.mlp_out_bias)
+
+    def _from_wide(
+        self, wide: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step
+    ) -> torch.Tensor:
+        """The parallel block's one wide product, split in one pass, to its one sum of products."""
+        cos, sin = rotary or (None, None)
+        q, k, v, inner = split_wide(
+            wide,
+            self.heads,
+            self.kv_heads,
+            self.model.head_size,
+            self.model.activation,
+            self.mlp_in_bias,
+            cos,
+            sin,
+            self.model.rotary_interleaved,
+        )
+        return linear_scatter(self.axis, self._attend((q, k, v), step), self.attention_out, inner, self.mlp_out)
+
+    def _scatter(self, inner: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """A parallel block's two output products in one sum."""
+        return linear_scatter(self.axis, attended, self.attention_out, self._activate(inner), self.mlp_out)
+
+    def _split(
+        self, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[s, b, (n + 2g) d] -> q [s, b, n, d], k and v [s, b, g, d], rotated: this rank's heads."""
+        cos, sin = rotary or (None, None)
+        return split_qkv(qkv, self.heads, self.kv_heads, cos, sin, self.model.rotary_interleaved)
+
+    def _attend(self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: Step) -> torch.Tensor:
+        """q, k, v -> [s, b, n d]."""
+        q, k, v = qkv
+        if step.cache is not None:
+            if self.layer in step.cache.layers:
+                old_k, old_v = step.cache.layers[self.layer]
+                k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
+            step.cache.layers[self.layer] = (k, v)
+        return attention(q, k, v, window=self.window)
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        if self.model.gated:
+            return swiglu(x, self.mlp_in_bias)
+        return gelu(x, self.mlp_in_bias, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
+
+    def _add(
+        self,
+        y_SBH: torch.Tensor,
+        residual: torch.Tensor,
+        site: int,
+        step: Step,
+        later: bool,
+        *biases: nn.Parameter | None,
+    ) -> torch.Tensor | Unadded:
+        """residual + dropout(y + biases): in one pass where fused, or left to its reader with `later`."""
+        given = [bias for bias in biases if bias is not None]
+        bias = sum(given[1:], given[0]) if given else None
+        p = self.model.dropout if step.dropout_key is not None else 0.0
+        if not p:
+            unadded = Unadded(y_SBH, residual, bias)
+            return unadded if later else unadded.total()
+        key = dropout_key(step.dropout_key or 0, self.layer, site)
+        return dropout_add(y_SBH, bias, residual, p, key, self.axis.rank * y_SBH.shape[0], step.sample_start)
+
+    def _sum(
+        self, y_SBH: torch.Tensor, residual: torch.Tensor, site: int, step: Step, *biases: nn.Parameter | None
+    ) -> torch.Tensor:
+        total = self._add(y_SBH, residual, site, step, False, *biases)
+        assert isinstance(total, torch.Tensor)
+        return total
+
+
+def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y + bias
