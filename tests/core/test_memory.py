@@ -168,6 +168,19 @@ def test_bytes_a_parameter(zero, precision):
     assert m.gradients == (master * count if zero < 2 else pytest.approx((2 + 1 / 8) * master * count, rel=1e-6))
 
 
+@pytest.mark.parametrize(("zero", "sent"), [(1, 1), (2, 2)])
+def test_rounded_gradients_are_held_beside_the_full_ones(zero, sent):
+    """A copy of two bytes of what is on the wire: all of a stage's, or both of ZeRO-2's buffers."""
+    model, train = {"preset": "gpt-1.3b"}, {"micro_batch": 1, "global_batch": 8, "precision": "bfloat16"}
+    plain, rounded = (
+        memory_of(configure(model, {"zero": zero, "reduce_dtype": dtype}, train), 8, 0)
+        for dtype in ("float32", "bfloat16")
+    )
+    count = plain.weights // 2
+    assert rounded.gradients - plain.gradients == sent * 2 * count
+    assert rounded.weights == plain.weights
+
+
 @settings(deadline=None, max_examples=50)
 @given(models(), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(1, 2))
 def test_kinds_move_the_right_way(model, pipeline, tensor, virtual):
@@ -259,5 +272,6 @@ def test_tensor_traffic_counts_collectives(block, norms, a_layer):
     assert of(3, zero=0).data_reduce == pytest.approx(2 * 191 / 192 * 4 * count)
     assert of(3, zero=0).data_gather == 0
     assert of(3, zero=2).data_reduce == pytest.approx(32 * 191 / 192 * 4 * count)
+    assert of(3, reduce_dtype="bfloat16").data_reduce == pytest.approx(191 / 192 * 2 * count)
     assert of(3).embedding == 0
     assert of(7).embedding == of(0).embedding == pytest.approx(4 * 64000 / 8 * 12288)
