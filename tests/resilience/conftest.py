@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.status import read_status
-from megascale.errors import DataError
-from megascale.resilience.journal import Entry, Reader, born
+from megascale.resilience.journal import Entry, born, events_of
 
 WAIT = 120.0  # seconds; only a broken test takes them
 
@@ -52,14 +51,7 @@ class Launched:
         return self.process
 
     def events(self, after: int = 0) -> list[Entry]:
-        try:
-            reader = Reader(self.run)
-        except DataError:
-            return []
-        try:
-            return reader.events(after)
-        finally:
-            reader.close()
+        return events_of(self.run, after)
 
     def until(self, kind: str, **about: object) -> Entry:
         """The next event of a kind (after the one waited for before) whose fields are as given."""

@@ -115,17 +115,9 @@ class Launched:
 
     def events(self, after: int = 0) -> list[Any]:
         """The driver's events so far."""
-        from megascale.errors import DataError
-        from megascale.resilience.journal import Reader
+        from megascale.resilience.journal import events_of
 
-        try:
-            reader = Reader(self.run)
-        except DataError:
-            return []
-        try:
-            return reader.events(after)
-        finally:
-            reader.close()
+        return events_of(self.run, after)
 
     def first(self, wanted: Callable[[Any], bool], patience: float = WAIT) -> Any:
         """The first event that is wanted, once it is there; None if the job ends before, or after `patience`."""

@@ -217,6 +217,18 @@ class Reader:
         self._db.close()
 
 
+def events_of(run: Path, after: int = 0) -> list[Entry]:
+    """Events of a run with an id above `after`, oldest first; none if it has no journal yet."""
+    try:
+        reader = Reader(run)
+    except DataError:
+        return []
+    try:
+        return reader.events(after)
+    finally:
+        reader.close()
+
+
 def born(pid: int) -> int:
     """When a process started, in clock ticks since boot: with the pid it names a process for good. 0: not there."""
     try:
