@@ -216,9 +216,9 @@ class ParallelConfig(Section):
     bucket_elements: int = Field(
         40_000_000, ge=1, description="parameters in one data-parallel message; smaller hides more, larger moves faster"
     )
-    recompute: Literal["none", "selective", "full"] = Field(
+    recompute: Literal["none", "norms", "activation", "selective", "full"] = Field(
         "none",
-        description="activations computed again in backward: selective: norms and the MLP's activation; "
+        description="what backward computes again instead of keeping it: norms; the MLP's activation; selective: both; "
         "full: whole layers from their input",
     )
     gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")

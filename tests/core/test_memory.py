@@ -88,7 +88,7 @@ def test_parameters_match_the_model():
         {"block": "parallel", "dropout": 0.1},
     ],
 )
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "norms", "activation", "selective"])
 def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
     """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
     torch = pytest.importorskip("torch")
@@ -100,7 +100,7 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
     model = configure(
         {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128, **options}
     ).model
-    block = Block(model, 0, ALONE, torch.float32, recompute == "selective").to_empty(device="cpu")
+    block = Block(model, 0, ALONE, torch.float32, recompute).to_empty(device="cpu")
     for p in block.parameters():
         torch.nn.init.normal_(p)
     own = {p.untyped_storage().data_ptr() for p in block.parameters()}

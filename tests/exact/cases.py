@@ -209,7 +209,7 @@ def cases(draw: st.DrawFn) -> Case:
         parallel={
             "layer_split": split,
             "bucket_elements": pick(40_000_000, 900),
-            "recompute": pick("none", "selective", "full"),
+            "recompute": pick("none", "norms", "activation", "selective", "full"),
         },
         model=model,
         optimizer={"name": pick("adamw", "lamb"), "clip": pick(0.3, 0.0)},

@@ -44,7 +44,7 @@ def count(rank: int, world: int, tree: dict[str, Any]) -> tuple[dict[str, int], 
     return dict(forward.counts), dict(backward.counts)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "norms", "activation", "selective"])
 @pytest.mark.parametrize(
     ("block", "norms", "gathers", "scatters"),
     [("parallel", 1, 1, 1), ("serial", 1, 2, 2), ("parallel", 2, 2, 1)],

@@ -47,7 +47,7 @@ def test_zero_leaves_it_to_python():
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "norms", "activation", "selective", "full"])
 def test_a_step_leaves_no_tensor_to_the_collector(recompute):
     """Activations in reference cycles would pile up between collections."""
     model = {"hidden": 16, "heads": 2, "layers": 2, "sequence_length": 8, "vocab_size": 32, "dropout": 0.1}

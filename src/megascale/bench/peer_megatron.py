@@ -108,6 +108,9 @@ def prepare(job: Job, device: torch.device) -> Timed:
         overlap_p2p_comm=virtual > 1,
         batch_p2p_comm=virtual == 1,
         deallocate_pipeline_outputs=True,
+        recompute_granularity=None if job.recompute == "none" else job.recompute,
+        recompute_method="uniform" if job.recompute == "full" else None,
+        recompute_num_layers=1 if job.recompute == "full" else None,
     )
     spec, words = layers(job)
     data = parallel_state.get_data_parallel_world_size()

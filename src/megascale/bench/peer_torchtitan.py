@@ -94,7 +94,7 @@ def _arguments(job: Job) -> list[str]:
         "training.seq_len": job.model["sequence"],
         "training.steps": job.warmup + job.steps,
         "metrics.log_freq": 10**6,
-        "activation_checkpoint.mode": {"none": "none", "selective": "selective", "full": "full"}[job.recompute],
+        "activation_checkpoint.mode": job.recompute,
         "parallelism.tensor_parallel_degree": job.tensor,
         "parallelism.pipeline_parallel_degree": job.pipeline,
         "parallelism.pipeline_parallel_microbatch_size": job.micro_batch,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megascale.config import Config
 
 OURS = "megascale"
+RECOMPUTE = ("none", "selective", "full")
 # Name -> the package that must be there, and the child that runs it.
 PEERS = {
     "torchtitan": ("torchtitan", "megascale.bench.peer_torchtitan"),
@@ -45,7 +46,7 @@ class Job:
         model: layers, hidden, heads, kv_heads, ffn, vocab (rows in memory), sequence, norm, activation, positions,
             rotary_base, tied, bias.
         tensor, pipeline, virtual, world: the layout; data parallelism is what is left.
-        recompute: none, selective or full.
+        recompute: of RECOMPUTE, in the peer's own meaning.
         steps, warmup: timed ones, and those before.
         out: where rank 0 writes its figures.
     """
@@ -109,11 +110,12 @@ def peers(
     peer_micro_batch: int | None = typer.Option(
         None, help="Micro-batch of the peers, where another suits them better."
     ),
+    peer_recompute: str = typer.Option("none", help="Of the peers, where they need it to fit: none, selective, full."),
     out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the figures."),
 ) -> None:
     """Train a model here and in peers, turn by turn on the same GPUs, and compare step times.
 
-    Any setting of ours can be given as --section.key=value; layout, batch and recomputation hold for the peers too.
+    Any setting of ours can be given as --section.key=value; layout and batch hold for the peers too.
     Peers are not installed with Megascale: put torchtitan or megatron-core into the same environment.
 
     Examples:
@@ -141,6 +143,8 @@ def peers(
     world = processes_wanted(config, gpus)
     lay_out(config, world)
     chosen, left_out = choose(peer, config)
+    if peer_recompute not in RECOMPUTE:
+        raise ConfigError(f"--peer-recompute={peer_recompute}: there are {', '.join(RECOMPUTE)}")
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
         results: list[Result] = []
         names = [OURS, *chosen]
@@ -152,7 +156,9 @@ def peers(
                 if name == OURS:
                     result = _ours(preset, settings, steps, warmup, place)
                 else:
-                    result = _theirs(name, make_job(config, world, steps, warmup, place, peer_micro_batch))
+                    result = _theirs(
+                        name, make_job(config, world, steps, warmup, place, peer_micro_batch, peer_recompute)
+                    )
                 result.turn = turn
                 results.append(result)
                 progress.advance(bar)
@@ -210,7 +216,15 @@ def _obstacle(name: str, config: Config) -> str:
     return ""
 
 
-def make_job(config: Config, world: int, steps: int, warmup: int, out: Path, micro_batch: int | None) -> Job:
+def make_job(
+    config: Config,
+    world: int,
+    steps: int,
+    warmup: int,
+    out: Path,
+    micro_batch: int | None = None,
+    recompute: str = "none",
+) -> Job:
     """What a peer is told to train."""
     model, parallel, train = config.model, config.parallel, config.train
     shape = {
@@ -236,7 +250,7 @@ def make_job(config: Config, world: int, steps: int, warmup: int, out: Path, mic
         world,
         micro_batch or train.micro_batch,
         train.global_batch,
-        parallel.recompute,
+        recompute,
         steps,
         warmup,
         str(out),

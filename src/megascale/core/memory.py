@@ -21,7 +21,8 @@ precision, statistics in float32.
 
 Dropout keeps nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
 32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
-Recompute `selective` drops norm statistics, norm outputs and the MLP activation; `full` keeps the input alone.
+Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` keeps the
+input alone.
 
 A chunk but the model's last also keeps its output, which autograd starts from. The last adds the final norm's input
 and statistics, its output for the whole sequence, and the loss's log-sum-exp; logits exist for some tokens at a time,
@@ -140,11 +141,11 @@ def saved_by_layer(
     rows, d = s // tensor, model.head_size
     heads, kv, ffn = model.heads // tensor, model.kv // tensor, model.ffn // tensor
     moments = 2 if model.norm == "layernorm" else 1
-    keep = recompute == "none"
+    norms, activation = recompute not in ("norms", "selective"), recompute not in ("activation", "selective")
     tensors = [Saved("input", (rows, b, h), a)]
     if recompute == "full":
         return tensors
-    if keep:
+    if norms:
         tensors.append(Saved("norm_statistics", (moments, rows, b), stats))
         tensors.append(Saved("norm_output", (rows, b, h), a))
     tensors += [
@@ -155,11 +156,11 @@ def saved_by_layer(
     ]
     if model.block == "serial":
         tensors.append(Saved("middle", (rows, b, h), a))
-    if keep and _second_norm(model):
+    if norms and _second_norm(model):
         tensors.append(Saved("second_norm_statistics", (moments, rows, b), stats))
         tensors.append(Saved("second_norm_output", (rows, b, h), a))
     tensors.append(Saved("mlp_in", (s, b, ffn * (2 if model.gated else 1)), a))
-    if keep:
+    if activation:
         tensors.append(Saved("mlp_activation", (s, b, ffn), a))
     return tensors
 

@@ -135,9 +135,9 @@ def _shared_bias(name: str, size: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Block(nn.Module):
-    """One layer, serial or parallel; `recompute` keeps neither norms nor the MLP's activation for backward."""
+    """One layer, serial or parallel; `recompute` as parallel.recompute (whole layers are the chunk's to recompute)."""
 
-    def __init__(self, model: ModelConfig, layer: int, axis: Axis, dtype: torch.dtype, recompute: bool) -> None:
+    def __init__(self, model: ModelConfig, layer: int, axis: Axis, dtype: torch.dtype, recompute: str = "none") -> None:
         super().__init__()
         self.model, self.layer, self.axis, self.recompute = model, layer, axis, recompute
         self.window = model.layer_window(layer)
@@ -179,55 +179,48 @@ class Block(nn.Module):
         later: bool = False,
     ) -> torch.Tensor | Unadded:
         """[s/t, b, h] -> [s/t, b, h]. With `later` the last residual sum may be left to the next norm."""
-        again = self.recompute and torch.is_grad_enabled()
-        if again:
-            x = x if isinstance(x, torch.Tensor) else x.total()
-            return self._keeping_little(x, rotary, step)
-        x_SBH, normed = self.norm1.of(x)
         if self.model.block == "serial":
             assert self.norm2 is not None
-            attended = self._attend(self._split(self.qkv(normed), rotary), step)
-            y = linear_scatter(self.axis, attended, self.attention_out)
-            x_SBH, normed = self.norm2.of(self._add(y, x_SBH, 0, step, True, self.attention_out_bias))
-            y = linear_scatter(self.axis, self._activate(self.mlp_in(normed)), self.mlp_out)
-            return self._add(y, x_SBH, 1, step, later, self.mlp_out_bias)
+            x_SBH, qkv = self._into(self.qkv, self.norm1, x)
+            y = linear_scatter(self.axis, self._attend(self._split(qkv, rotary), step), self.attention_out)
+            x_SBH, inner = self._into(
+                self.mlp_in, self.norm2, self._add(y, x_SBH, 0, step, True, self.attention_out_bias)
+            )
+            return self._add(self._out(inner), x_SBH, 1, step, later, self.mlp_out_bias)
         if self.one_product:
-            wide = self.into(normed)
-            if self.qkv_bias is not None:
+            x_SBH, wide = self._into(self.into, self.norm1, x)
+            if self._again("activation") or self.qkv_bias is not None:
                 width = (self.heads + 2 * self.kv_heads) * self.model.head_size
-                qkv = self._split(_biased(wide[..., :width], self.qkv_bias), rotary)
-                y = self._scatter(wide[..., width:], self._attend(qkv, step))
+                parts = self._split(_biased(wide[..., :width], self.qkv_bias), rotary)
+                y = self._out(wide[..., width:], self._attend(parts, step))
             else:
                 y = self._from_wide(wide, rotary, step)
         else:
             assert self.norm2 is not None
-            qkv, inner = self.qkv(normed), self.mlp_in(self.norm2(x_SBH))
-            y = self._scatter(inner, self._attend(self._split(qkv, rotary), step))
+            x_SBH, qkv = self._into(self.qkv, self.norm1, x)
+            _, inner = self._into(self.mlp_in, self.norm2, x_SBH)
+            y = self._out(inner, self._attend(self._split(qkv, rotary), step))
         return self._add(y, x_SBH, 0, step, later, self.attention_out_bias, self.mlp_out_bias)
 
-    def _keeping_little(
-        self, x_SBH: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step
-    ) -> torch.Tensor:
-        """As forward, with norms and the MLP's activation computed again in backward."""
-        if self.model.block == "serial":
-            assert self.norm2 is not None
-            attended = self._attend(self._split(self.qkv(x_SBH, self.norm1), rotary), step)
-            y = linear_scatter(self.axis, attended, self.attention_out)
-            x_SBH = self._sum(y, x_SBH, 0, step, self.attention_out_bias)
-            inner = self.mlp_in(x_SBH, self.norm2)
-            y = linear_scatter(self.axis, inner, self.mlp_out, produces=(self._activate,))
-            return self._sum(y, x_SBH, 1, step, self.mlp_out_bias)
-        if self.one_product:
-            wide = self.into(x_SBH, self.norm1)
-            width = (self.heads + 2 * self.kv_heads) * self.model.head_size
-            qkv, inner = _biased(wide[..., :width], self.qkv_bias), wide[..., width:]
-        else:
-            assert self.norm2 is not None
-            qkv, inner = self.qkv(x_SBH, self.norm1), self.mlp_in(x_SBH, self.norm2)
-        attended = self._attend(self._split(qkv, rotary), step)
-        produces = (None, self._activate)
-        y = linear_scatter(self.axis, attended, self.attention_out, inner, self.mlp_out, produces=produces)
-        return self._sum(y, x_SBH, 0, step, self.attention_out_bias, self.mlp_out_bias)
+    def _again(self, what: str) -> bool:
+        """Whether backward computes "norms" or the "activation" again instead of keeping them."""
+        return self.recompute in (what, "selective") and torch.is_grad_enabled()
+
+    def _into(self, product: ColumnLinear, norm: Norm, x: torch.Tensor | Unadded) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream as it enters, and the product of its norm."""
+        if self._again("norms"):
+            x_SBH = x if isinstance(x, torch.Tensor) else x.total()
+            return x_SBH, product(x_SBH, norm)
+        x_SBH, normed = norm.of(x)
+        return x_SBH, product(normed)
+
+    def _out(self, inner: torch.Tensor, attended: torch.Tensor | None = None) -> torch.Tensor:
+        """The MLP's output product, with the attention's in the same sum in a parallel block."""
+        first = () if attended is None else (attended, self.attention_out)
+        if self._again("activation"):
+            produces = (self._activate,) if attended is None else (None, self._activate)
+            return linear_scatter(self.axis, *first, inner, self.mlp_out, produces=produces)
+        return linear_scatter(self.axis, *first, self._activate(inner), self.mlp_out)
 
     def _from_wide(
         self, wide: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step
@@ -246,10 +239,6 @@ class Block(nn.Module):
             self.model.rotary_interleaved,
         )
         return linear_scatter(self.axis, self._attend((q, k, v), step), self.attention_out, inner, self.mlp_out)
-
-    def _scatter(self, inner: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """A parallel block's two output products in one sum."""
-        return linear_scatter(self.axis, attended, self.attention_out, self._activate(inner), self.mlp_out)
 
     def _split(
         self, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
@@ -291,13 +280,6 @@ class Block(nn.Module):
             return unadded if later else unadded.total()
         key = dropout_key(step.dropout_key or 0, self.layer, site)
         return dropout_add(y_SBH, bias, residual, p, key, self.axis.rank * y_SBH.shape[0], step.sample_start)
-
-    def _sum(
-        self, y_SBH: torch.Tensor, residual: torch.Tensor, site: int, step: Step, *biases: nn.Parameter | None
-    ) -> torch.Tensor:
-        total = self._add(y_SBH, residual, site, step, False, *biases)
-        assert isinstance(total, torch.Tensor)
-        return total
 
 
 def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Chunk(nn.Module):
         first, last: whether the embedding and the loss are here.
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
-        recompute: what backward computes again: nothing; "selective": norms and activations; "full": whole layers.
+        recompute: what backward computes again, as parallel.recompute.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Chunk(nn.Module):
                 shared=True,
             )
             self.position_embedding = parameter(shape, spec, dtype)
-        self.blocks = nn.ModuleList(Block(model, i, axis, dtype, recompute == "selective") for i in layers)
+        self.blocks = nn.ModuleList(Block(model, i, axis, dtype, recompute) for i in layers)
         self.norm = Norm(model, "norm", dtype) if last else None
         self.head = self._vocabulary("head.weight", dtype) if last and not model.tied_embeddings else None
         self.head_bias = None

@@ -17,7 +17,7 @@ from megascale.simulate.case import Case
 from megascale.simulate.cluster import Cluster
 from megascale.simulate.kernels import layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork
-from megascale.simulate.software import RECOMPUTE
+from megascale.simulate.software import RECOMPUTE, RECOMPUTED
 
 # Stages that exchange in lock-step wait for the slowest: the pace rises by this share of the standard deviation of a
 # slot. Measured on the event-driven level (tests/simulate/test_levels.py holds the two together).
@@ -105,9 +105,9 @@ def stage_times(
     scale, overlap = constants.compute, cluster.overlap
     layers = case.middle
     layer = layer_times(cluster, case, constants.overhead)
-    kept = np.asarray(case.recompute) == RECOMPUTE.index("none")
+    share = np.asarray(RECOMPUTED)[np.asarray(case.recompute)]
     whole = np.asarray(case.recompute) == RECOMPUTE.index("full")
-    again = np.where(whole, scale * layer.forward, np.where(kept, 0.0, scale * layer.elementwise_forward))
+    again = np.where(whole, scale * layer.forward, share * scale * layer.elementwise_forward)
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)
     tp_again = np.where(whole, tp_forward, 0.0)

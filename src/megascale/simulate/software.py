@@ -15,7 +15,9 @@ from megascale.errors import ConfigError
 # Kernels for attention that a cluster file must give rates for.
 ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
 # Activations done again in backward: norms and the activation alone, or whole layers.
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "norms", "activation", "selective", "full")
+# Part of a layer's elementwise work that is done again.
+RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
