@@ -231,10 +231,13 @@ def _strike(job: Launched, kind: str, case: Case, number: int, expected: dict[st
         thread.join()
         job.process.wait()
         job.start()
-    verdict = job.first(lambda e: e.time > struck and e.kind in case.verdicts) if case.verdicts else None
-    done = job.step()
     actions = ("respawn", "evict", "diagnose", "stop")
-    hard = next((e for e in job.events() if e.time > struck and e.action in actions), verdict)
+    hard = None
+    if case.ends == "recover":
+        hard = job.first(lambda e: e.time > struck and e.action in actions)
+    done = job.step()  # before the next attempt begins
+    verdict = job.first(lambda e: e.time > struck and e.kind in case.verdicts) if case.verdicts else None
+    hard = hard or next((e for e in job.events() if e.time > struck and e.action in actions), verdict)
     again = None
     if case.ends == "recover" and verdict is not None:
         again = job.first(lambda e: e.kind == "first_step" and e.time > struck)
