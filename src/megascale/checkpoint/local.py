@@ -17,8 +17,8 @@ import numpy as np
 
 from megascale.checkpoint.storage import PAGE, Buffer, Sink
 
-_BLOCK = 8 << 20
-_BLOCKS = 4
+_BLOCK = 16 << 20
+_BLOCKS = 3
 
 
 class Disk:
