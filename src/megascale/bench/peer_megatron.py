@@ -58,31 +58,13 @@ def layers(job: Job) -> tuple[Any, str]:
     return spec, "its own layers with torch's fused attention (TransformerEngine is not installed)"
 
 
-def prepare(job: Job, device: torch.device) -> Timed:
-    """Model, optimizer and a function that makes one step."""
-    from importlib.metadata import version
-
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def shape_of(job: Job) -> Any:
+    """Its configuration of the model and of what runs beside what."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     shape, virtual = job.model, job.virtual
-    connect(device)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=job.tensor,
-        pipeline_model_parallel_size=job.pipeline,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
     swiglu = shape["activation"] == "swiglu"
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=shape["layers"],
         hidden_size=shape["hidden"],
         num_attention_heads=shape["heads"],
@@ -112,8 +94,19 @@ def prepare(job: Job, device: torch.device) -> Timed:
         recompute_method="uniform" if job.recompute == "full" else None,
         recompute_num_layers=1 if job.recompute == "full" else None,
     )
-    spec, words = layers(job)
-    data = parallel_state.get_data_parallel_world_size()
+
+
+def chunks_of(job: Job, config: Any, spec: Any, data: int, device: torch.device) -> list[Any]:
+    """This rank's model chunks in their data-parallel wrappers, and `config` told of what these do by themselves."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+
+    shape, virtual = job.model, job.virtual
     sharing = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=data > 1,
@@ -145,6 +138,28 @@ def prepare(job: Job, device: torch.device) -> Timed:
             config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
             config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
+    return chunks
+
+
+def prepare(job: Job, device: torch.device) -> Timed:
+    """Model, optimizer and a function that makes one step."""
+    from importlib.metadata import version
+
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    virtual, length = job.virtual, job.model["sequence"]
+    connect(device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.tensor,
+        pipeline_model_parallel_size=job.pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    config, (spec, words) = shape_of(job), layers(job)
+    data = parallel_state.get_data_parallel_world_size()
+    chunks = chunks_of(job, config, spec, data, device)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -163,7 +178,7 @@ def prepare(job: Job, device: torch.device) -> Timed:
     forward_backward = get_forward_backward_func()
     rows = job.rows(parallel_state.get_data_parallel_rank(), device)  # [s + 1, b]
     tokens, labels = rows[:-1].T.contiguous(), rows[1:].T.contiguous()
-    positions = torch.arange(shape["sequence"], device=device).expand_as(tokens)
+    positions = torch.arange(length, device=device).expand_as(tokens)
 
     def forward_step(_: Any, model: Any) -> Any:
         output = model(tokens, positions, None, labels=labels)
@@ -183,7 +198,7 @@ def prepare(job: Job, device: torch.device) -> Timed:
             data_iterator=[None] * virtual if virtual > 1 else None,
             model=chunks if virtual > 1 else chunks[0],
             num_microbatches=job.global_batch // (job.micro_batch * data),
-            seq_length=shape["sequence"],
+            seq_length=length,
             micro_batch_size=job.micro_batch,
             forward_only=False,
         )
