@@ -123,6 +123,7 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
         if step > warmup:
             seconds.append(time.perf_counter() - began)
     peak_memory = torch.cuda.max_memory_allocated(place.device) / 2**30 if cuda else None
+    free, whole = torch.cuda.mem_get_info(place.device) if cuda else (0, 0)
     after = gemm_rate(place.device, 2.0) if cuda else None
     if profile is not None:
         _profile(engine, rows, warmup + steps + 1, profile, place.rank, cuda)
@@ -149,6 +150,7 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
         "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
         "gemm_flop_per_s": None if before is None or after is None else [before, after],
         "peak_memory_gib": peak_memory,
+        "device_memory_gib": (whole - free) / 2**30 if cuda else None,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
         "active": engine.active | dispatch.active(),
@@ -194,7 +196,8 @@ def show(result: dict[str, Any]) -> None:
     if result["gemm_flop_per_s"] is not None:
         before, after = (x / 1e12 for x in result["gemm_flop_per_s"])
         rows.append(("sustained GEMM", f"{before:.0f} TFLOP/s before, {after:.0f} after, in the same run"))
-        rows.append(("peak memory", f"{result['peak_memory_gib']:.1f} GiB"))
+        memory = f"{result['peak_memory_gib']:.1f} GiB in tensors, {result['device_memory_gib']:.1f} GiB of the device"
+        rows.append(("peak memory", f"{memory} (as NVML has it: the allocator's reserve, CUDA, NCCL)"))
     rows += [("active", f"{op}: {what}") for op, what in result["active"].items()]
     for label, value in rows:
         table.add_row(f"[dim]{label}[/dim]", value)

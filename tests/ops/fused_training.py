@@ -1,0 +1,59 @@
+"""Whole training steps with every fused kernel, through Triton's interpreter, against the same steps without any."""
+
+from __future__ import annotations
+
+import interpreted  # noqa: F401  (first: it prepares the interpreter)
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.core.layout import lay_out
+from megascale.ops import dispatch
+from megascale.train.engine import Engine
+
+SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence_length": 8, "vocab_size": 64}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "mlp_bias": False, "attention_bias": False}
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    dispatch.configure("auto")
+
+
+def steps(mode: str, model: dict, recompute: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of two steps of two micro-batches."""
+    tree = {
+        "model": SMALL | model,
+        "parallel": {"recompute": recompute},
+        "train": {"micro_batch": 2, "global_batch": 4},
+        "kernels": {"mode": mode, "attention": "sdpa"},
+    }
+    engine = Engine(lay_out(from_tree(tree), 1), None, torch.device("cpu"))
+    rows = torch.randint(0, 64, (9, 2), generator=torch.Generator().manual_seed(0))
+    told = [engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-3) for step in (1, 2)]
+    return [(float(one.loss), float(one.grad_norm)) for one in told]
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        ({}, "none"),
+        ({}, "selective"),
+        ({"block": "parallel"}, "none"),
+        ({"block": "parallel", "parallel_norms": 2, "activation": "swiglu"}, "none"),
+        (LLAMA, "none"),
+        ({"dropout": 0.1}, "none"),
+    ],
+    ids=["serial", "recomputed", "parallel", "parallel with two norms", "llama", "dropout"],
+)
+def test_fused_steps_are_the_plain_ones(model, recompute):
+    plain = steps("reference", model, recompute)
+    fused = steps("fused", model, recompute)
+    active = dispatch.active()
+    assert active["adamw"] == active["cross entropy"] == "triton"
+    if recompute == "none" and "dropout" not in model:
+        assert active["add norm"] == "triton"
+    for mine, theirs in zip(fused, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert plain[0] != plain[-1]
