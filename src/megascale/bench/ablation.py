@@ -351,6 +351,10 @@ def show(record: dict[str, Any], runs: list[Run]) -> None:
             "Each row has what the rows above it have and one thing more. Total: tokens/s over the first row's."
         )
         console.print(shown)
+    if any(run.links == "slow" for run in runs):
+        console.print(
+            "links slow: tensor overlap is async there, since symmetric memory would go around the slow links"
+        )
     for name in record["without_effect"]:
         console.print(f"{name}: no row, this layout has nothing of the kind")
 

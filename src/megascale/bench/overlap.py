@@ -67,7 +67,7 @@ def overlap(
       megascale bench overlap gpt-13b --parallel.tensor=4 --model.block=parallel
     """
     from megascale import api
-    from megascale.cli.common import load
+    from megascale.bench.runs import load_shape
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train import launch
@@ -76,9 +76,7 @@ def overlap(
     settings += ["--train.micro_batch=2", "--train.global_batch=2", *context.args]
     if api.visible_gpus():
         settings.insert(0, "--train.precision=bfloat16")
-    config = load(None, settings)
-    if config.model.vocab_size is None:
-        config = load(None, [*settings, "--model.vocab_size=50304"])
+    config = load_shape(settings)
     if config.parallel.tensor < 2 or config.parallel.pipeline > 1 or config.parallel.data != 1:
         raise ConfigError(
             "bench overlap times tensor parallelism alone: set --parallel.tensor=2 or more and nothing else of "

@@ -127,16 +127,13 @@ def peers(
     from rich.progress import Progress
 
     from megascale import api
-    from megascale.cli.common import load
+    from megascale.bench.runs import load_shape
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train.launch import processes_wanted
 
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
-    config = load(None, settings)
-    if config.model.vocab_size is None:
-        settings.append("--model.vocab_size=50304")
-        config = load(None, settings)
+    config = load_shape(settings)
     gpus = api.visible_gpus()
     if not gpus:
         raise ConfigError("bench peers compares GPUs, and this machine shows none")

@@ -14,6 +14,7 @@ from typing import Any
 
 from megascale.config import Config
 
+VOCABULARY = 50304  # tokens of a model that is only timed
 LAST_LINES = 8  # of a failed run's output that the error shows
 
 
@@ -59,6 +60,16 @@ def train(
         said = (folder / "output.log").read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
         raise TrainingError(f"the run of {name} ended with exit code {process.returncode}: " + "\n  ".join(said))
     return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def load_shape(settings: list[str]) -> Config:
+    """The configuration of overrides alone, with a vocabulary where the shape they name has none."""
+    from megascale.cli.common import load
+
+    config = load(None, settings)
+    return (
+        config if config.model.vocab_size is not None else load(None, [*settings, f"--model.vocab_size={VOCABULARY}"])
+    )
 
 
 def plain(config: Config, steps: int) -> dict[str, Any]:

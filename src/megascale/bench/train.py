@@ -43,15 +43,13 @@ def register(app: typer.Typer) -> None:
 
         Example: megascale bench train gpt-1.3b --train.micro_batch=8 --train.global_batch=64
         """
-        from megascale.cli.common import load
+        from megascale.bench.runs import load_shape
         from megascale.core.layout import lay_out
         from megascale.train import launch
 
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
         defaults.append("--train.name=bench-train")
-        config = load(None, [*defaults, *context.args])
-        if config.model.vocab_size is None:
-            config = load(None, [*defaults, *context.args, "--model.vocab_size=50304"])
+        config = load_shape([*defaults, *context.args])
         if not launch.started_by_launcher():
             import torch
 
