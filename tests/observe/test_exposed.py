@@ -38,6 +38,29 @@ def test_events_are_sorted_into_kinds():
     assert (found[-1].start, found[-1].stop) == (pytest.approx(7e-3), pytest.approx(8e-3))
 
 
+def test_a_stream_is_known_by_the_group_that_a_trace_with_the_hosts_side_names():
+    def on(stream: int, name: str, purpose: str = "") -> dict:
+        made = event(name, 0, 1, purpose)
+        made["args"]["stream"] = stream
+        return made
+
+    gather = "ncclDevKernel_AllGather_RING_LL"
+    full = [on(7, gather, "tensor"), on(20, gather, "data_gather"), on(21, "ncclDevKernel_SendRecv", "forward/0-1/0")]
+    serves = exposed.groups_of([*full, on(7, "nvjet"), {"cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 1}])
+    assert serves == {7: "tensor", 20: "data_gather", 21: "forward"}
+    bare = [on(20, gather), on(7, gather), on(21, "ncclDevKernel_SendRecv"), on(22, gather), on(7, "nvjet")]
+    assert [b.kind for b in exposed.busy(bare, serves)] == ["data gather", "tensor", "pipeline", "other", COMPUTE]
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30)), max_size=12), st.sampled_from([1, 5, 20]))
+def test_shares_of_a_timelines_bins_are_those_of_every_moment(parts, bins):
+    runs = [(float(a), float(min(100, a + n))) for a, n in parts]
+    found = exposed.share_of_time(runs, 0.0, 100.0, bins)
+    on = [any(a <= t < b for a, b in runs) for t in range(100)]
+    width = 100 // bins
+    assert found == pytest.approx([sum(on[i * width : (i + 1) * width]) / width for i in range(bins)])
+
+
 def test_what_runs_without_compute_is_exposed_and_shared_by_those_that_wait():
     stretches = [
         Busy(0.0, 4.0, COMPUTE),

@@ -197,6 +197,8 @@ def _memory() -> float:
 
 
 def _clients(run: Path, numbers: list[int], window: float, silent: float, results: Queue[Any]) -> None:
+    cores = os.sched_getaffinity(0)  # agents are other machines: they take nothing of the driver's core
+    os.sched_setaffinity(0, cores - {min(cores)} or cores)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], max(limits[0], len(numbers) + 1000)), limits[1]))
     results.put({"silences": asyncio.run(_crowd(run, numbers, window, silent))})

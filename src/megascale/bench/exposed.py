@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -139,14 +139,10 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         step(number)
     calls.current = NoCalls()
     plain = statistics.median(seconds[1:])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        # Profilers come up one after another: the first collective would wait for the last of them.
-        dist.barrier()
-        step(warmup + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        recorded.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    stretches = after_meeting(busy(events))
+    device, host = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
+    # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.
+    serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
+    stretches = after_meeting(busy(_traced(lambda: step(warmup + 2), [device]), serves))
     mine = {
         "stage": engine.pipeline.stage,
         "times": shares(stretches),
@@ -174,6 +170,39 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     }
 
 
+def _traced(step: Callable[[], None], activities: list[Any]) -> list[dict[str, Any]]:
+    """The events of a step as torch's profiler writes them."""
+    import torch
+    import torch.distributed as dist
+
+    with torch.profiler.profile(activities=activities) as recorded:
+        # Profilers come up one after another: the first collective would wait for the last of them.
+        dist.barrier()
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        recorded.export_chrome_trace(f"{folder}/trace.json")
+        found: list[dict[str, Any]] = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    return found
+
+
+def groups_of(events: Iterable[dict[str, Any]]) -> dict[int, str]:
+    """Stream -> purpose of the group whose collectives run on it, of a trace that has the host's side."""
+    votes: dict[int, Counter[str]] = defaultdict(Counter)
+    for event in events:
+        purpose = _purpose(event)
+        if purpose:
+            votes[event["args"].get("stream", -1)][purpose] += 1
+    return {stream: names.most_common(1)[0][0] for stream, names in votes.items()}
+
+
+def _purpose(event: dict[str, Any]) -> str:
+    about = event.get("args", {})
+    if event.get("cat") != "kernel" or "nccl" not in event["name"].lower():
+        return ""
+    name = about.get("Process Group Description") or about.get("Process Group Name", "")
+    return str(name).split("/")[0]
+
+
 def _bubble(engine: Engine) -> float:
     """Idle time over busy time that the schedule itself has, with equal stages and free transfers."""
     from megascale.core.schedule import ideal_bubble
@@ -182,13 +211,16 @@ def _bubble(engine: Engine) -> float:
     return ideal_bubble(schedule.stages, schedule.virtual, schedule.microbatches)
 
 
-def busy(events: Iterable[dict[str, Any]]) -> list[Busy]:
-    """What a device did, from the events of a Chrome trace as torch's profiler writes it, in order of time."""
+def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None) -> list[Busy]:
+    """What a device did, from the events of a Chrome trace as torch's profiler writes it, in order of time.
+
+    serves: which group's collectives a stream runs, where the trace does not say (groups_of).
+    """
     found = []
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        found.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, _kind(event)))
+        found.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, _kind(event, serves or {})))
     first = min((start for start, _, _ in found), default=0.0)
     return sorted((Busy(a - first, b - first, kind) for a, b, kind in found), key=lambda b: b.start)
 
@@ -200,13 +232,13 @@ def after_meeting(stretches: list[Busy]) -> list[Busy]:
     return [Busy(b.start - zero, b.stop - zero, b.kind) for b in stretches[begun:]]
 
 
-def _kind(event: dict[str, Any]) -> str:
-    name, about = event["name"], event.get("args", {})
+def _kind(event: dict[str, Any], serves: dict[int, str]) -> str:
+    name = event["name"]
     if "nccl" in name.lower():
-        purpose = about.get("Process Group Description") or str(about.get("Process Group Name", "")).split("/")[0]
+        purpose = _purpose(event) or serves.get(event.get("args", {}).get("stream", -1), "")
         return _KIND_OF.get(purpose, "other")
-    if "PtoP" in name or "symm" in name.lower() or "barrier" in name.lower():
-        return "tensor"  # copies and signals of fused products over symmetric memory
+    if "PtoP" in name:
+        return "tensor"  # the exchange's copies from peers
     return COMPUTE
 
 
@@ -370,11 +402,37 @@ def show(record: dict[str, Any]) -> None:
         console.print(f"{what}: {choice}")
 
 
+_BINS = 800
+
+
+def share_of_time(runs: list[tuple[float, float]], start: float, stop: float, bins: int) -> list[float]:
+    """Part of each of `bins` equal stretches between start and stop in which one of the runs (from, to) was on."""
+    import numpy as np
+
+    edges = np.linspace(start, stop, bins + 1)
+    merged: list[list[float]] = []
+    for a, b in sorted(runs):
+        if merged and a <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], b)
+        else:
+            merged.append([a, b])
+    if not merged:
+        return [0.0] * bins
+    a, b = np.array(merged).T
+    done = np.concatenate([[0.0], np.cumsum(b - a)])
+    # Time on before each edge: whole runs that ended, and what of the current one is over.
+    number = np.searchsorted(a, edges, side="right")
+    before = done[number] - np.where(number > 0, np.clip(b[number - 1] - edges, 0.0, None), 0.0)
+    return [float(x) for x in np.diff(before) / np.diff(edges)]
+
+
 def draw(record: dict[str, Any], out: Path) -> None:
-    """The traced step of the first rank of each stage, a lane for compute and one for each kind that runs."""
+    """The traced step of the first rank of each stage, a lane for compute and one for each kind that runs: the whole
+    step (height: part of the time in which it runs), and below a piece from its middle."""
     import matplotlib
 
     matplotlib.use("Agg")
+    import numpy as np
     from matplotlib import pyplot as plt
 
     firsts: dict[int, dict[str, Any]] = {}
@@ -382,17 +440,29 @@ def draw(record: dict[str, Any], out: Path) -> None:
         firsts.setdefault(rank["stage"], rank)
     there = {kind for rank in firsts.values() for _, _, kind in rank["stretches"]}
     lanes = [kind for kind in (COMPUTE, *KINDS) if kind in there]
-    height = 0.8 + 0.32 * len(lanes) * len(firsts)
-    figure, axes = plt.subplots(len(firsts), 1, figsize=(13, height), sharex=True, squeeze=False, layout="constrained")
-    for (stage, rank), place in zip(sorted(firsts.items()), axes[:, 0], strict=True):
+    end = max(stop for rank in firsts.values() for _, stop, _ in rank["stretches"])
+    piece = (0.5 * end, min(end, 0.5 * end + 0.03))
+    height = 1.4 + 0.34 * len(lanes) * 2 * len(firsts)
+    figure, axes = plt.subplots(2 * len(firsts), 1, figsize=(13, height), squeeze=False, layout="constrained")
+    for number, (stage, rank) in enumerate(sorted(firsts.items())):
+        whole, near = axes[number, 0], axes[len(firsts) + number, 0]
         for row, kind in enumerate(lanes):
-            runs = [(1e3 * a, 1e3 * (b - a)) for a, b, k in rank["stretches"] if k == kind]
-            place.broken_barh(runs, (row - 0.4, 0.8), color=f"C{(COMPUTE, *KINDS).index(kind)}", linewidth=0)
-        place.set_yticks(range(len(lanes)), lanes)
-        place.invert_yaxis()
-        place.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
-        place.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("milliseconds of one step")
+            colour = f"C{(COMPUTE, *KINDS).index(kind)}"
+            runs = [(a, b) for a, b, k in rank["stretches"] if k == kind]
+            shares_ = 0.8 * np.array(share_of_time(runs, 0.0, end, _BINS))
+            at = np.linspace(0.0, 1e3 * end, _BINS)
+            whole.fill_between(at, row + 0.4, row + 0.4 - shares_, color=colour, step="mid", linewidth=0)
+            bars = [(1e3 * a, 1e3 * (b - a)) for a, b in runs if b > piece[0] and a < piece[1]]
+            near.broken_barh(bars, (row - 0.4, 0.8), color=colour, linewidth=0)
+        near.set_xlim(1e3 * piece[0], 1e3 * piece[1])
+        whole.set_xlim(0.0, 1e3 * end)
+        for place in (whole, near):
+            place.set_yticks(range(len(lanes)), lanes)
+            place.set_ylim(len(lanes) - 0.5, -0.5)
+            place.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
+            place.spines[["top", "right"]].set_visible(False)
+    axes[len(firsts) - 1, 0].set_xlabel("milliseconds: the whole step, height is the part of the time in which it runs")
+    axes[-1, 0].set_xlabel("milliseconds: a piece from the middle")
     axes[0, 0].set_title(f"{record['preset']} on {record['processes']} x {record['device']}, {record['date']}")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)

@@ -135,9 +135,12 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     axis = Axis(groups.tensor, config.parallel.tensor, place.rank)
     dtype, model = DTYPES[config.train.precision], config.model
     rows = model.sequence_length * config.train.micro_batch
-    message = 2 * rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
-    why_not = symmetric.prepare(axis, message, place.device)
-    ways = {"alone": ALONE} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused" or why_not is None}
+    part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
+    found_exchange = symmetric.prepare(axis, part, place.device)
+    why_not = found_exchange if isinstance(found_exchange, str) else None
+    ways = {"alone": ALONE} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
+    if not isinstance(found_exchange, str):
+        ways["fused"] = replace(axis, overlap="fused", exchange=found_exchange)
     found = []
     for product in products_of(config):
         for backward in (False, True):
@@ -149,6 +152,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
                     seconds = _seconds(call, axis, place.device)
                     if turn:  # the first warms up
                         turns[name].append(seconds)
+            _agree(product.name, {name: case.product(ways[name])() for name in ways if name != "alone"})
             found.append(
                 {
                     "product": product.name,
@@ -173,6 +177,21 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
         "not_fused": why_not,
         "cases": found,
     }
+
+
+def _agree(name: str, results: dict[str, Any]) -> None:
+    """A figure of a product that is wrong counts for nothing."""
+    import torch
+
+    def flat(result: Any) -> torch.Tensor:
+        parts = result if isinstance(result, tuple) else (result,)
+        return torch.cat([part.detach().double().flatten() for part in parts])
+
+    reference = flat(results["off"])
+    for way, result in results.items():
+        apart = float((flat(result) - reference).norm() / reference.norm())
+        if not apart < 0.01:
+            raise RuntimeError(f"{name}: the result with overlap.tensor={way} is {apart:.2%} away from that with off")
 
 
 class _Case:

@@ -6,6 +6,7 @@ dimension 0 of a contiguous tensor: no copy before or after. A group of None is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.core import calls
+from megascale.parallel.exchange import Exchange
 
 # torch 2.13 has new names for these two and warns of the old ones, on every rank.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,6 +31,7 @@ class Axis:
         size, rank: how many ranks, and which one this is.
         overlap: how tensor-parallel products hide their collective: "fused" (symmetric memory), "async" (the
             collective runs beside independent products) or "off".
+        exchange: with "fused", what does it (parallel/exchange.py).
         name: what the record of calls (core/calls.py) knows the group as; "" is not recorded.
     """
 
@@ -37,6 +40,7 @@ class Axis:
     rank: int = 0
     overlap: str = "async"
     name: str = ""
+    exchange: Exchange | None = None
 
 
 ALONE = Axis()
@@ -47,11 +51,11 @@ class Pending:
 
     Args:
         call: its handle in the record of calls.
-        then: what makes the result of what has arrived, once.
+        then: what makes the result of what has arrived, once; it may return another tensor.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, work: Any = None, call: int = -1, then: Callable[[], None] | None = None
+        self, tensor: torch.Tensor, work: Any = None, call: int = -1, then: Callable[[], Any] | None = None
     ) -> None:
         self._tensor, self._work, self._call, self._then = tensor, work, call, then
 
@@ -64,8 +68,15 @@ class Pending:
             self._work = None
         if self._then is not None:
             then, self._then = self._then, None
-            then()
+            found = then()
+            self._tensor = self._tensor if found is None else found
         return self._tensor
+
+
+class _Arrival:
+    """The work of an exchange: nothing to wait for on the host."""
+
+    def wait(self) -> None: ...
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
@@ -76,6 +87,44 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     call = calls.current.begin(axis.name, "all_gather", out.nbytes)
     return Pending(out, _all_gather(out, x, group=axis.group, async_op=True), call)
+
+
+def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
+    """As all_gather, by the axis's exchange."""
+    assert axis.exchange is not None
+    call = calls.current.begin(axis.name, "fused_gather", axis.size * x.nbytes)
+    return Pending(x, _Arrival(), call, axis.exchange.gather(x.contiguous()))
+
+
+def gather_and_consume(
+    x: torch.Tensor, axis: Axis, consume: Callable[[torch.Tensor, int], None], keep: bool
+) -> torch.Tensor:
+    """All-gather x by the axis's exchange, with consume(part, rank) for each rank's part as it arrives."""
+    assert axis.exchange is not None
+    call = calls.current.begin(axis.name, "fused_gather", axis.size * x.nbytes)
+    whole = axis.exchange.gather_and_consume(x.contiguous(), consume, keep)
+    calls.current.done(call)
+    return whole
+
+
+def exchange_scatter(
+    make: Callable[[torch.Tensor], None], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
+) -> Pending:
+    """Reduce-scatter of what make(out [size, *shape]) writes, by the axis's exchange, beside what comes next."""
+    assert axis.exchange is not None
+    call = calls.current.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
+    return Pending(like, _Arrival(), call, axis.exchange.scatter(make, shape, like))
+
+
+def produce_and_scatter(
+    produce: Callable[[int, torch.Tensor], None], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
+) -> torch.Tensor:
+    """Reduce-scatter of what produce(rank, out [*shape]) writes, piece by piece, by the axis's exchange."""
+    assert axis.exchange is not None
+    call = calls.current.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
+    out = axis.exchange.produce_and_scatter(produce, shape, like)
+    calls.current.done(call)
+    return out
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:

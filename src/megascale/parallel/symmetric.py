@@ -1,74 +1,127 @@
-"""Products fused with their collective over symmetric memory: a copy from a peer runs under the product before it.
+"""Memory that the GPUs of one host read of each other, and the streams of an exchange over it (exchange.py).
 
-A thin layer over torch's micro-pipelined collectives (`torch.distributed._symmetric_memory`), which cut the gather or
-the scatter into one piece a rank and alternate two streams (MegaScale section 3.2, Figure 3c; Flux, arXiv 2406.06858,
-for what chunking costs). No multicast is used. One workspace a group: two of these never run at once on one group.
+The memory is torch's symmetric memory; no multicast is used. Flags are written and awaited by CUDA's stream-memory
+operations, which need no multiprocessor: a small kernel would wait behind the product that fills the device.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megascale.core import calls
 from megascale.parallel.collectives import Axis
+from megascale.parallel.exchange import Exchange
+
+FLAG = 128  # bytes from one flag to the next
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, modulo 2**32
+_NUMBERS = 1 << 32
 
 
-def prepare(axis: Axis, workspace_bytes: int, device: torch.device) -> str | None:
-    """Make the group's workspace, collectively; None if fused products work here, else why not, on every rank alike.
+def prepare(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange | str:
+    """The group's exchange, made collectively; or why it cannot be had, on every rank alike.
 
     Args:
-        workspace_bytes: of the largest message that will be asked for (a scatter needs two chunks at once).
+        shard_bytes: of the largest part of one rank that will be gathered or scattered.
     """
     if axis.size == 1:
         return "one rank has nobody to exchange with"
     if device.type != "cuda":
         return f"{device.type} tensors have no symmetric memory"
-    reason = ""
+    reason, exchange = "", None
     try:
-        from torch.distributed._symmetric_memory import get_symm_mem_workspace
-
-        get_symm_mem_workspace(axis.group.group_name, min_size=workspace_bytes)
+        exchange = _exchange(axis, shard_bytes, device)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    # All or none: a rank that fused alone would wait for ever.
+    # All or none: a rank that exchanged alone would wait for ever.
     reasons: list[Any] = [None] * axis.size
     dist.all_gather_object(reasons, reason, group=axis.group)
-    return next((f"rank {r} of the group: {text}" for r, text in enumerate(reasons) if text), None)
+    said = next((f"rank {r} of the group: {text}" for r, text in enumerate(reasons) if text), None)
+    return exchange if said is None and exchange is not None else str(said)
 
 
-def gather_and_consume(
-    x: torch.Tensor, axis: Axis, consume: Callable[[torch.Tensor, int], None], keep: bool
-) -> torch.Tensor:
-    """All-gather x [n, ...] on dimension 0, calling consume(shard, rank) for each rank's shard as it arrives.
-
-    Returns the gathered tensor [size * n, ...]; with keep=False this rank's own part of it stays unwritten.
-    """
+def _exchange(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange:
     from torch.distributed import _symmetric_memory as symmetric
 
-    x = x.contiguous()
-    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    call = calls.current.begin(axis.name, "fused_gather", whole.nbytes)
-    symmetric._pipelined_all_gather_and_consume(x, consume, whole, axis.group.group_name, ag_out_needed=keep)
-    calls.current.done(call)
-    return whole
+    shard_bytes = -(-shard_bytes // 512) * 512
+    space = Exchange.bytes_needed(axis.size, shard_bytes)
+    whole = symmetric.empty(space + axis.size * FLAG, dtype=torch.uint8, device=device)
+    whole.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric.rendezvous(whole, axis.group.group_name)
+    dist.barrier(axis.group)  # no flag is written before all are zero
+    memory = [handle.get_buffer(r, whole.shape, torch.uint8) for r in range(axis.size)]
+    flags = [part.data_ptr() + space for part in memory]
+    exchange = Exchange(axis.rank, axis.size, memory, shard_bytes, CudaStreams(axis.rank, flags, device))
+    exchange.keeps = (whole, handle)  # type: ignore[attr-defined]  # the memory lives as long as the exchange
+    return exchange
 
 
-def produce_and_scatter(
-    axis: Axis, produce: Callable[[int, torch.Tensor], None], shape: tuple[int, ...], like: torch.Tensor
-) -> torch.Tensor:
-    """Reduce-scatter partial sums that are made piece by piece.
+class CudaStreams:
+    """The three queues of an exchange as CUDA streams; main is the caller's current one.
 
-    produce(rank, out) writes this rank's partial result for `rank` into out, of `shape`. Returns the sum over ranks
-    of what they made for this rank: partials travel in their own type and are summed in one pass.
+    Args:
+        rank: in the group.
+        flags: address of each rank's flags, one for each peer.
     """
-    from torch.distributed import _symmetric_memory as symmetric
 
-    stack = like.new_empty((axis.size * shape[0], *shape[1:]))
-    call = calls.current.begin(axis.name, "fused_scatter", stack.nbytes)
-    symmetric._pipelined_produce_and_all2all(produce, stack, axis.group.group_name)
-    calls.current.done(call)
-    return stack.view(axis.size, *shape).sum(0)
+    def __init__(self, rank: int, flags: list[int], device: torch.device) -> None:
+        self._rank, self._flags = rank, flags
+        # Where both are ready, the early part of a product is started first, and copies before both.
+        self._early = torch.cuda.Stream(device, priority=-1)
+        self._side = torch.cuda.Stream(device, priority=-2)
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._write, self._wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+        for call in (self._write, self._wait):
+            call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+            call.restype = ctypes.c_int
+        own = flags[rank] + FLAG * rank
+        _check(self._write(self._side.cuda_stream, own, 1, 0))
+        _check(self._wait(self._side.cuda_stream, own, 1, _AT_LEAST))
+        self._side.synchronize()
+
+    def compute(self, work: Callable[[], Any], early: bool = False) -> None:
+        """See Streams."""
+        if not early:
+            work()
+            return
+        with torch.cuda.stream(self._early):
+            work()
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """See Streams."""
+        with torch.cuda.stream(self._side):
+            to.copy_(source, non_blocking=True)
+
+    def tell(self, peer: int, number: int) -> None:
+        """See Streams."""
+        flag = self._flags[peer] + FLAG * self._rank
+        _check(self._write(self._side.cuda_stream, flag, number % _NUMBERS, 0))
+
+    def hear(self, peer: int, number: int) -> None:
+        """See Streams."""
+        flag = self._flags[self._rank] + FLAG * peer
+        _check(self._wait(self._side.cuda_stream, flag, number % _NUMBERS, _AT_LEAST))
+
+    def mark(self, queue: str) -> torch.cuda.Event:
+        """See Streams."""
+        event = torch.cuda.Event()
+        event.record(self._stream(queue))
+        return event
+
+    def follow(self, queue: str, mark: torch.cuda.Event) -> None:
+        """See Streams."""
+        self._stream(queue).wait_event(mark)
+
+    def _stream(self, queue: str) -> torch.cuda.Stream:
+        if queue == "main":
+            return torch.cuda.current_stream()
+        return self._early if queue == "early" else self._side
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"a CUDA stream-memory operation failed with error {code}")

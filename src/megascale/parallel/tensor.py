@@ -16,8 +16,16 @@ import torch
 
 from megascale.ops.linear import accumulate_mm
 from megascale.ops.reduce import column_sum, finish
-from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
-from megascale.parallel.symmetric import gather_and_consume, produce_and_scatter
+from megascale.parallel.collectives import (
+    Axis,
+    Pending,
+    all_gather,
+    exchange_gather,
+    exchange_scatter,
+    gather_and_consume,
+    produce_and_scatter,
+    reduce_scatter,
+)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -100,19 +108,27 @@ def _sum_of_products(
 
 
 def _scattered_products(
-    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis, beside: bool
 ) -> Pending:
-    """Reduce-scatter of the sum of products: on its way, or done where fused."""
+    """Reduce-scatter of the sum of products, on its way or done.
+
+    beside: whether another product follows that it can hide under. If not, a fused one is cut into each rank's part,
+    which travels while the next is made; to cut the product costs more than to hide the scatter under another.
+    """
     s = xs[0].shape[0]
     columns = weights[0].shape[0 if transposed else 1]
     if axis.size > 1 and axis.overlap == "fused":
         n = s // axis.size
         shape = (n, *xs[0].shape[1:-1], columns)
+        if beside:
+            return exchange_scatter(
+                lambda out: _sum_of_products(xs, weights, transposed, slice(None), out), shape, xs[0], axis
+            )
 
         def produce(rank: int, out: torch.Tensor) -> None:
             _sum_of_products(xs, weights, transposed, slice(rank * n, (rank + 1) * n), out)
 
-        return Pending(produce_and_scatter(axis, produce, shape, xs[0]))
+        return Pending(produce_and_scatter(produce, shape, xs[0], axis))
     y = xs[0].new_empty((s, *xs[0].shape[1:-1], columns))
     _sum_of_products(xs, weights, transposed, slice(None), y)
     pending = reduce_scatter(y, axis)
@@ -141,11 +157,12 @@ class _GatherLinear(torch.autograd.Function):
         leaf: torch.Tensor | None = None
         if ctx.produce is not None:
             leaf, x = _recomputed(ctx.produce, x)
-        gathering = all_gather(x.detach(), ctx.axis)
+        fused = ctx.axis.size > 1 and ctx.axis.overlap == "fused"
+        gathering = (exchange_gather if fused else all_gather)(x.detach(), ctx.axis)
         if ctx.axis.overlap == "off":
             gathering.wait()
-        # The scatter is on the wire (or already hidden in its own product) while the weight's gradient is computed.
-        scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis)
+        # The scatter is on the wire while the weight's gradient is computed.
+        scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis, beside=True)
         dw = weight_gradient(ctx.weight, dy, gathering.wait())
         db = bias_gradient(ctx.bias, dy)
         dx: torch.Tensor | None = scattering.wait()
@@ -164,7 +181,7 @@ class _LinearScatter(torch.autograd.Function):
         ctx.save_for_backward(*xs)
         ctx.weights, ctx.axis, ctx.produces = weights, axis, produces
         made = [x if produce is None else produce(x) for x, produce in zip(xs, produces, strict=True)]
-        return _scattered_products(made, weights, True, axis).wait()
+        return _scattered_products(made, weights, True, axis, beside=False).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -126,15 +126,18 @@ class Engine:
             return replace(axis, overlap=wanted)
         model, train = config.model, config.train
         element = torch.empty(0, dtype=DTYPES[train.precision]).element_size()
-        message = 2 * model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-        reason = symmetric.prepare(axis, message, self.device)
-        if reason is not None and wanted == "fused":
+        part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
+        found = symmetric.prepare(axis, part, self.device)
+        if isinstance(found, symmetric.Exchange):
+            self.active["tensor overlap"] = "fused"
+            return replace(axis, overlap="fused", exchange=found)
+        if wanted == "fused":
             raise ConfigError(
-                f"overlap.tensor=fused cannot be had: {reason}; set --overlap.tensor=auto or async, "
+                f"overlap.tensor=fused cannot be had: {found}; set --overlap.tensor=auto or async, "
                 "or keep a tensor-parallel group on one host whose GPUs reach each other"
             )
-        self.active["tensor overlap"] = "fused" if reason is None else f"async (not fused: {reason})"
-        return replace(axis, overlap="fused" if reason is None else "async")
+        self.active["tensor overlap"] = f"async (not fused: {found})"
+        return replace(axis, overlap="async")
 
     # training ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,232 @@
+"""Gather and scatter of a tensor-parallel group by copies from peer to peer, piece by piece beside the products.
+
+Every rank has memory that its peers read, and a flag for each peer. What others need is written into the own memory;
+then their flags get the number of the call; who has seen the number copies. The copies run on a stream of their own, by
+copy engines, and the flags are written and awaited by the stream itself: no multiprocessor is taken from the product
+that runs meanwhile (MegaScale section 3.2, Figure 3c; Flux, arXiv 2406.06858, for what cutting a product costs).
+
+No barrier is needed. Calls are numbered, each tells each peer exactly once, and memory is used in turns of two: when a
+rank writes where call n wrote, it has seen a later call's number from every peer, and a peer sends that only after its
+copies of call n. The two turns of a gather and of a scatter are apart, since a backward pass gathers and scatters at
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+TURNS = 2
+
+
+class Streams(Protocol):
+    """What an exchange asks of a device. Three queues run in order, each for itself: "main" (the products), "early"
+    (the first part of a product that is cut, so that parts fill each other's gaps) and "side" (copies and flags)."""
+
+    def compute(self, work: Callable[[], Any], early: bool = False) -> None:
+        """Run `work` on main or early."""
+        ...
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on side."""
+        ...
+
+    def tell(self, peer: int, number: int) -> None:
+        """On side: set the flag that this rank has at `peer`."""
+        ...
+
+    def hear(self, peer: int, number: int) -> None:
+        """On side: wait until the flag of `peer` here has reached `number`."""
+        ...
+
+    def mark(self, queue: str) -> Any:
+        """A point in a queue that others can wait for."""
+        ...
+
+    def follow(self, queue: str, mark: Any) -> None:
+        """The queue goes on only after the mark."""
+        ...
+
+
+class Exchange:
+    """One group's exchange as one rank sees it. One at a time is made; results are waited for in the order of calls.
+
+    Args:
+        rank, size: in the group; at least two.
+        memory: of each rank, uint8 [`bytes_needed`].
+        shard_bytes: the largest part of one rank that will be gathered or scattered.
+        streams: of this rank's device.
+    """
+
+    def __init__(
+        self, rank: int, size: int, memory: Sequence[torch.Tensor], shard_bytes: int, streams: Streams
+    ) -> None:
+        self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
+        self._memory, self._streams = memory, streams
+        self._number = self._gathers = self._scatters = 0
+        self._open: set[int] = set()  # turns of scatters after which no call has ended yet
+        self._free: dict[int, Any] = {}  # turn -> point on side after which nobody reads it any more
+        self._views: dict[Any, list[torch.Tensor]] = {}
+
+    @staticmethod
+    def bytes_needed(size: int, shard_bytes: int) -> int:
+        """Of one rank's memory."""
+        return TURNS * (1 + size) * shard_bytes
+
+    def _parts(self, gathers: bool, turn: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's memory for one turn: `shape` for a gather, [size, *shape] for a scatter."""
+        key = (gathers, turn, tuple(shape), dtype)
+        if key not in self._views:
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes > self.shard_bytes:
+                raise ValueError(f"a part of {nbytes} bytes; this exchange was made for {self.shard_bytes}")
+            start = turn * self.shard_bytes if gathers else (TURNS + turn * self.size) * self.shard_bytes
+            full = tuple(shape) if gathers else (self.size, *shape)
+            nbytes *= 1 if gathers else self.size
+            self._views[key] = [m[start : start + nbytes].view(dtype).view(full) for m in self._memory]
+        return self._views[key]
+
+    def _begin(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _end(self, scattered: int | None = None) -> Any:
+        """The call's last point on side; by then every peer has been heard, so that it has done its copies before."""
+        mark = self._streams.mark("side")
+        self._free |= dict.fromkeys(self._open, mark)
+        self._open = set() if scattered is None else {scattered}
+        return mark
+
+    # gather ---------------------------------------------------------------------------------------------------------
+
+    def _send(self, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+        """Put x where the peers find it and tell them: (number of the call, where each rank's part is)."""
+        streams, number = self._streams, self._begin()
+        parts = self._parts(True, self._gathers % TURNS, x.shape, x.dtype)
+        self._gathers += 1
+        streams.copy(parts[self.rank], x)
+        for step in range(1, self.size):
+            streams.tell((self.rank - step) % self.size, number)  # who needs it first, first
+        return number, parts
+
+    def gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """All-gather x [n, ...] on dimension 0, beside what comes next; the function returned waits for it."""
+        streams = self._streams
+        whole = x.new_empty((self.size, *x.shape))
+        streams.follow("side", streams.mark("main"))
+        number, parts = self._send(x)
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            streams.hear(peer, number)
+            streams.copy(whole[peer], parts[peer])
+        streams.copy(whole[self.rank], x)
+        last = self._end()
+
+        def wait(kept: torch.Tensor = x) -> torch.Tensor:  # x must live until it was copied
+            streams.follow("main", last)
+            return whole.flatten(0, 1)
+
+        return wait
+
+    def gather_and_consume(
+        self, x: torch.Tensor, consume: Callable[[torch.Tensor, int], Any], keep: bool
+    ) -> torch.Tensor:
+        """All-gather x [n, ...], calling consume(part, rank) for each rank's part as soon as it is there.
+
+        Returns [size * n, ...]; with keep=False this rank's own part of it stays unwritten.
+        """
+        streams = self._streams
+        whole = x.new_empty((self.size, *x.shape))
+        begun = streams.mark("main")
+        streams.follow("side", begun)
+        streams.follow("early", begun)
+        streams.compute(lambda: consume(x, self.rank), early=True)  # needs no wire
+        number, parts = self._send(x)
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            streams.hear(peer, number)
+            streams.copy(whole[peer], parts[peer])
+            early = step % 2 == 0
+            streams.follow("early" if early else "main", streams.mark("side"))
+            streams.compute(lambda peer=peer: consume(whole[peer], peer), early=early)  # type: ignore[misc]
+        if keep:
+            streams.copy(whole[self.rank], x)
+        streams.follow("main", self._end())
+        streams.follow("main", streams.mark("early"))
+        return whole.flatten(0, 1)
+
+    # scatter --------------------------------------------------------------------------------------------------------
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, list[torch.Tensor]]:
+        """(number of the call, its turn, every rank's memory); main may write into the own one."""
+        number, turn = self._begin(), self._scatters % TURNS
+        self._scatters += 1
+        if turn in self._free:
+            self._streams.follow("main", self._free.pop(turn))
+        return number, turn, self._parts(False, turn, shape, dtype)
+
+    def scatter(
+        self, make: Callable[[torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """Reduce-scatter what make(out) writes into out [size, *shape] at once, beside what comes next.
+
+        The function returned waits and gives the sum over ranks of their part for this rank, of `shape`.
+        """
+        streams = self._streams
+        number, turn, parts = self._room(shape, like.dtype)
+        mine = parts[self.rank]
+        got = like.new_empty((self.size, *shape) if self.size > 2 else (1, *shape))
+        streams.compute(lambda: make(mine))
+        streams.follow("side", streams.mark("main"))
+        for step in range(1, self.size):
+            streams.tell((self.rank + step) % self.size, number)
+        for step in range(1, self.size):
+            source = (self.rank - step) % self.size
+            streams.hear(source, number)
+            streams.copy(got[source if self.size > 2 else 0], parts[source][self.rank])
+        if self.size > 2:
+            streams.copy(got[self.rank], mine[self.rank])
+        last = self._end(turn)
+
+        def wait() -> torch.Tensor:
+            streams.follow("main", last)
+            if self.size > 2:
+                return self._sum(got)
+            streams.compute(lambda: torch.add(mine[self.rank], got[0], out=got[0]))
+            return got[0]
+
+        return wait
+
+    def produce_and_scatter(
+        self, produce: Callable[[int, torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor
+    ) -> torch.Tensor:
+        """Reduce-scatter partial sums that are made piece by piece, the others' first.
+
+        produce(rank, out) writes this rank's partial result for `rank` into out, of `shape`. Returns the sum over
+        ranks of what they made for this rank: partials travel in their own type and are summed in one pass.
+        """
+        streams = self._streams
+        number, turn, parts = self._room(shape, like.dtype)
+        mine = parts[self.rank]
+        got = like.new_empty((self.size, *shape))
+        streams.follow("early", streams.mark("main"))
+        for step in range(1, self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            early = step % 2 == 1
+            streams.compute(lambda to=to: produce(to, mine[to]), early=early)  # type: ignore[misc]
+            streams.follow("side", streams.mark("early" if early else "main"))
+            streams.tell(to, number)
+            streams.hear(source, number)
+            streams.copy(got[source], parts[source][self.rank])
+        streams.compute(lambda: produce(self.rank, got[self.rank]), early=self.size % 2 == 1)
+        streams.follow("main", self._end(turn))
+        streams.follow("main", streams.mark("early"))
+        return self._sum(got)
+
+    def _sum(self, parts: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(parts[0])
+        self._streams.compute(lambda: torch.sum(parts, 0, out=out))
+        return out
