@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megascale.parallel import exchange as module
 from megascale.parallel.exchange import Exchange
 
-QUEUES = ("main", "early", "side")
+QUEUES = ("main", "side")
 
 
 class Device:
@@ -30,8 +30,8 @@ class Device:
     def put(self, queue: str, do: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
         self.queues[queue].append((ready, do))
 
-    def compute(self, work: Callable[[], Any], early: bool = False) -> None:
-        self.put("early" if early else "main", work)
+    def compute(self, work: Callable[[], Any]) -> None:
+        self.put("main", work)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert to.shape == source.shape
@@ -66,7 +66,7 @@ def run(devices: list[Device], rng: random.Random) -> None:
 
 
 SHAPE = (2, 3)
-OPS = ("gather", "consume", "consume and keep", "scatter", "produce")
+OPS = ("gather", "consume", "consume and keep", "scatter", "scatter now")
 
 
 def play(size: int, program: list[str], lag: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -92,6 +92,10 @@ def play(size: int, program: list[str], lag: int, seed: int) -> list[tuple[torch
         pending: deque[tuple[Callable[[], torch.Tensor], torch.Tensor]] = deque()
         for op, data in zip(program, inputs, strict=True):
             gathered = data[:, 0]
+            # A scatter's result is waited for before the next; a gather may be under way meanwhile.
+            while op in ("scatter", "scatter now") and any(e.shape == SHAPE for _, e in pending):
+                wait, expected = pending.popleft()
+                save(wait(), expected)
             if op == "gather":
                 pending.append((ex.gather(data[rank, 0]), gathered.flatten(0, 1)))
             elif op == "scatter":
@@ -99,9 +103,9 @@ def play(size: int, program: list[str], lag: int, seed: int) -> list[tuple[torch
                 pending.append(
                     (ex.scatter(lambda out, own=own: out.copy_(own), SHAPE, own), data[:, rank].sum(0))  # type: ignore[misc]
                 )
-            elif op == "produce":
+            elif op == "scatter now":
                 own = data[rank]
-                found = ex.produce_and_scatter(lambda to, out, own=own: out.copy_(own[to]), SHAPE, own)  # type: ignore[misc]
+                found = ex.scatter_now(lambda out, own=own: out.copy_(own), SHAPE, own)  # type: ignore[misc]
                 save(found, data[:, rank].sum(0))
             else:
                 seen = torch.zeros(size, *SHAPE, dtype=torch.float64)
@@ -135,8 +139,19 @@ def test_every_order_of_queues_gives_the_right_sums_and_parts(
 
 def test_a_backward_pass_gathers_and_scatters_at_once() -> None:
     for seed in range(60):
-        for found, expected in play(2 + seed % 3, ["gather", "scatter"] * 4 + ["consume and keep", "produce"], 1, seed):
+        program = ["scatter", "gather"] * 4 + ["consume and keep", "scatter now"]
+        for found, expected in play(2 + seed % 3, program, 1, seed):
             torch.testing.assert_close(found, expected)
+
+
+def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:
+    memory = [torch.zeros(Exchange.bytes_needed(2, 64), dtype=torch.uint8) for _ in range(2)]
+    ex, like = Exchange(0, 2, memory, 64, Device(0, {})), torch.zeros(2)
+    wait = ex.scatter(lambda out: None, (2,), like)
+    ex.scatter_now(lambda out: None, (2,), like)
+    with pytest.raises(RuntimeError, match="before the next scatter but one"):
+        ex.scatter_now(lambda out: None, (2,), like)
+    wait()
 
 
 def test_one_turn_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:

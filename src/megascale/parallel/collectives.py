@@ -116,13 +116,13 @@ def exchange_scatter(
     return Pending(like, _Arrival(), call, axis.exchange.scatter(make, shape, like))
 
 
-def produce_and_scatter(
-    produce: Callable[[int, torch.Tensor], None], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
+def scatter_now(
+    make: Callable[[torch.Tensor], None], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
 ) -> torch.Tensor:
-    """Reduce-scatter of what produce(rank, out [*shape]) writes, piece by piece, by the axis's exchange."""
+    """As exchange_scatter, done at once."""
     assert axis.exchange is not None
     call = calls.current.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
-    out = axis.exchange.produce_and_scatter(produce, shape, like)
+    out = axis.exchange.scatter_now(make, shape, like)
     calls.current.done(call)
     return out
 

@@ -1,4 +1,4 @@
-"""Gather and scatter of a tensor-parallel group by copies from peer to peer, piece by piece beside the products.
+"""Gather and scatter of a tensor-parallel group by copies from peer to peer, beside the products.
 
 Every rank has memory that its peers read, and a flag for each peer. What others need is written into the own memory;
 then their flags get the number of the call; who has seen the number copies. The copies run on a stream of their own, by
@@ -23,11 +23,11 @@ TURNS = 2
 
 
 class Streams(Protocol):
-    """What an exchange asks of a device. Three queues run in order, each for itself: "main" (the products), "early"
-    (the first part of a product that is cut, so that parts fill each other's gaps) and "side" (copies and flags)."""
+    """What an exchange asks of a device. Two queues run in order, each for itself: "main" (the products) and "side"
+    (copies and flags)."""
 
-    def compute(self, work: Callable[[], Any], early: bool = False) -> None:
-        """Run `work` on main or early."""
+    def compute(self, work: Callable[[], Any]) -> None:
+        """Run `work` on main."""
         ...
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -67,6 +67,7 @@ class Exchange:
         self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
         self._memory, self._streams = memory, streams
         self._number = self._gathers = self._scatters = 0
+        self._owed: set[int] = set()  # turns of scatters whose result was not waited for
         self._open: set[int] = set()  # turns of scatters after which no call has ended yet
         self._free: dict[int, Any] = {}  # turn -> point on side after which nobody reads it any more
         self._views: dict[Any, list[torch.Tensor]] = {}
@@ -93,9 +94,9 @@ class Exchange:
         self._number += 1
         return self._number
 
-    def _end(self, scattered: int | None = None) -> Any:
-        """The call's last point on side; by then every peer has been heard, so that it has done its copies before."""
-        mark = self._streams.mark("side")
+    def _end(self, scattered: int | None = None, queue: str = "side") -> Any:
+        """The call's last point; by then every peer has been heard, so that it has done its copies before."""
+        mark = self._streams.mark(queue)
         self._free |= dict.fromkeys(self._open, mark)
         self._open = set() if scattered is None else {scattered}
         return mark
@@ -140,22 +141,18 @@ class Exchange:
         """
         streams = self._streams
         whole = x.new_empty((self.size, *x.shape))
-        begun = streams.mark("main")
-        streams.follow("side", begun)
-        streams.follow("early", begun)
-        streams.compute(lambda: consume(x, self.rank), early=True)  # needs no wire
+        streams.follow("side", streams.mark("main"))
+        streams.compute(lambda: consume(x, self.rank))  # needs no wire
         number, parts = self._send(x)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             streams.hear(peer, number)
             streams.copy(whole[peer], parts[peer])
-            early = step % 2 == 0
-            streams.follow("early" if early else "main", streams.mark("side"))
-            streams.compute(lambda peer=peer: consume(whole[peer], peer), early=early)  # type: ignore[misc]
+            streams.follow("main", streams.mark("side"))
+            streams.compute(lambda peer=peer: consume(whole[peer], peer))  # type: ignore[misc]
         if keep:
             streams.copy(whole[self.rank], x)
         streams.follow("main", self._end())
-        streams.follow("main", streams.mark("early"))
         return whole.flatten(0, 1)
 
     # scatter --------------------------------------------------------------------------------------------------------
@@ -164,6 +161,8 @@ class Exchange:
         """(number of the call, its turn, every rank's memory); main may write into the own one."""
         number, turn = self._begin(), self._scatters % TURNS
         self._scatters += 1
+        if turn in self._owed:
+            raise RuntimeError("a scatter's result must be waited for before the next scatter but one")
         if turn in self._free:
             self._streams.follow("main", self._free.pop(turn))
         return number, turn, self._parts(False, turn, shape, dtype)
@@ -190,8 +189,10 @@ class Exchange:
         if self.size > 2:
             streams.copy(got[self.rank], mine[self.rank])
         last = self._end(turn)
+        self._owed.add(turn)
 
         def wait() -> torch.Tensor:
+            self._owed.discard(turn)
             streams.follow("main", last)
             if self.size > 2:
                 return self._sum(got)
@@ -200,31 +201,28 @@ class Exchange:
 
         return wait
 
-    def produce_and_scatter(
-        self, produce: Callable[[int, torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor
+    def scatter_now(
+        self, make: Callable[[torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
-        """Reduce-scatter partial sums that are made piece by piece, the others' first.
+        """As `scatter`, with nothing to hide it under: of two ranks, each adds straight from the other's memory.
 
-        produce(rank, out) writes this rank's partial result for `rank` into out, of `shape`. Returns the sum over
-        ranks of what they made for this rank: partials travel in their own type and are summed in one pass.
+        To cut the product and hide one part's scatter under the next costs more than it hides: parts fill the device
+        worse, and two products at once slow each other (docs/log.md).
         """
-        streams = self._streams
+        if self.size > 2:
+            return self.scatter(make, shape, like)()
+        streams, peer = self._streams, 1 - self.rank
         number, turn, parts = self._room(shape, like.dtype)
-        mine = parts[self.rank]
-        got = like.new_empty((self.size, *shape))
-        streams.follow("early", streams.mark("main"))
-        for step in range(1, self.size):
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            early = step % 2 == 1
-            streams.compute(lambda to=to: produce(to, mine[to]), early=early)  # type: ignore[misc]
-            streams.follow("side", streams.mark("early" if early else "main"))
-            streams.tell(to, number)
-            streams.hear(source, number)
-            streams.copy(got[source], parts[source][self.rank])
-        streams.compute(lambda: produce(self.rank, got[self.rank]), early=self.size % 2 == 1)
-        streams.follow("main", self._end(turn))
-        streams.follow("main", streams.mark("early"))
-        return self._sum(got)
+        out = like.new_empty(tuple(shape))
+        streams.compute(lambda: make(parts[self.rank]))
+        streams.follow("side", streams.mark("main"))
+        streams.tell(peer, number)
+        streams.hear(peer, number)
+        streams.follow("main", streams.mark("side"))
+        mine, others = parts[self.rank][self.rank], parts[peer][self.rank]
+        streams.compute(lambda: torch.add(mine, others, out=out))
+        self._end(turn, "main")
+        return out
 
     def _sum(self, parts: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(parts[0])

@@ -19,6 +19,7 @@ from megascale.parallel.exchange import Exchange
 FLAG = 128  # bytes from one flag to the next
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, modulo 2**32
 _NUMBERS = 1 << 32
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 def prepare(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange | str:
@@ -61,67 +62,113 @@ def _exchange(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange:
 
 
 class CudaStreams:
-    """The three queues of an exchange as CUDA streams; main is the caller's current one.
+    """The two queues of an exchange as CUDA streams; main is the caller's current one.
+
+    It speaks to the driver directly: a call through torch takes some 5 us of the host's time, one of these 1, and at
+    small micro-batches the host is what bounds a step.
 
     Args:
         rank: in the group.
         flags: address of each rank's flags, one for each peer.
     """
 
-    def __init__(self, rank: int, flags: list[int], device: torch.device) -> None:
-        self._rank, self._flags = rank, flags
-        # Where both are ready, the early part of a product is started first, and copies before both.
-        self._early = torch.cuda.Stream(device, priority=-1)
-        self._side = torch.cuda.Stream(device, priority=-2)
-        driver = ctypes.CDLL("libcuda.so.1")
-        self._write, self._wait = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
-        for call in (self._write, self._wait):
-            call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-            call.restype = ctypes.c_int
+    def __init__(self, rank: int, flags: list[int], device: torch.device, driver: Any = None) -> None:
+        self._rank, self._flags, self._device = rank, flags, device.index
+        self._side = torch.cuda.Stream(device, priority=-1).cuda_stream  # from torch's pool, which keeps it
+        self._driver = driver or _Driver()
+        self._idle: list[int] = []  # events for which nobody holds a mark
         own = flags[rank] + FLAG * rank
-        _check(self._write(self._side.cuda_stream, own, 1, 0))
-        _check(self._wait(self._side.cuda_stream, own, 1, _AT_LEAST))
-        self._side.synchronize()
+        self._driver.write(self._side, own, 1)
+        self._driver.wait(self._side, own, 1)
+        torch.cuda.synchronize(device)
 
-    def compute(self, work: Callable[[], Any], early: bool = False) -> None:
+    def compute(self, work: Callable[[], Any]) -> None:
         """See Streams."""
-        if not early:
-            work()
-            return
-        with torch.cuda.stream(self._early):
-            work()
+        work()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """See Streams."""
-        with torch.cuda.stream(self._side):
-            to.copy_(source, non_blocking=True)
+        self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._side)
 
     def tell(self, peer: int, number: int) -> None:
         """See Streams."""
-        flag = self._flags[peer] + FLAG * self._rank
-        _check(self._write(self._side.cuda_stream, flag, number % _NUMBERS, 0))
+        self._driver.write(self._side, self._flags[peer] + FLAG * self._rank, number % _NUMBERS)
 
     def hear(self, peer: int, number: int) -> None:
         """See Streams."""
-        flag = self._flags[self._rank] + FLAG * peer
-        _check(self._wait(self._side.cuda_stream, flag, number % _NUMBERS, _AT_LEAST))
+        self._driver.wait(self._side, self._flags[self._rank] + FLAG * peer, number % _NUMBERS)
 
-    def mark(self, queue: str) -> torch.cuda.Event:
+    def mark(self, queue: str) -> Mark:
         """See Streams."""
-        event = torch.cuda.Event()
-        event.record(self._stream(queue))
-        return event
+        event = self._idle.pop() if self._idle else self._driver.event()
+        self._driver.record(event, self._stream(queue))
+        return Mark(event, self._idle)
 
-    def follow(self, queue: str, mark: torch.cuda.Event) -> None:
+    def follow(self, queue: str, mark: Mark) -> None:
         """See Streams."""
-        self._stream(queue).wait_event(mark)
+        self._driver.follow(self._stream(queue), mark.event)
 
-    def _stream(self, queue: str) -> torch.cuda.Stream:
-        if queue == "main":
-            return torch.cuda.current_stream()
-        return self._early if queue == "early" else self._side
+    def _stream(self, queue: str) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._device) if queue == "main" else self._side
 
 
-def _check(code: int) -> None:
-    if code:
-        raise RuntimeError(f"a CUDA stream-memory operation failed with error {code}")
+class Mark:
+    """A recorded event; it may be recorded anew when nobody can wait for it any more."""
+
+    __slots__ = ("_idle", "event")
+
+    def __init__(self, event: int, idle: list[int]) -> None:
+        self.event, self._idle = event, idle
+
+    def __del__(self) -> None:
+        self._idle.append(self.event)
+
+
+class _Driver:
+    """The few functions of CUDA's driver that an exchange needs. RuntimeError where one fails or is missing."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        pointer, u64, u32, word = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+
+        def function(name: str, *arguments: Any) -> Callable[..., int]:
+            found = getattr(library, name)
+            found.argtypes, found.restype = arguments, ctypes.c_int
+            return found  # type: ignore[no-any-return]
+
+        self._write = function("cuStreamWriteValue32_v2", pointer, u64, u32, word)
+        self._wait = function("cuStreamWaitValue32_v2", pointer, u64, u32, word)
+        self._copy = function("cuMemcpyDtoDAsync_v2", u64, u64, ctypes.c_size_t, pointer)
+        self._create = function("cuEventCreate", ctypes.POINTER(pointer), word)
+        self._record = function("cuEventRecord", pointer, pointer)
+        self._follow = function("cuStreamWaitEvent", pointer, pointer, word)
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        if code := self._write(stream, address, value, 0):
+            raise _failed("cuStreamWriteValue32", code)
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        if code := self._wait(stream, address, value, _AT_LEAST):
+            raise _failed("cuStreamWaitValue32", code)
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        if code := self._copy(to, source, nbytes, stream):
+            raise _failed("cuMemcpyDtoDAsync", code)
+
+    def event(self) -> int:
+        found = ctypes.c_void_p()
+        if code := self._create(ctypes.byref(found), _NO_TIMING):
+            raise _failed("cuEventCreate", code)
+        return int(found.value or 0)
+
+    def record(self, event: int, stream: int) -> None:
+        if code := self._record(event, stream):
+            raise _failed("cuEventRecord", code)
+
+    def follow(self, stream: int, event: int) -> None:
+        if code := self._follow(stream, event, 0):
+            raise _failed("cuStreamWaitEvent", code)
+
+
+def _failed(name: str, code: int) -> RuntimeError:
+    return RuntimeError(f"{name} failed with error {code} of the CUDA driver")

@@ -23,8 +23,8 @@ from megascale.parallel.collectives import (
     exchange_gather,
     exchange_scatter,
     gather_and_consume,
-    produce_and_scatter,
     reduce_scatter,
+    scatter_now,
 )
 
 
@@ -96,15 +96,15 @@ def _gathered_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _sum_of_products(
-    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, rows: slice, out: torch.Tensor
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, out: torch.Tensor
 ) -> None:
-    """out <- sum of x[rows] @ weight (or its transpose). A second product that accumulates costs no concatenation."""
+    """out <- sum of x @ weight (or its transpose). A second product that accumulates costs no concatenation."""
     for i, (x, weight) in enumerate(zip(xs, weights, strict=True)):
         matrix = weight.t() if transposed else weight
         if i == 0:
-            torch.mm(_flat(x[rows]), matrix, out=_flat(out))
+            torch.mm(_flat(x), matrix, out=_flat(out))
         else:
-            _flat(out).addmm_(_flat(x[rows]), matrix)
+            _flat(out).addmm_(_flat(x), matrix)
 
 
 def _scattered_products(
@@ -112,25 +112,21 @@ def _scattered_products(
 ) -> Pending:
     """Reduce-scatter of the sum of products, on its way or done.
 
-    beside: whether another product follows that it can hide under. If not, a fused one is cut into each rank's part,
-    which travels while the next is made; to cut the product costs more than to hide the scatter under another.
+    beside: whether another product follows that it can hide under.
     """
     s = xs[0].shape[0]
     columns = weights[0].shape[0 if transposed else 1]
     if axis.size > 1 and axis.overlap == "fused":
-        n = s // axis.size
-        shape = (n, *xs[0].shape[1:-1], columns)
+        shape = (s // axis.size, *xs[0].shape[1:-1], columns)
+
+        def make(out: torch.Tensor) -> None:
+            _sum_of_products(xs, weights, transposed, out)
+
         if beside:
-            return exchange_scatter(
-                lambda out: _sum_of_products(xs, weights, transposed, slice(None), out), shape, xs[0], axis
-            )
-
-        def produce(rank: int, out: torch.Tensor) -> None:
-            _sum_of_products(xs, weights, transposed, slice(rank * n, (rank + 1) * n), out)
-
-        return Pending(produce_and_scatter(produce, shape, xs[0], axis))
+            return exchange_scatter(make, shape, xs[0], axis)
+        return Pending(scatter_now(make, shape, xs[0], axis))
     y = xs[0].new_empty((s, *xs[0].shape[1:-1], columns))
-    _sum_of_products(xs, weights, transposed, slice(None), y)
+    _sum_of_products(xs, weights, transposed, y)
     pending = reduce_scatter(y, axis)
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
