@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from megascale.bench import convergence as bench
 from megascale.cli.main import app
-from megascale.errors import ConfigError
+from megascale.errors import EXIT_INTERRUPTED, ConfigError
 
 
 def outcome(variant: str, losses: list[float], seed: int = 0) -> bench.Outcome:
@@ -69,3 +73,31 @@ def test_an_unknown_variant_is_named():
     done = CliRunner().invoke(app, ["bench", "convergence", "--variant", "cereal"])
     assert isinstance(done.exception, ConfigError)
     assert "cereal" in str(done.exception)
+
+
+def test_a_bench_that_is_told_to_end_leaves_no_run_behind(tmp_path, tokens):
+    shape = ["layers=1", "hidden=32", "heads=2", "sequence_length=16", "vocab_size=64"]
+    command = [sys.executable, "-m", "megascale.cli.main", "bench", "convergence", "--data", str(tokens)]
+    command += ["--preset", "tiny", "--tokens", "1e8", "--batch", "4", "--folder", str(tmp_path / "runs")]
+    command += [
+        *(f"--model.{word}" for word in shape),
+        "--train.device=cpu",
+        "--train.micro_batch=4",
+        "--train.threads=1",
+    ]
+    bench_ = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    mine = str(tmp_path / "runs").encode()
+    while not any((tmp_path / "runs").glob("*/metrics.jsonl")):
+        assert bench_.poll() is None
+        time.sleep(0.05)
+    bench_.terminate()
+    assert bench_.wait(60) == EXIT_INTERRUPTED
+    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if _holds(p, mine)]
+    assert not left
+
+
+def _holds(cmdline: Path, word: bytes) -> bool:
+    try:
+        return word in cmdline.read_bytes()
+    except OSError:
+        return False

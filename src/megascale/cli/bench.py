@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import signal
+from types import FrameType
 
 import typer
 
@@ -39,7 +41,12 @@ def register(app: typer.Typer) -> None:
     @bench.callback()
     def _several() -> None:
         """Measure: each bench prints a table and writes JSON. Example: megascale bench kernels --out kernels.json"""
+        signal.signal(signal.SIGTERM, _interrupt)  # so that a bench ends the processes that it has started
 
     for name in BENCHES:
         importlib.import_module(f"megascale.bench.{name}").register(bench)
     app.add_typer(bench, name="bench")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
