@@ -16,10 +16,10 @@ def test_old_objects_are_not_looked_through_until_tidied(monkeypatch):
         assert gc.get_threshold()[:2] == before[:2]
         collected = gc.get_stats()[2]["collections"]
         kept = [[i] for i in range(20 * before[0] * before[1])]  # enough for several full collections
-        old.tidy()
+        assert old.tidy() == 0.0
         assert gc.get_stats()[2]["collections"] == collected
         monkeypatch.setattr(garbage, "LEAST", 0.0)
-        old.tidy()
+        assert old.tidy() > 0.0
         assert gc.get_stats()[2]["collections"] == collected + 1
         assert len(kept) == 20 * before[0] * before[1]
     finally:

@@ -100,6 +100,7 @@ def _judge(told: dict[str, Any], silences: list[tuple[str, float, float]], windo
         "slowest loop turn s": told["slowest"],
         "resident MiB after 90 s": told["memory"][min(90, len(told["memory"]) - 1)],  # its history is full by then
         "resident MiB last": told["memory"][-1],
+        "resident MiB every 5 minutes": [round(m) for m in told["memory"][::300]],
         "joined within s": told["joining"],
     }
 

@@ -118,7 +118,9 @@ class Driver(Judging):
                     self.journal.renew()
                     renewed = time.monotonic()
                 looked = time.monotonic()
-                self._forgive(looked, due)
+                late = looked - due
+                if late > self.limits.window / 2:  # what is shorter cannot make a node that beats seem silent
+                    self._forgive(late)
                 self.step(looked)
                 if self.job.phase in ENDED:
                     break
@@ -133,7 +135,10 @@ class Driver(Judging):
                 except TimeoutError:
                     pass
                 self._wake.clear()
-                garbage.tidy()
+                stood = garbage.tidy()
+                if stood:
+                    self._forgive(stood)
+                    due += stood
             await self._farewell()
         finally:
             garbage.close()
@@ -148,13 +153,12 @@ class Driver(Judging):
         left = (self.nodes[name].last_seen + self.limits.window - now for name in self.job.placement)
         return max(0.01, min((seconds for seconds in left if seconds > 0), default=TICK))
 
-    def _forgive(self, now: float, due: float) -> None:
+    def _forgive(self, late: float) -> None:
         """A driver that was held up (a slow disk, a host without CPU) heard nobody meanwhile: that is not the nodes'
         silence."""
-        late = now - due
-        if late > self.limits.window / 2:  # what is shorter cannot make a node that beats seem silent
-            for node in self.nodes.values():
-                node.last_seen = min(now, node.last_seen + late)
+        now = time.monotonic()
+        for node in self.nodes.values():
+            node.last_seen = min(now, node.last_seen + late)
 
     async def _farewell(self) -> None:
         """Let all agents go, and make sure that they have gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 
-LEAST = 600.0  # seconds between full collections
+LEAST = 6 * 3600.0  # seconds between full collections: each stands still for a second or two
 SHARE = 1000.0  # a full collection may take one in so much of the time
 _NEVER = 1 << 30
 
@@ -22,13 +22,15 @@ class OldGarbage:
         gc.set_threshold(self._before[0], self._before[1], _NEVER)
         self._last, self._took = time.monotonic(), 0.0
 
-    def tidy(self) -> None:
-        """Collect everything if that is due."""
+    def tidy(self) -> float:
+        """Collect everything if that is due; the seconds that it took."""
         now = time.monotonic()
-        if now - self._last > max(LEAST, SHARE * self._took):
-            gc.collect()
-            self._last = time.monotonic()
-            self._took = self._last - now
+        if now - self._last <= max(LEAST, SHARE * self._took):
+            return 0.0
+        gc.collect()
+        self._last = time.monotonic()
+        self._took = self._last - now
+        return self._took
 
     def close(self) -> None:
         """As it was before."""
