@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megascale.config import from_tree, load
 from megascale.core.layout import lay_out, near_divisors
@@ -195,3 +197,47 @@ def test_bubble_and_idle_of_uneven_stages():
     assert even.bubble == pytest.approx(7 / (6 * 32), rel=2e-3)
     uneven = make_plan(load(EXAMPLE, ["parallel.layer_split=" + ",".join(["3", *["2"] * 46, "1"])]), 12288, 80.0)
     assert uneven.idle > even.idle
+
+
+def planned(**sections: dict) -> Plan:
+    tree = {"model": {"preset": "gpt-13b"}, "train": {"micro_batch": 4, "global_batch": 64}, "data": {}}
+    parallel = {"tensor": 2, "pipeline": 2, "virtual_stages": 2} | sections.pop("parallel", {})
+    return make_plan(from_tree(tree | sections | {"parallel": parallel}), 8, 141.0)
+
+
+def test_a_split_that_fills_the_bubble_is_named_with_what_it_brings():
+    plan = planned()
+    split, gain = plan.faster_split
+    better = planned(parallel={"layer_split": split})
+    assert better.timeline.makespan == pytest.approx((1 - gain) * plan.timeline.makespan)
+    assert gain > 0.03
+    assert sum(split[0::2]) > sum(split[1::2])  # the first stage has more
+    note = next(n for n in plan.notes() if "layer_split" in n)
+    assert str(split).replace(" ", "") in note
+    assert f"{better.needed_gib - plan.needed_gib:.1f} GiB more" in note
+    assert not any("fills the bubble" in n for n in better.notes())
+
+
+def test_a_faster_split_that_does_not_fit_is_not_named():
+    tight = planned()
+    small = Plan(tight.layout, tight.needed_gib + 0.1)
+    assert small.fits
+    assert not any("fills the bubble" in n for n in small.notes())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 6))
+def test_faster_splits_are_splits_and_are_faster(stages, virtual, batch, more):
+    layers = stages * virtual + more
+    shape = {"layers": layers, "hidden": 64, "heads": 4, "sequence_length": 64, "vocab_size": 4096}
+    virtual = virtual if stages > 1 else 1
+    tree = {"model": shape, "train": {"micro_batch": 1, "global_batch": batch}, "data": {}}
+    layout = {"pipeline": stages, "virtual_stages": virtual}
+    plan = make_plan(from_tree(tree | {"parallel": layout}), stages, 80.0)
+    if plan.faster_split is not None:
+        split, gain = plan.faster_split
+        other = make_plan(from_tree(tree | {"parallel": layout | {"layer_split": split}}), stages, 80.0)
+        assert sum(split) == layers
+        assert min(split) >= 1
+        assert 0.005 < gain < 1
+        assert other.timeline.makespan == pytest.approx((1 - gain) * plan.timeline.makespan)

@@ -426,9 +426,19 @@ def share_of_time(runs: list[tuple[float, float]], start: float, stop: float, bi
     return [float(x) for x in np.diff(before) / np.diff(edges)]
 
 
+def _busiest(ranks: Iterable[dict[str, Any]], end: float, length: float) -> tuple[float, float]:
+    """The piece of a step, of those in a row, in which communication runs most, the ends left out."""
+    moving = [(a, b) for rank in ranks for a, b, kind in rank["stretches"] if kind not in (COMPUTE, "other")]
+    pieces = max(1, int(end / length))
+    shares_ = share_of_time(moving, 0.0, pieces * length, pieces)
+    inner = range(pieces // 10, pieces - pieces // 10)
+    start = length * max(inner, key=lambda i: shares_[i])
+    return start, start + length
+
+
 def draw(record: dict[str, Any], out: Path) -> None:
     """The traced step of the first rank of each stage, a lane for compute and one for each kind that runs: the whole
-    step (height: part of the time in which it runs), and below a piece from its middle."""
+    step (height: part of the time in which it runs), and below the piece of it with the most communication."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -441,7 +451,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     there = {kind for rank in firsts.values() for _, _, kind in rank["stretches"]}
     lanes = [kind for kind in (COMPUTE, *KINDS) if kind in there]
     end = max(stop for rank in firsts.values() for _, stop, _ in rank["stretches"])
-    piece = (0.5 * end, min(end, 0.5 * end + 0.03))
+    piece = _busiest(firsts.values(), end, min(end, 0.03))
     height = 1.4 + 0.34 * len(lanes) * 2 * len(firsts)
     figure, axes = plt.subplots(2 * len(firsts), 1, figsize=(13, height), squeeze=False, layout="constrained")
     for number, (stage, rank) in enumerate(sorted(firsts.items())):
@@ -462,7 +472,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
             place.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
             place.spines[["top", "right"]].set_visible(False)
     axes[len(firsts) - 1, 0].set_xlabel("milliseconds: the whole step, height is the part of the time in which it runs")
-    axes[-1, 0].set_xlabel("milliseconds: a piece from the middle")
+    axes[-1, 0].set_xlabel("milliseconds: the piece in which communication runs most")
     axes[0, 0].set_title(f"{record['preset']} on {record['processes']} x {record['device']}, {record['date']}")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
