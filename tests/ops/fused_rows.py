@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import interpreted  # noqa: F401  (first: it prepares the interpreter)
 import pytest
 import torch
@@ -163,6 +165,21 @@ def test_gelu(lead, width, dtype, has_bias, approximate):
         2 * TOLERANCE[dtype],
     )
     assert dispatch.active()["gelu"] == "triton"
+
+
+def test_gelu_of_every_bfloat16():
+    """Sixteen-bit types have a shorter error function: no result may be off by more than its rounding."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    x = every[every.isfinite() & (every.abs() < 1e6)][None].clone().requires_grad_()
+    exact = x.detach().double()
+    normal = 0.5 * torch.erfc(-exact / math.sqrt(2))  # 1 + erf would cancel
+    reference = exact * normal
+    slope = normal + exact * torch.exp(-0.5 * exact**2) / math.sqrt(2 * math.pi)
+    y = gelu(x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    rounding = 2.0**-7  # the last of eight bits: the interpreter cuts where a GPU rounds
+    assert ((y.double() - reference).abs() <= 1.02 * rounding * reference.abs() + 1e-37).all()
+    assert ((dx.double() - slope).abs() <= rounding * slope.abs() + 1e-4).all()
 
 
 @FEW

@@ -33,13 +33,23 @@ def swiglu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @jit
-def _gelu(x, TANH: tl.constexpr):
-    """gelu(x) and its derivative in float32."""
+def _gelu(x, TANH: tl.constexpr, NARROW: tl.constexpr):
+    """gelu(x) and its derivative in float32; NARROW: where the result is rounded to 16 bits anyway."""
     if TANH:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         # tanh(u) = 2 sigmoid(2u) - 1, so (1 + tanh) / 2 is one sigmoid
         half = tl.sigmoid(2.0 * inner)
         slope = 2.0 * half * (1.0 - half) * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+    elif NARROW:
+        # The error function takes longer than the memory. Here is the tail of the normal distribution as 2^q(|x|), q
+        # fitted: relative error 4.3e-5 up to 5.5 and 2e-4 up to 8 standard deviations, where bfloat16 has 4e-3.
+        u = tl.minimum(tl.abs(x), 14.0)
+        q = 5.93538592e-05 + u * (-2.33502853e-06 + u * 3.95231585e-08)
+        q = -0.0526799256 + u * (0.00806233247 + u * (-0.000861773695 + u * q))
+        q = -1.00006155 + u * (-1.15044636 + u * (-0.460131009 + u * q))
+        tail = tl.exp2(q)
+        half = tl.where(x < 0.0, tail, 1.0 - tail)
+        slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
         half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
@@ -60,6 +70,7 @@ def _gelu_kernel(
     out_stride,
     rows_a_part,
     TANH: tl.constexpr,
+    NARROW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -78,7 +89,7 @@ def _gelu_kernel(
         x = tl.load(x_ptr + row_64 * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             x += bias[None, :]
-        value, slope = _gelu(x, TANH)
+        value, slope = _gelu(x, TANH, NARROW)
         if BACKWARD:
             dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             value = dy * slope
@@ -180,7 +191,8 @@ def run_activation(
     """
     if kind == "swiglu":
         return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2)
-    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], TANH=kind == "gelu_tanh")
+    meta = {"TANH": kind == "gelu_tanh", "NARROW": x_TF.element_size() < 4}
+    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], **meta)
 
 
 def activation_reference(kind: Kind, x: Tensor, bias: Tensor | None = None) -> Tensor:
