@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from tests.ops.offline import compile_for_hopper, stack_bytes
 
 from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments, wide
+from megascale.ops.embedding import add_rows
 
 BF16 = torch.bfloat16
 
@@ -98,6 +99,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "head": lambda: head(False),
     "head, promised": lambda: head(True),
+    "embedding": lambda: add_rows(torch.zeros(64, 5120), torch.tensor([3] * 40), torch.zeros(40, 5120, dtype=BF16)),
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),
 }

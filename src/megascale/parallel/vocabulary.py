@@ -6,18 +6,17 @@ import torch
 import torch.distributed as dist
 
 from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
+from megascale.ops.embedding import embedding
 from megascale.parallel.collectives import Axis, all_gather, all_reduce, gather_sequence, scatter_sequence
 
 
 def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Look up tokens [s, b] in own rows [v/t, h] and sum over ranks into sequence shards [s/t, b, h]."""
     if axis.size == 1:
-        return torch.nn.functional.embedding(tokens_SB, weight)
+        return embedding(tokens_SB, weight)
     rows = weight.shape[0]
     local = tokens_SB - axis.rank * rows
-    mine = (local >= 0) & (local < rows)
-    found = torch.nn.functional.embedding(torch.where(mine, local, 0), weight)
-    return scatter_sequence(found * mine[..., None].to(found.dtype), axis)
+    return scatter_sequence(embedding(local, weight, (local >= 0) & (local < rows)), axis)
 
 
 def vocabulary_logits(

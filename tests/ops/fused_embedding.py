@@ -1,0 +1,72 @@
+"""The embedding's gradient straight into its float32 rows, against the dense one, bit for bit from run to run."""
+
+from __future__ import annotations
+
+import interpreted  # noqa: F401  (first: it prepares the interpreter)
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tools import distance
+
+from megascale.ops import dispatch
+from megascale.ops.embedding import RUN, add_rows, embedding, embedding_reference
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fused():
+    dispatch.configure("fused")
+    yield
+    dispatch.configure("auto")
+
+
+def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype).requires_grad_()
+    made.main_grad = torch.ones(rows, columns)  # type: ignore[attr-defined]
+    return made
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 1, 1, 2, 7, 11]), min_size=1, max_size=5 * RUN),
+    columns=st.sampled_from([1, 8, 600]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    cut=st.booleans(),
+)
+def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
+    w, told = weight(12, columns, dtype), []
+    w.grad_ready = lambda: told.append(1)  # type: ignore[attr-defined]
+    ids = torch.tensor(tokens)[:, None]
+    mine = (ids != 1) & (ids != 11) if cut else None
+    upstream = torch.randn(len(tokens), 1, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    y = embedding(ids, w, mine)
+    y.backward(upstream)
+    assert torch.equal(y, embedding_reference(ids, w, mine))
+    assert w.grad is None
+    assert told == [1]
+    exact = w.detach().double().requires_grad_()
+    embedding_reference(ids, exact, mine).backward(upstream.double())
+    assert distance(w.main_grad - 1.0, exact.grad) < 1e-6
+    assert dispatch.active()["embedding"] == "triton"
+
+
+def test_many_long_runs_of_every_length_meet_in_one_block():
+    """Runs that end and begin within one piece, which share the places of their partial sums."""
+    lengths = [RUN + 1, 3, 2 * RUN, 1, 5 * RUN - 1, RUN, RUN + 2, 2 * RUN + 1]
+    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    dy = torch.randn(len(ids), 4, generator=torch.Generator().manual_seed(2))
+    main = torch.zeros(len(lengths), 4)
+    add_rows(main, ids[order], dy)
+    again = torch.zeros_like(main)
+    add_rows(again, ids[order], dy)
+    assert torch.equal(main, again)
+    expected = torch.zeros(len(lengths), 4, dtype=torch.float64).index_add_(0, ids[order], dy.double())
+    assert distance(main, expected) < 1e-6
+
+
+def test_without_a_float32_gradient_of_its_own_it_is_the_plain_one():
+    w = weight(5, 3, torch.float32)
+    del w.main_grad
+    embedding(torch.tensor([1, 1, 4]), w).sum().backward()
+    assert w.grad.sum(1).tolist() == [0, 6, 0, 0, 3]
