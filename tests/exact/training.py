@@ -107,7 +107,10 @@ def run_step(engine: Engine, step: int, told: Told) -> None:
         return columns[:-1], columns[1:]
 
     engine.start_gather()
-    result = engine.step(batch, step, learning_rate(config.lr, step, STEPS))
+    result = engine.step(batch, step, learning_rate(config.lr, step, STEPS), more=step < STEPS)
+    flat = engine.flats[0]
+    # What the next step needs first is on its way by now, and nothing is after the last.
+    assert flat.gathering == (step < STEPS and flat.overlap and flat.zero > 0 and engine.layout.grid.data > 1)
     told.losses.append(float(result.loss))
     told.norms.append(float(result.grad_norm))
 

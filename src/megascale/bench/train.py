@@ -110,14 +110,10 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
     start_seconds = time.perf_counter() - began
     seconds, losses = [], []
     for step in range(1, warmup + steps + 1):
-        if cuda:
-            torch.cuda.synchronize(place.device)
         began = time.perf_counter()
         engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4)
-        if cuda:
-            torch.cuda.synchronize(place.device)
-        losses.append(float(result.loss))
+        result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
+        losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
         if step > warmup:
             seconds.append(time.perf_counter() - began)
     peak_memory = torch.cuda.max_memory_allocated(place.device) / 2**30 if cuda else None
@@ -125,6 +121,7 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
     after = gemm_rate(place.device, 2.0) if cuda else None
     if profile is not None:
         _profile(engine, rows, warmup + steps + 1, profile, place.rank, cuda)
+    engine.settle()
     if groups is not None:
         shutdown(groups)
     if place.rank:
@@ -162,7 +159,7 @@ def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as recorded:
         engine.start_gather()
-        engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4)
+        engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
         if cuda:
             torch.cuda.synchronize()
     if rank:

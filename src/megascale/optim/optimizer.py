@@ -6,7 +6,7 @@ gradients are not finite all stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,9 @@ class ShardedOptimizer:
                         _ranges(shard.extents, mine),
                     )
                 )
+        # The first chunk is what the next step needs first, and of it the parts in the order of their use.
+        first = [self.states[bucket] for bucket in chunks[0].by_use]
+        self._order = [*first, *self.states[len(first) :]]
         device = self.states[0].master.device
         # Tensors that LAMB adapts and that this rank counts: the others add nothing to the packed sums.
         self._adapted = torch.zeros(len(self.names), dtype=torch.float64, device=device)
@@ -96,9 +99,13 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(
-        self, learning_rate: float, step: int, riders: torch.Tensor | None = None
+        self,
+        learning_rate: float,
+        step: int,
+        riders: torch.Tensor | None = None,
+        updated: Callable[[Shard], None] = lambda shard: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Clip and update in place; a step whose norm is not finite changes nothing.
+        """Clip and update in place; a step whose norm is not finite changes nothing. `updated` hears of each shard.
 
         Returns, on the device, the norm of the whole model's gradient before clipping, and the sum over ranks of
         `riders` (a float64 vector that travels in the same message).
@@ -110,7 +117,7 @@ class ShardedOptimizer:
             scale = (config.clip / (norm + 1e-6)).clamp(max=1.0)
         skip = ~torch.isfinite(norm)
         if config.name == "adamw":
-            for s in self.states:
+            for s in self._order:
                 adamw_apply(
                     s.master,
                     s.exp_avg,
@@ -127,11 +134,19 @@ class ShardedOptimizer:
                     grad_scale=scale,
                     skip=skip,
                 )
+                updated(s.shard)
         else:
-            self._lamb(learning_rate, step, scale, skip)
+            self._lamb(learning_rate, step, scale, skip, updated)
         return norm, riders
 
-    def _lamb(self, learning_rate: float, step: int, scale: torch.Tensor | None, skip: torch.Tensor) -> None:
+    def _lamb(
+        self,
+        learning_rate: float,
+        step: int,
+        scale: torch.Tensor | None,
+        skip: torch.Tensor,
+        updated: Callable[[Shard], None],
+    ) -> None:
         config = self.config
         sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=skip.device)
         for s in self.states:
@@ -153,7 +168,7 @@ class ShardedOptimizer:
                 skip=skip,
             )
         sums = all_reduce(sums * self._counted, self.stage).wait() * self._adapted
-        for s in self.states:
+        for s in self._order:
             lamb_apply(
                 s.master,
                 s.shard.grads,
@@ -165,6 +180,7 @@ class ShardedOptimizer:
                 segments=s.segments,
                 skip=skip,
             )
+            updated(s.shard)
 
     def _summed(self, riders: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """2-norm of the whole model's gradient (0-d, float64), every parameter counted once, and the summed riders."""

@@ -171,7 +171,7 @@ class FlatChunk:
         self._gathering: dict[int, Pending] = {}
         # Buckets in the order in which a forward first needs them, and those that each unit of it needs.
         spans = self.layout.buckets
-        self._by_use = sorted(range(len(spans)), key=lambda b: min(spans[b].members))
+        self.by_use = sorted(range(len(spans)), key=lambda b: min(spans[b].members))
         self._needs = self._units() if self.overlap else []
         self._reduces = False  # whether buckets go on the wire as they fill in this backward
 
@@ -277,18 +277,22 @@ class FlatChunk:
 
     def start_gather(self) -> None:
         """Send for the parts of the parameters that other ranks updated, first what forward needs first."""
+        for bucket in self.by_use:
+            self.gather(bucket)
+        if not self.overlap:
+            self.finish_gather()
+
+    def gather(self, bucket: int) -> None:
+        """Send for a bucket's parts, as soon as this rank's own is updated; nothing if it is on its way."""
         data = self.axes.data
-        if self.zero == 0 or data.size == 1:
+        if self.zero == 0 or data.size == 1 or bucket in self._gathering:
             return
         # Under its own version counter: gloo writes while a forward saves parameters that are there already, and
         # backward would take those for changed.
         params = self.params.data
-        for bucket in self._by_use:
-            span = self.layout.buckets[bucket]
-            start, stop = self.layout.shard(bucket, data.rank, data.size)
-            self._gathering[bucket] = all_gather_into(params[span.start : span.stop], params[start:stop], data)
-        if not self.overlap:
-            self.finish_gather()
+        span = self.layout.buckets[bucket]
+        start, stop = self.layout.shard(bucket, data.rank, data.size)
+        self._gathering[bucket] = all_gather_into(params[span.start : span.stop], params[start:stop], data)
 
     def expect_gather(self) -> None:
         """A forward is next: wait now, unless the module says of each unit when it needs it."""

@@ -16,7 +16,7 @@ from megascale.model.transformer import Chunk
 from megascale.ops import dispatch
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
-from megascale.parallel.buffers import TIED, Axes, FlatChunk, GradientPool
+from megascale.parallel.buffers import TIED, Axes, FlatChunk, GradientPool, Shard
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.parameters import initialise
 from megascale.parallel.pipeline import Lane, Lanes, PipelineExecutor, Work
@@ -152,6 +152,7 @@ class Engine:
         learning_rate: float,
         stop: bool = False,
         before_update: Callable[[], None] = lambda: None,
+        more: bool = False,
     ) -> StepResult:
         """Forward and backward over all micro-batches, then the update.
 
@@ -161,6 +162,8 @@ class Engine:
             learning_rate: of this step.
             stop: whether this rank wants to stop; told to all.
             before_update: called once gradients are there and the state is about to change.
+            more: whether another step follows: what it needs first is sent for while the rest is updated. If then
+                none follows after all, `settle` must be called.
         """
         train, model = self.config.train, self.config.model
         tokens = train.global_batch * model.sequence_length
@@ -210,7 +213,14 @@ class Engine:
         if loss is not None and self.tensor.rank == 0:
             riders[0] += loss
         before_update()
-        norm, summed = self.optimizer.step(learning_rate, step, riders)
+        first = self.flats[0]
+        buckets = {id(shard): bucket for bucket, shard in enumerate(first.shards)} if more and first.overlap else {}
+
+        def updated(shard: Shard) -> None:
+            if (bucket := buckets.get(id(shard))) is not None:
+                first.gather(bucket)
+
+        norm, summed = self.optimizer.step(learning_rate, step, riders, updated)
         assert summed is not None
         for look in self.after_update:
             look(step)
@@ -219,6 +229,11 @@ class Engine:
     def _gather(self, chunk: int) -> None:
         if not self.flats[chunk].gathering:  # the first one is under way since the batch was asked for
             self.flats[chunk].start_gather()
+
+    def settle(self) -> None:
+        """Leave nothing under way: before the groups are shut down."""
+        for flat in self.flats:
+            flat.finish_gather()
 
     # everything else --------------------------------------------------------------------------------------------
 

@@ -179,6 +179,8 @@ class Trainer:
             self.telling.close()
             if self.groups is not None:
                 failure = sys.exc_info()[0]
+                if failure is None or failure is KeyboardInterrupt:
+                    self.engine.settle()
                 shutdown(self.groups, failed=failure is not None and failure is not KeyboardInterrupt)
 
     def _failed(self, error: MegascaleError) -> None:
@@ -201,7 +203,12 @@ class Trainer:
         self.clock.start()
         self.engine.start_gather()
         result = self.engine.step(
-            self._batches(first), step, rate, wants_stop, before_update=self.checkpointer.before_update
+            self._batches(first),
+            step,
+            rate,
+            wants_stop,
+            before_update=self.checkpointer.before_update,
+            more=step < train.steps,
         )
         self.clock.stop()
         self.telling.step_ended()
