@@ -127,7 +127,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     def step(number: int) -> None:
         torch.cuda.synchronize(place.device)
         began = time.perf_counter()
-        engine.start_gather()
+        engine.start_gather()  # in the traced step, though training sends for it behind the update before
         engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4)
         torch.cuda.synchronize(place.device)
         seconds.append(time.perf_counter() - began)
