@@ -9,6 +9,7 @@ a gathered input is kept for backward and gathered again there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,13 @@ def _recomputed(produce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
         return leaf, produce(leaf)
 
 
+def _exchanges(axis: Axis, part: torch.Size | tuple[int, ...], like: torch.Tensor) -> bool:
+    """Whether the axis's exchange carries a rank's part of this shape; one larger than training's goes by collectives."""
+    if axis.size == 1 or axis.exchange is None:
+        return False
+    return math.prod(part) * like.element_size() <= axis.exchange.shard_bytes
+
+
 def _gathered_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis) -> torch.Tensor:
     """linear(all-gathered x, weight, bias), the gather hidden as `axis.overlap` says."""
     if axis.size == 1:
@@ -78,7 +86,7 @@ def _gathered_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         else:
             torch.addmm(bias, _flat(shard), weight.t(), out=out)
 
-    if axis.overlap == "fused":
+    if _exchanges(axis, x.shape, x):
         gather_and_consume(x, axis, consume, keep=False)
         return y
     gathering = all_gather(x, axis)
@@ -116,8 +124,8 @@ def _scattered_products(
     """
     s = xs[0].shape[0]
     columns = weights[0].shape[0 if transposed else 1]
-    if axis.size > 1 and axis.overlap == "fused":
-        shape = (s // axis.size, *xs[0].shape[1:-1], columns)
+    shape = (s // axis.size, *xs[0].shape[1:-1], columns)
+    if _exchanges(axis, shape, xs[0]):
 
         def make(out: torch.Tensor) -> None:
             _sum_of_products(xs, weights, transposed, out)
@@ -153,8 +161,8 @@ class _GatherLinear(torch.autograd.Function):
         leaf: torch.Tensor | None = None
         if ctx.produce is not None:
             leaf, x = _recomputed(ctx.produce, x)
-        fused = ctx.axis.size > 1 and ctx.axis.overlap == "fused"
-        gathering = (exchange_gather if fused else all_gather)(x.detach(), ctx.axis)
+        gather = exchange_gather if _exchanges(ctx.axis, x.shape, x) else all_gather
+        gathering = gather(x.detach(), ctx.axis)
         if ctx.axis.overlap == "off":
             gathering.wait()
         # The scatter is on the wire while the weight's gradient is computed.
@@ -199,7 +207,7 @@ def _gathered_input_gradients(
     dy: torch.Tensor, xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], axis: Axis
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
-    if axis.size == 1 or axis.overlap != "fused":
+    if not _exchanges(axis, dy.shape, dy):
         whole = all_gather(dy, axis).wait()
         return whole, [torch.matmul(whole, weight) for weight in weights]
     n = dy.shape[0]
