@@ -64,7 +64,7 @@ def _recomputed(produce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 
 
 def _exchanges(axis: Axis, part: torch.Size | tuple[int, ...], like: torch.Tensor) -> bool:
-    """Whether the axis's exchange carries a rank's part of this shape; one larger than training's goes by collectives."""
+    """Whether the exchange carries a rank's part of this shape; one larger than training's goes by collectives."""
     if axis.size == 1 or axis.exchange is None:
         return False
     return math.prod(part) * like.element_size() <= axis.exchange.shard_bytes
