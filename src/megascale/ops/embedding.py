@@ -90,9 +90,7 @@ def add_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor) -> None:
     partial = torch.empty((2 * triton.cdiv(places, RUN), columns), dtype=torch.float32, device=dy_TH.device)
     grid = (places, triton.cdiv(columns, BLOCK_COLUMNS))
     rest = (tokens, first, last, vocabulary, columns)
-    _runs_kernel[grid](
-        *(dy_TH, main_VH, partial, tokens, place, first, last, vocabulary, columns), RUN=RUN, BLOCK_C=BLOCK_COLUMNS
-    )
+    _runs_kernel[grid](*(dy_TH, main_VH, partial, tokens, place, *rest[1:]), RUN=RUN, BLOCK_C=BLOCK_COLUMNS)
     _long_runs_kernel[grid](main_VH, partial, *rest, RUN=RUN, BLOCK_C=BLOCK_COLUMNS)
 
 
