@@ -142,8 +142,16 @@ def peers(
     chosen, left_out = choose(peer, config)
     if peer_recompute not in RECOMPUTE:
         raise ConfigError(f"--peer-recompute={peer_recompute}: there are {', '.join(RECOMPUTE)}")
+    record: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "device": _device(),
+        "processes": world,
+        "preset": preset,
+        "settings": settings,
+        "left_out": left_out,
+    }
+    results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
-        results: list[Result] = []
         names = [OURS, *chosen]
         bar = progress.add_task("", total=turns * len(names))
         for turn in range(turns):
@@ -158,17 +166,9 @@ def peers(
                     )
                 result.turn = turn
                 results.append(result)
+                # After each turn: whoever stops the bench keeps what it has measured.
+                out.write_text(json.dumps(record | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
                 progress.advance(bar)
-    record = {
-        "date": date.today().isoformat(),
-        "device": _device(),
-        "processes": world,
-        "preset": preset,
-        "settings": settings,
-        "left_out": left_out,
-        "runs": [asdict(result) for result in results],
-    }
-    out.write_text(json.dumps(record, indent=1) + "\n")
     show(record, config, results)
     typer.echo(f"figures: {out}")
 

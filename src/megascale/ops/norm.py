@@ -140,6 +140,9 @@ def _backward_kernel(
         row = start + tl.arange(0, ROWS)
         inside = (row[:, None] < last) & (column[None, :] < width)
         dy, x, mean, rstd = coming
+        if ADD:  # asked for before it is needed, as the next rows are
+            other = d_total_ptr + row[:, None].to(tl.int64) * d_total_stride + column[None, :]
+            d_total = tl.load(other, mask=inside, other=0.0)
         coming = _load_rows(
             dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + ROWS, last, column, width, dy_stride, x_stride, CENTRE
         )
@@ -152,8 +155,7 @@ def _backward_kernel(
         at = row[:, None].to(tl.int64) * width + column[None, :]
         dx = (scaled - shift) * rstd[:, None]
         if ADD:
-            other = d_total_ptr + row[:, None].to(tl.int64) * d_total_stride + column[None, :]
-            dx += tl.load(other, mask=inside, other=0.0).to(tl.float32)
+            dx += d_total.to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=inside)
         d_weight += dy * normed
         if HAS_BIAS:
