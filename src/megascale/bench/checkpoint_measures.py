@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -46,6 +47,8 @@ def disk_rate(folder: Path, size: int) -> float:
     """
     block = 16 << 20
     memory = mmap.mmap(-1, size // block * block)
+    with contextlib.suppress(OSError):  # small pages cost the disk a tenth
+        memory.madvise(mmap.MADV_HUGEPAGE)
     random = np.random.default_rng(0).integers(0, 255, block, np.uint8)
     for at in range(0, len(memory), block):
         np.frombuffer(memory, np.uint8)[at : at + block] = random

@@ -215,6 +215,7 @@ def _backward(
     T, H = x_TH.shape
     dx = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
     block, rows, warps = _tile(H)
+    rows = max(rows, 4096 // block)  # narrow rows: more loads in flight
     a_part, parts = split_rows(T, rows, PARTS)
     partial = torch.empty((parts, (1 if bias is None else 2) * H), dtype=torch.float32, device=x_TH.device)
     _backward_kernel[(parts,)](
