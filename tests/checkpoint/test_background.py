@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megascale.checkpoint.local import LocalStorage
 from megascale.checkpoint.memory import ask
 from megascale.checkpoint.pending import finish_pending
 from megascale.checkpoint.replica import partners
+from megascale.checkpoint.staging import Staging
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError
 
@@ -123,6 +125,46 @@ def test_staged_state_is_saved_and_found_after_the_trainer_was_killed(run: Path)
     assert checkpointer.load() == {"step": 2}
     assert checkpointer.loaded_from == "memory"
     assert_same(got, _large(2))
+
+
+def _several(step: int) -> dict[str, torch.Tensor]:
+    """More than a service needs to hear how far a copy is before the last chunk."""
+    return {f"w{i}": torch.full((1024, 10240), float(step + i)) for i in range(4)}
+
+
+def _die_while_staging(run: str) -> None:
+    """Save, then be killed when the service has heard of half of the next save's chunks and begun its file."""
+    tensors = _several(1)
+    checkpointer = Checkpointer(_config(), Path(run), whole(tensors))
+    checkpointer.save(1, {"step": 1})
+    checkpointer.before_update()
+    _await(lambda: any(o.committed for o in checkpointer.poll()))
+    copy = Staging.copy
+
+    def stop_half_way(staging: Staging) -> Iterator[int]:
+        for rows in copy(staging):
+            if rows > 2:
+                _await(lambda: list((Path(run) / "checkpoints" / "step-2").glob("*.distcp")))
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield rows
+
+    Staging.copy = stop_half_way  # type: ignore[method-assign]
+    checkpointer.save(2, {"step": 2})
+    checkpointer.before_update()
+
+
+def test_a_half_staged_state_leaves_nothing(run: Path) -> None:
+    trainer = context.Process(target=_die_while_staging, args=(str(run),))
+    trainer.start()
+    trainer.join(60)
+    assert trainer.exitcode == -signal.SIGKILL
+    _await(lambda: not (run / "checkpoints" / "step-2").exists())
+    got = blank(_several(0))
+    checkpointer = Checkpointer(_config(), run, whole(got))
+    assert checkpointer.load() == {"step": 1}
+    assert_same(got, _several(1))
+    assert checkpointer.save(3, {"step": 3}, wait=True)
+    assert [(o.step, o.committed) for o in checkpointer.finish()] == [(3, True)]
 
 
 def _save_in_memory(rank: int, size: int, run: Path, how: str) -> None:

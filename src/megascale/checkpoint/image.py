@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,23 +77,57 @@ class Slot:
         self.generation = label["generation"]
 
 
-def frame(memory: memoryview, index: Index) -> tuple[np.ndarray, int]:
-    """Complete an image whose elements are in place; CRC-32 of each chunk and of the whole.
+class Progress:
+    """How many bytes of an image, from its start, are as the file will have them."""
+
+    def __init__(self) -> None:
+        self._ready = 0
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def reach(self, ready: int) -> None:
+        """So many are."""
+        with self._changed:
+            self._ready = ready
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """There will be no more; harmless once all are there."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def wait(self, least: int) -> int:
+        """Bytes that are ready, at least that many; OSError if it never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._ready >= least)
+            if self._ready < least:
+                raise OSError("the process ended before its state was copied")
+            return self._ready
+
+
+def frame(memory: memoryview, index: Index, staged: Iterable[int], progress: Progress) -> tuple[np.ndarray, int]:
+    """Complete an image while its elements come; CRC-32 of each chunk and of the whole.
 
     Args:
         memory: as many bytes as the file.
         index: the chunks of this file alone, in file order.
+        staged: yields how many chunks have their elements in place, at last all.
+        progress: is told of each chunk that is complete.
     """
     c = index.columns
     crcs = np.zeros(len(index), np.uint32)
-    whole = 0
-    for row in range(len(index)):
-        start, data, length = int(c["start"][row]), int(c["data"][row]), int(c["length"][row])
-        count = index.nbytes(row)
-        crcs[row] = crc = crc32(memory[data : data + count])
-        head, tail = archive.wrap(index.info(row).dtype, index.box(row).sizes, crc, length)
-        memory[start:data] = head
-        memory[data + count : start + length] = tail
-        for piece_crc, size in ((crc32(head), len(head)), (crc, count), (crc32(tail), len(tail))):
-            whole = archive.combine(whole, piece_crc, size)
+    whole = done = 0
+    for rows in staged:
+        for row in range(done, rows):
+            start, data, length = int(c["start"][row]), int(c["data"][row]), int(c["length"][row])
+            count = index.nbytes(row)
+            crcs[row] = crc = crc32(memory[data : data + count])
+            head, tail = archive.wrap(index.info(row).dtype, index.box(row).sizes, crc, length)
+            memory[start:data] = head
+            memory[data + count : start + length] = tail
+            for piece_crc, size in ((crc32(head), len(head)), (crc, count), (crc32(tail), len(tail))):
+                whole = archive.combine(whole, piece_crc, size)
+            progress.reach(start + length)
+        done = rows
     return crcs, whole

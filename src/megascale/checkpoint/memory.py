@@ -45,6 +45,11 @@ class Held:
 def ask(sock: socket.socket, header: dict[str, Any], body: bytes = b"") -> wire.Message:
     """One question to a service; OSError with its words if it failed there."""
     wire.send(sock, header, body)
+    return hear(sock)
+
+
+def hear(sock: socket.socket) -> wire.Message:
+    """What a service answers; OSError with its words if it failed there."""
     try:
         answer = wire.receive(sock)
     except EOFError:

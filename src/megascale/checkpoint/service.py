@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint import pending, replica, wire
 from megascale.checkpoint.folder import Commit, step_name
-from megascale.checkpoint.image import Memory, Slot, frame
+from megascale.checkpoint.image import Memory, Progress, Slot, frame
 from megascale.checkpoint.index import Index
 from megascale.checkpoint.pending import Failed, Written
 from megascale.checkpoint.plan import data_file
@@ -41,6 +42,7 @@ log = logging.getLogger("megascale.checkpoint.service")
 _SOCKET, _LOCK = "checkpoint.sock", "checkpoint.lock"
 _POLL = 0.02  # seconds between looks for other services' parts, growing to _POLL_MAX
 _POLL_MAX = 1.0
+_RUN = 64 << 20  # bytes that are written at once while an image is completed
 
 
 @dataclass
@@ -138,19 +140,33 @@ class Service:
         wire.send(sock, {})
 
     def on_staged(self, sock: socket.socket, message: wire.Message) -> None:
-        """A slot is filled: complete it, copy it to the peer, write it. Answers when the slot may be filled anew."""
+        """A slot is filled, or with "follow" is being filled: complete it, copy it to the peer, write it meanwhile.
+
+        Answers when the slot may be filled anew.
+        """
         started = time.monotonic()
         rank = message["rank"]
         slot = self.slots[rank][message["slot"]]
         with self._work(), slot.busy:
             slot.index = self.layouts[rank]
-            crcs, crc = frame(slot.memory.view[: message["size"]], slot.index)
-            slot.become(message, crcs.tolist())
-            problem = None
-            if message.get("peer"):
-                problem = self._replicate(message, slot)
-            if message["persist"]:
-                self._persist(message, slot, crc)
+            staged = _staged(sock, len(slot.index), message.get("follow", False))
+            writing = _Writing(self, message, slot) if message["persist"] else None
+            progress = writing.progress if writing else Progress()
+            crc = problem = None
+            try:
+                try:
+                    crcs, crc = frame(slot.memory.view[: message["size"]], slot.index, staged, progress)
+                finally:
+                    for _ in staged:  # the trainer's next question comes after these
+                        pass
+                slot.become(message, crcs.tolist())
+                if message.get("peer"):
+                    problem = self._replicate(message, slot)
+            finally:
+                progress.fail()
+                if writing:
+                    writing.thread.join()
+                    self._persist(message, slot, crc, writing.error)
         wire.send(sock, {"seconds": time.monotonic() - started, "replica": problem})
 
     def _replicate(self, message: wire.Message, slot: Slot) -> str | None:
@@ -162,20 +178,34 @@ class Service:
             return f"{host}:{port}: {error}"
         return None
 
-    def _persist(self, message: wire.Message, slot: Slot, crc: int) -> None:
+    def write(self, message: wire.Message, slot: Slot, progress: Progress) -> None:
+        """Write one process's file as far as the image is complete, until it is whole and lasting."""
+        rank, step, generation, size = message["rank"], message["step"], message["generation"], message["size"]
+        storage = open_storage(message["storage"])
+        if message.get("leader"):
+            self._begin(storage, message)
+        if size:
+            sink = storage.create(f"{step_name(step)}/{generation}-{data_file(rank)}")
+            try:
+                at = 0
+                while at < size:
+                    ready = progress.wait(min(at + _RUN, size))
+                    # Whole runs: what begins on a page goes to the disk from where it lies.
+                    stop = ready if ready == size else ready - ready % _RUN
+                    sink.write(slot.memory.view[at:stop])
+                    at = stop
+                sink.finish()
+            except BaseException:
+                sink.abort()
+                raise
+
+    def _persist(self, message: wire.Message, slot: Slot, crc: int | None, error: OSError | None) -> None:
+        """What follows when a process's file is written, or was not (then without a checksum, or with an error)."""
         rank, step, generation = message["rank"], message["step"], message["generation"]
         storage = open_storage(message["storage"])
         try:
-            if message.get("leader"):
-                self._begin(storage, message)
-            if message["size"]:
-                sink = storage.create(f"{step_name(step)}/{generation}-{data_file(rank)}")
-                try:
-                    sink.write(slot.memory.view[: message["size"]])
-                    sink.finish()
-                except BaseException:
-                    sink.abort()
-                    raise
+            if error is not None or crc is None:
+                raise error or OSError("its state could not be completed")
             self._part(storage, message, Written(message["size"], crc, slot.crcs))
         except OSError as error:
             why = str(explain(error, storage, message["needed"]))
@@ -312,6 +342,35 @@ class Service:
             with self.changed:
                 self.working -= 1
                 self.last_left = time.monotonic()
+
+
+class _Writing:
+    """A file that is written while its image is completed."""
+
+    def __init__(self, service: Service, message: wire.Message, slot: Slot) -> None:
+        self.progress = Progress()
+        self.error: OSError | None = None
+        self.thread = threading.Thread(target=self._run, args=(service, message, slot), daemon=True)
+        self.thread.start()
+
+    def _run(self, service: Service, message: wire.Message, slot: Slot) -> None:
+        try:
+            service.write(message, slot, self.progress)
+        except OSError as error:
+            self.error = error
+        except Exception as error:
+            log.exception("writing failed")
+            self.error = OSError(repr(error))
+
+
+def _staged(sock: socket.socket, count: int, follow: bool) -> Iterator[int]:
+    """How many chunks of an image have their elements, as the trainer tells it; EOFError if it ends before."""
+    rows = count if not follow else -1
+    while rows < count:
+        rows = wire.receive(sock)["rows"]
+        yield rows
+    if not follow:
+        yield count
 
 
 def serve(folder: Path, linger: float) -> None:

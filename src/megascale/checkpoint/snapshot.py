@@ -22,7 +22,7 @@ import torch
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint import replica, service, wire
 from megascale.checkpoint.layout import Shard
-from megascale.checkpoint.memory import ask
+from megascale.checkpoint.memory import ask, hear
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.pending import BLANK
 from megascale.checkpoint.saver import agree, cut
@@ -303,12 +303,14 @@ class Snapshots:
                     sock = service.connect(self._place, self._linger, self._log)
                 if copy.event is not None:
                     copy.event.synchronize()
+                    wire.send(sock, copy.message)
                 else:
-                    for target, source in slot.pairs:
-                        target.copy_(source)
+                    # The service may begin with what is there.
+                    wire.send(sock, copy.message | {"follow": True})
+                    for rows in slot.copy():
+                        wire.send(sock, {"rows": rows})
                 copy.copied.set()
-                answer = ask(sock, copy.message)
-                copy.outcome.replica = answer["replica"]
+                copy.outcome.replica = hear(sock)["replica"]
             except (OSError, TrainingError) as error:
                 copy.outcome.why = str(error)
                 self._broken = self._broken or isinstance(error, ConnectionError | TrainingError)

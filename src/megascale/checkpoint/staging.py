@@ -9,7 +9,7 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from megascale.checkpoint.saver import Slice, dtype_name
 from megascale.checkpoint.storage import PAGE
 
 log = logging.getLogger(__name__)
+
+_TELL = 32 << 20  # bytes after which the service hears how far a copy is
 
 
 @dataclass
@@ -80,6 +82,17 @@ class Staging:
         self.free.set()
         self.filled = ""  # generation of the image
         self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+
+    def copy(self) -> Iterator[int]:
+        """Copy all chunks, in file order; now and then, and at last, how many are in place."""
+        since = 0
+        for row, (target, source) in enumerate(self.pairs):
+            target.copy_(source)
+            since += target.nbytes
+            if since >= _TELL and row + 1 < len(self.pairs):
+                yield row + 1
+                since = 0
+        yield len(self.pairs)
 
     def close(self) -> None:
         """Give the memory back to the service alone."""
