@@ -130,4 +130,5 @@ def frame(memory: memoryview, index: Index, staged: Iterable[int], progress: Pro
                 whole = archive.combine(whole, piece_crc, size)
             progress.reach(start + length)
         done = rows
+    progress.reach(len(memory))
     return crcs, whole

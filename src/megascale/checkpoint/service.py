@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -22,36 +20,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megascale.checkpoint import folder as folders
-from megascale.checkpoint import pending, replica, wire
-from megascale.checkpoint.folder import Commit, step_name
+from megascale.checkpoint import replica, wire
 from megascale.checkpoint.image import Memory, Progress, Slot, frame
 from megascale.checkpoint.index import Index
-from megascale.checkpoint.pending import Failed, Written
-from megascale.checkpoint.plan import data_file
-from megascale.checkpoint.storage import Storage, open_storage
-from megascale.checkpoint.trouble import explain
+from megascale.checkpoint.pending import Failed
+from megascale.checkpoint.writer import Writer
 from megascale.errors import TrainingError
 
 log = logging.getLogger("megascale.checkpoint.service")
 
 _SOCKET, _LOCK = "checkpoint.sock", "checkpoint.lock"
-_POLL = 0.02  # seconds between looks for other services' parts, growing to _POLL_MAX
-_POLL_MAX = 1.0
-_RUN = 64 << 20  # bytes that are written at once while an image is completed
-
-
-@dataclass
-class Saving:
-    """A save under way on this host."""
-
-    step: int
-    local: set[int]
-    written: dict[int, Written] = field(default_factory=dict)
 
 
 class Service:
@@ -63,11 +44,8 @@ class Service:
         self.slots: dict[int, list[Slot]] = {}
         self.replicas = replica.Replicas()
         self.layouts: dict[int, Index] = {}
-        self.plans: dict[str, tuple[bytes, bytes]] = {}
-        self.saving: dict[str, Saving] = {}
-        self.results: dict[str, dict[str, Any]] = {}
+        self.writer = Writer(self._work, self._deserted)
         self.changed = threading.Condition()
-        self.pruning = threading.Lock()
         self.connections = 0
         self.working = 0
         self.last_left = time.monotonic()
@@ -77,7 +55,11 @@ class Service:
         """Whether to end: nobody connected for a while (or all said goodbye) and nothing left to do."""
         with self.changed:
             idle = not self.connections and not self.working
-            return idle and (self.goodbye or time.monotonic() - self.last_left > self.linger)
+            return idle and (self.goodbye or self._deserted())
+
+    def _deserted(self) -> bool:
+        """Whether no trainer has been here for longer than the service waits for one."""
+        return not self.connections and time.monotonic() - self.last_left > self.linger
 
     def talk(self, sock: socket.socket) -> None:
         """Serve one trainer until it leaves."""
@@ -150,7 +132,7 @@ class Service:
         with self._work(), slot.busy:
             slot.index = self.layouts[rank]
             staged = _staged(sock, len(slot.index), message.get("follow", False))
-            writing = _Writing(self, message, slot) if message["persist"] else None
+            writing = self.writer.start(message, slot) if message["persist"] else None
             progress = writing.progress if writing else Progress()
             crc = problem = None
             try:
@@ -163,10 +145,8 @@ class Service:
                 if message.get("peer"):
                     problem = self._replicate(message, slot)
             finally:
-                progress.fail()
                 if writing:
-                    writing.thread.join()
-                    self._persist(message, slot, crc, writing.error)
+                    writing.finish(crc)
         wire.send(sock, {"seconds": time.monotonic() - started, "replica": problem})
 
     def _replicate(self, message: wire.Message, slot: Slot) -> str | None:
@@ -178,135 +158,20 @@ class Service:
             return f"{host}:{port}: {error}"
         return None
 
-    def write(self, message: wire.Message, slot: Slot, progress: Progress) -> None:
-        """Write one process's file as far as the image is complete, until it is whole and lasting."""
-        rank, step, generation, size = message["rank"], message["step"], message["generation"], message["size"]
-        storage = open_storage(message["storage"])
-        if message.get("leader"):
-            self._begin(storage, message)
-        if size:
-            sink = storage.create(f"{step_name(step)}/{generation}-{data_file(rank)}")
-            try:
-                at = 0
-                while at < size:
-                    ready = progress.wait(min(at + _RUN, size))
-                    # Whole runs: what begins on a page goes to the disk from where it lies.
-                    stop = ready if ready == size else ready - ready % _RUN
-                    sink.write(slot.memory.view[at:stop])
-                    at = stop
-                sink.finish()
-            except BaseException:
-                sink.abort()
-                raise
-
-    def _persist(self, message: wire.Message, slot: Slot, crc: int | None, error: OSError | None) -> None:
-        """What follows when a process's file is written, or was not (then without a checksum, or with an error)."""
-        rank, step, generation = message["rank"], message["step"], message["generation"]
-        storage = open_storage(message["storage"])
-        try:
-            if error is not None or crc is None:
-                raise error or OSError("its state could not be completed")
-            self._part(storage, message, Written(message["size"], crc, slot.crcs))
-        except OSError as error:
-            why = str(explain(error, storage, message["needed"]))
-            with contextlib.suppress(OSError):
-                pending.add_failure(storage, step, generation, rank, why)
-            if message.get("leader"):
-                self._settle(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
-            raise TrainingError(why) from None
-        if message.get("leader"):
-            self._watch(storage, step, generation)
-
-    def _begin(self, storage: Storage, message: wire.Message) -> None:
-        with self.pruning:  # what is being removed counts as free
-            free = storage.free()
-        if free is not None and free < message["needed"]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        plan, metadata = self.plans[message["plan"]]
-        pending.begin(
-            storage,
-            message["step"],
-            message["generation"],
-            message["ranks"],
-            message["keep"],
-            json.loads(message["state"]),
-            plan,
-            metadata,
-        )
-
     def on_plan(self, sock: socket.socket, message: wire.Message) -> None:
         """The whole plan and torch's form of it, from the first process: sent once, used for every save."""
         size = message["index_bytes"]
-        self.plans = {message["plan"]: (bytes(message.body[:size]), bytes(message.body[size:]))}
+        self.writer.plans = {message["plan"]: (bytes(message.body[:size]), bytes(message.body[size:]))}
         wire.send(sock, {})
-
-    def _part(self, storage: Storage, message: wire.Message, written: Written) -> None:
-        """Note that a process's file is written; the last of this host's processes writes the part record."""
-        with self.changed:
-            saving = self.saving.setdefault(message["generation"], Saving(message["step"], set(message["local"])))
-            saving.written[message["rank"]] = written
-            last = saving.written.keys() >= saving.local
-            if last:
-                del self.saving[message["generation"]]
-        if last:
-            pending.add_part(storage, message["step"], message["generation"], saving.written)
-
-    def _watch(self, storage: Storage, step: int, generation: str) -> None:
-        threading.Thread(target=self._commit, args=(storage, step, generation), daemon=True).start()
-
-    def _commit(self, storage: Storage, step: int, generation: str) -> None:
-        """Commit once all services' parts are there; give up when one failed or a later save has overtaken it."""
-        result: dict[str, Any]
-        pause = _POLL
-        with self._work():
-            while True:
-                try:
-                    found = pending.try_commit(storage, step, generation)
-                    if found is not None:
-                        return self._committed(storage, step, generation, *found)
-                except (Failed, OSError, ValueError) as error:
-                    why = str(error) if isinstance(error, Failed) else f"the commit failed: {error}"
-                    return self._settle(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
-                if max((g for g, r in list(self.results.items()) if r["committed"]), default="") > generation:
-                    result = {"committed": False, "why": "a later save was committed first"}
-                    return self._settle(storage, step, generation, result, withdraw=True)
-                if not self.connections and time.monotonic() - self.last_left > self.linger:
-                    # What is there stays: the next start commits it if the rest has come by then.
-                    result = {"committed": False, "why": "other hosts' parts did not come"}
-                    return self._settle(storage, step, generation, result, withdraw=False)
-                time.sleep(pause)
-                pause = min(pause * 1.5, _POLL_MAX)
-
-    def _committed(self, storage: Storage, step: int, generation: str, commit: Commit, keep: int) -> None:
-        """Say so, then remove older checkpoints: that takes a while, and nobody need wait for it."""
-        with self.pruning:
-            result = {"committed": True, "bytes": commit.size}
-            self._settle(storage, step, generation, result, withdraw=False)
-            try:
-                folders.prune(storage, keep)
-            except OSError as error:
-                log.warning("older checkpoints could not be removed: %s", error)
 
     def on_pruned(self, sock: socket.socket, message: wire.Message) -> None:
         """Answer when the checkpoints that a commit made superfluous are gone."""
-        with self.pruning:
+        with self.writer.pruned():
             wire.send(sock, {})
-
-    def _settle(self, storage: Storage, step: int, generation: str, result: dict[str, Any], withdraw: bool) -> None:
-        if withdraw:
-            with contextlib.suppress(OSError):
-                folders.withdraw(storage, step, generation)
-        with self.changed:
-            self.results[generation] = result
-            self.changed.notify_all()
 
     def on_wait(self, sock: socket.socket, message: wire.Message) -> None:
         """Answer when a save is committed or given up."""
-        with self.changed:
-            while not self.changed.wait_for(lambda: message["generation"] in self.results, timeout=1.0):
-                if not wire.alive(sock):
-                    raise EOFError
-        wire.send(sock, self.results[message["generation"]])
+        wire.send(sock, self.writer.wait(message["generation"], lambda: wire.alive(sock)))
 
     def on_list(self, sock: socket.socket, message: wire.Message) -> None:
         """What lies in memory here: own images and replicas of other hosts'."""
@@ -342,25 +207,6 @@ class Service:
             with self.changed:
                 self.working -= 1
                 self.last_left = time.monotonic()
-
-
-class _Writing:
-    """A file that is written while its image is completed."""
-
-    def __init__(self, service: Service, message: wire.Message, slot: Slot) -> None:
-        self.progress = Progress()
-        self.error: OSError | None = None
-        self.thread = threading.Thread(target=self._run, args=(service, message, slot), daemon=True)
-        self.thread.start()
-
-    def _run(self, service: Service, message: wire.Message, slot: Slot) -> None:
-        try:
-            service.write(message, slot, self.progress)
-        except OSError as error:
-            self.error = error
-        except Exception as error:
-            log.exception("writing failed")
-            self.error = OSError(repr(error))
 
 
 def _staged(sock: socket.socket, count: int, follow: bool) -> Iterator[int]:
