@@ -104,7 +104,7 @@ def test_packed_refuses_what_is_not_one_tensor():
     sizes=st.sampled_from([(6, 0), (16, 16), (20, 6)]),
     ffn=st.sampled_from([1, 24, 50]),
     activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu"]),
-    has_bias=st.booleans(),
+    has_bias=st.sampled_from(["no", "mlp", "wide"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
@@ -112,10 +112,11 @@ def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
     columns = 2 * ffn if activation == "swiglu" else ffn
     tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
     x = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
-    bias = torch.randn(columns).to(dtype) if has_bias else None
+    bias = None if has_bias == "no" else torch.randn(columns if has_bias == "mlp" else x.shape[-1]).to(dtype)
 
     def split(wide, bias):
-        *parts, inner = split_wide(wide * 1.0, N, G, D, activation, bias, *tables, True)
+        mlp, whole = (None, bias) if has_bias == "wide" else (bias, None)
+        *parts, inner = split_wide(wide * 1.0, N, G, D, activation, mlp, *tables, True, whole)
         return torch.cat([_joined(parts), 4 * inner], dim=-1)
 
     compare(split, split, (x, bias), 2 * TOLERANCE[dtype])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import interpreted  # noqa: F401  (first: it prepares the interpreter)
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools import TOLERANCE, compare, distance
 
-from megascale.ops import dispatch
+from megascale.ops import dispatch, norm
 from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
 from megascale.ops.norm import (
     add_norm,
@@ -69,8 +70,13 @@ def test_rms_norm(lead, width, dtype):
 
 
 @FEW
-@given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans())
-def test_add_norm(lead, width, dtype, kind, has_x_bias):
+@given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans(), st.booleans())
+def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
+    with mock.patch.object(norm, "WIDEST_WITH_SUM", 1 if wide else norm.WIDEST_WITH_SUM):
+        add_norm_matches(lead, width, dtype, kind, has_x_bias)
+
+
+def add_norm_matches(lead, width, dtype, kind, has_x_bias):
     x, residual = random(*lead, width, dtype=dtype), random(*lead, width, dtype=dtype).flip(-1)
     weight = random(width, dtype=dtype)
     bias = weight.flip(0) if kind == "layernorm" else None
@@ -113,15 +119,30 @@ def parameter(*shape: int, dtype: torch.dtype, main: bool) -> torch.Tensor:
     return made
 
 
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "add layernorm", "add rmsnorm", "gelu", "swiglu", "wide"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "layernorm",
+        "rmsnorm",
+        "add layernorm",
+        "add rmsnorm",
+        "gelu",
+        "gelu added",
+        "swiglu",
+        "swiglu added",
+        "wide",
+        "wide added",
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_go_straight_to_main_grad(kind, dtype):
     """What autograd would give, added to what main_grad holds, each parameter told once and no gradient left over."""
     width = 40
 
     def run(main: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-        x = random(9, 2, 2 * width if kind == "swiglu" else 6 * width if kind == "wide" else width, dtype=dtype)
+        x = random(9, 2, 2 * width if "swiglu" in kind else 6 * width if "wide" in kind else width, dtype=dtype)
         x.requires_grad_()
+        added = kind.endswith("added")
         weight, bias = (parameter(width, dtype=dtype, main=main) for _ in range(2))
         x_bias = parameter(width, dtype=dtype, main=main)
         used = [weight, bias]
@@ -134,13 +155,18 @@ def test_gradients_go_straight_to_main_grad(kind, dtype):
             used = [weight, x_bias] if plain else [weight, bias, x_bias]
             given = (None, 1e-5, "rmsnorm") if plain else (bias, 1e-5, "layernorm")
             y = torch.cat(add_norm(x, x.flip(0), weight, *given, x_bias), -1)
-        elif kind == "gelu":
-            used, y = [bias], gelu(x, bias)
+        elif "gelu" in kind:
+            used, y = [bias], gelu(x, bias, added=added)
+        elif kind == "wide added":
+            used = [parameter(6 * width, dtype=dtype, main=main)]
+            y = torch.cat(
+                [part.flatten(2) for part in split_wide(x * 1.0, 2, 1, width, "swiglu", wide_bias=used[0])], -1
+            )
         else:
             both = parameter(2 * width, dtype=dtype, main=main)
             used = [both]
-            if kind == "swiglu":
-                y = swiglu(x, both)
+            if "swiglu" in kind:
+                y = swiglu(x, both, added)
             else:
                 y = split_wide(x, 2, 1, width, "swiglu", both)[3]
         y.float().square().sum().backward()
@@ -165,6 +191,21 @@ def test_gelu(lead, width, dtype, has_bias, approximate):
         2 * TOLERANCE[dtype],
     )
     assert dispatch.active()["gelu"] == "triton"
+
+
+@FEW
+@given(leading, widths, dtypes, st.sampled_from(["gelu", "swiglu"]))
+def test_a_bias_that_is_in_already_gets_its_gradient(lead, width, dtype, kind):
+    columns = width if kind == "gelu" else 2 * width
+    x, b = random(*lead, columns, dtype=dtype), random(columns, dtype=dtype)
+    fused, plain = (gelu, gelu_reference) if kind == "gelu" else (swiglu, swiglu_reference)
+    compare(
+        lambda x, b: fused((x + b.detach()).to(x.dtype), b, added=True),
+        lambda x, b: plain((x + b.detach()).to(x.dtype) + (b - b.detach())),
+        (x, b),
+        2 * TOLERANCE[dtype],
+    )
+    assert dispatch.active()[kind] == "triton"
 
 
 def test_gelu_of_every_bfloat16():

@@ -80,6 +80,12 @@ CASES: dict[str, Callable[[], None]] = {
         zeros(8, 2, 5120),
         zeros(5120),
     ),
+    "add norm, narrow": lambda: both_passes(
+        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
+        zeros(8, 2, 2048),
+        zeros(8, 2, 2048),
+        zeros(2048),
+    ),
     "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
     "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
@@ -87,6 +93,14 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary interleaved": lambda: rotary(True),
     "split wide": lambda: both_passes(
         lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", b), zeros(8, 2, 15360 + 20480), zeros(20480)
+    ),
+    "gelu, bias in already": lambda: both_passes(
+        lambda x, b: activation.gelu(x, b, added=True), zeros(8, 2, 20480), collecting(20480)
+    ),
+    "split wide, its product's bias": lambda: both_passes(
+        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", wide_bias=b),
+        zeros(8, 2, 15360 + 20480),
+        collecting(15360 + 20480),
     ),
     "dropout add": lambda: both_passes(
         lambda x, b, r: dropout.dropout_add(x, b, r, 0.1, 1 << 50, 0, 0),

@@ -18,6 +18,7 @@ from megascale.config import ModelConfig
 from megascale.core.tensors import Piece
 from megascale.ops.activation import gelu, swiglu
 from megascale.ops.attention import attention
+from megascale.ops.dispatch import use_fused
 from megascale.ops.dropout import dropout_add, dropout_key
 from megascale.ops.norm import NormKind, add_norm, layer_norm, rms_norm
 from megascale.ops.rope import split_qkv
@@ -112,10 +113,12 @@ class ColumnLinear(nn.Module):
         self.weight = parameter((columns, hidden), Spec(pieces, init_std=std), dtype)
         self.bias = column_bias(parts, axis, dtype) if bias else None
 
-    def forward(self, x_SBH: torch.Tensor, again: Norm | None = None) -> torch.Tensor:
+    def forward(self, x_SBH: torch.Tensor, again: Norm | None = None, reader_sums: bool = False) -> torch.Tensor:
         """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `again` the product is of again(x), which is
-        computed again in backward instead of being kept."""
-        return gather_linear(x_SBH, self.weight, self.bias, self.axis, again)
+        computed again in backward instead of being kept. With `reader_sums` whoever reads the result makes the bias's
+        gradient, which is its own gradient's sum over the rows."""
+        bias = self.bias.detach() if reader_sums and self.bias is not None else self.bias
+        return gather_linear(x_SBH, self.weight, bias, self.axis, again)
 
 
 def column_bias(parts: Sequence[tuple[str, int]], axis: Axis, dtype: torch.dtype) -> nn.Parameter:
@@ -183,13 +186,13 @@ class Block(nn.Module):
             assert self.norm2 is not None
             x_SBH, qkv = self._into(self.qkv, self.norm1, x)
             y = linear_scatter(self.axis, self._attend(self._split(qkv, rotary), step), self.attention_out)
-            x_SBH, inner = self._into(
-                self.mlp_in, self.norm2, self._add(y, x_SBH, 0, step, True, self.attention_out_bias)
-            )
+            between = self._add(y, x_SBH, 0, step, True, self.attention_out_bias)
+            x_SBH, inner = self._into(self.mlp_in, self.norm2, between, self._sums_bias(y))
             return self._add(self._out(inner), x_SBH, 1, step, later, self.mlp_out_bias)
         if self.one_product:
-            x_SBH, wide = self._into(self.into, self.norm1, x)
-            if self._again("activation") or self.qkv_bias is not None:
+            in_parts = self._again("activation") or self.qkv_bias is not None
+            x_SBH, wide = self._into(self.into, self.norm1, x, not in_parts and self._sums_bias(x))
+            if in_parts:
                 width = (self.heads + 2 * self.kv_heads) * self.model.head_size
                 parts = self._split(_biased(wide[..., :width], self.qkv_bias), rotary)
                 y = self._out(wide[..., width:], self._attend(parts, step))
@@ -198,7 +201,7 @@ class Block(nn.Module):
         else:
             assert self.norm2 is not None
             x_SBH, qkv = self._into(self.qkv, self.norm1, x)
-            _, inner = self._into(self.mlp_in, self.norm2, x_SBH)
+            _, inner = self._into(self.mlp_in, self.norm2, x_SBH, self._sums_bias(x_SBH))
             y = self._out(inner, self._attend(self._split(qkv, rotary), step))
         return self._add(y, x_SBH, 0, step, later, self.attention_out_bias, self.mlp_out_bias)
 
@@ -206,13 +209,21 @@ class Block(nn.Module):
         """Whether backward computes "norms" or the "activation" again instead of keeping them."""
         return self.recompute in (what, "selective") and torch.is_grad_enabled()
 
-    def _into(self, product: ColumnLinear, norm: Norm, x: torch.Tensor | Unadded) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sums_bias(self, x: torch.Tensor | Unadded) -> bool:
+        """Whether the activation makes the gradient of its product's bias: where it is fused. A plain one would take a
+        pass more for it."""
+        name = "split wide" if self.one_product else "swiglu" if self.model.gated else "gelu"
+        return use_fused(name, x if isinstance(x, torch.Tensor) else x.y_SBH)
+
+    def _into(
+        self, product: ColumnLinear, norm: Norm, x: torch.Tensor | Unadded, reader_sums: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream as it enters, and the product of its norm."""
         if self._again("norms"):
             x_SBH = x if isinstance(x, torch.Tensor) else x.total()
-            return x_SBH, product(x_SBH, norm)
+            return x_SBH, product(x_SBH, norm, reader_sums)
         x_SBH, normed = norm.of(x)
-        return x_SBH, product(normed)
+        return x_SBH, product(normed, None, reader_sums)
 
     def _out(self, inner: torch.Tensor, attended: torch.Tensor | None = None) -> torch.Tensor:
         """The MLP's output product, with the attention's in the same sum in a parallel block."""
@@ -237,6 +248,7 @@ class Block(nn.Module):
             cos,
             sin,
             self.model.rotary_interleaved,
+            self.into.bias if self._sums_bias(wide) else None,
         )
         return linear_scatter(self.axis, self._attend((q, k, v), step), self.attention_out, inner, self.mlp_out)
 
@@ -258,9 +270,13 @@ class Block(nn.Module):
         return attention(q, k, v, window=self.window)
 
     def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        # The MLP's own product has added its bias, and what is left is its gradient; that of one half of a wide product
+        # is added here.
+        added = not self.one_product and self._sums_bias(x)
+        bias = self.mlp_in.bias if added else self.mlp_in_bias
         if self.model.gated:
-            return swiglu(x, self.mlp_in_bias)
-        return gelu(x, self.mlp_in_bias, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
+            return swiglu(x, bias, added)
+        return gelu(x, bias, "tanh" if self.model.activation == "gelu_tanh" else "none", added)
 
     def _add(
         self,

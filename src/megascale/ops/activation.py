@@ -1,7 +1,8 @@
 """GeLU and SwiGLU with the bias of the projection before them, forward and backward.
 
 Only the projection's output is kept; the backward kernel reads it with the gradient, writes the input's gradient
-and sums the bias's on the way, in a fixed order.
+and sums the bias's on the way, in a fixed order. A bias that the projection has `added` already is summed here too:
+its gradient is in registers, and a pass over the wide gradient is saved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops.dispatch import jit, tl, triton, use_fused
-from megascale.ops.reduce import deliver, flat_rows, split_rows
+from megascale.ops.reduce import add_parts, deliver, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]
 
@@ -74,6 +75,7 @@ def _gelu_kernel(
     TANH: tl.constexpr,
     NARROW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -81,15 +83,16 @@ def _gelu_kernel(
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     first = tl.program_id(1) * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
-    if HAS_BIAS:
+    if HAS_BIAS and not ADDED:
         bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    if HAS_BIAS:
         d_bias = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(first, last, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         inside = (row[:, None] < last) & (column[None, :] < width)
         row_64 = row[:, None].to(tl.int64)
         x = tl.load(x_ptr + row_64 * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS:
+        if HAS_BIAS and not ADDED:
             x += bias[None, :]
         value, slope = _gelu(x, TANH, NARROW)
         if BACKWARD:
@@ -116,6 +119,7 @@ def _swiglu_kernel(
     out_stride,
     rows_a_part,
     HAS_BIAS: tl.constexpr,
+    ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -124,9 +128,10 @@ def _swiglu_kernel(
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     first = tl.program_id(1) * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
-    if HAS_BIAS:
+    if HAS_BIAS and not ADDED:
         bias_g = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
         bias_u = tl.load(bias_ptr + width + column, mask=column < width, other=0.0).to(tl.float32)
+    if HAS_BIAS:
         d_bias_g = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
         d_bias_u = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for start in range(first, last, BLOCK_R):
@@ -136,7 +141,7 @@ def _swiglu_kernel(
         at = x_ptr + row_64 * stride + column[None, :]
         gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS:
+        if HAS_BIAS and not ADDED:
             gate += bias_g[None, :]
             up += bias_u[None, :]
         half = tl.sigmoid(gate)
@@ -165,10 +170,12 @@ def _run(
     dy_TF: Tensor | None,
     out_TF: Tensor,
     width: int,
-    tile: tuple[int, int, int] = TILE,
+    tile: tuple[int, int, int],
+    added: bool,
+    main: Tensor | None,
     **meta: Any,
 ) -> Tensor | None:
-    """Launch over [T, width] tiles; returns the bias gradient where there is a bias and a dy."""
+    """Launch over [T, width] tiles; returns the bias gradient where there is one and a dy, unless `main` takes it."""
     T = x_TF.shape[0]
     rows, most, programs = tile
     block = min(most, max(16, triton.next_power_of_2(width)))
@@ -176,34 +183,52 @@ def _run(
     a_part, parts = split_rows(T, rows, max(1, programs // columns))
     partial = None
     if bias is not None and dy_TF is not None:
-        partial = torch.empty((parts, bias.shape[0]), dtype=torch.float32, device=x_TF.device)
+        partial = torch.empty((parts, x_TF.shape[1]), dtype=torch.float32, device=x_TF.device)
     kernel[(columns, parts)](
         *(x_TF, bias, dy_TF, out_TF, partial, T, width, x_TF.stride(0)),
         *(0 if dy_TF is None else dy_TF.stride(0), out_TF.stride(0), a_part),
         HAS_BIAS=bias is not None,
+        ADDED=added,
         BACKWARD=dy_TF is not None,
         BLOCK_R=rows,
         BLOCK_C=block,
         **meta,
     )
-    return None if partial is None or bias is None else deliver(partial, bias)[0]
+    if partial is None or bias is None:
+        return None
+    if main is not None:
+        add_parts(partial, main)
+        return None
+    return deliver(partial, bias)[0]
 
 
 Kind = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
 def run_activation(
-    kind: Kind, x_TF: Tensor, bias: Tensor | None, dy_TF: Tensor | None, out_TF: Tensor
+    kind: Kind,
+    x_TF: Tensor,
+    bias: Tensor | None,
+    dy_TF: Tensor | None,
+    out_TF: Tensor,
+    added: bool = False,
+    main: Tensor | None = None,
 ) -> Tensor | None:
     """Fused activation (or, with dy, its gradient) of rows into rows, strided as they come; returns the bias gradient.
 
-    x_TF: [T, F], or [T, 2F] for swiglu; out_TF: the result [T, F], or with dy_TF [T, F] the gradient of x.
+    x_TF: [T, F], or [T, 2F] for swiglu; out_TF: the result [T, F], or with dy_TF [T, F] the gradient of x. added: x has
+    the bias in it, whose gradient alone is wanted. main: float32, as wide as x; the bias gradient is added to it.
     """
     if kind == "swiglu":
-        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2)
+        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main)
     meta = {"TANH": kind == "gelu_tanh", "NARROW": x_TF.element_size() < 4}
     tile = TILE_WITHOUT_SUMS if dy_TF is None else TILE
-    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, **meta)
+    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, **meta)
+
+
+def has_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """x, which has `bias` in it without autograd knowing: the same numbers, and bias gets its gradient."""
+    return x + (bias - bias.detach())
 
 
 def activation_reference(kind: Kind, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -215,33 +240,40 @@ def activation_reference(kind: Kind, x: Tensor, bias: Tensor | None = None) -> T
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: Kind) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: Kind, added: bool) -> Tensor:
         flat = flat_rows(x)
         ctx.save_for_backward(flat)
         ctx.bias = bias  # the parameter itself carries main_grad
-        ctx.kind, ctx.shape = kind, x.shape
+        ctx.kind, ctx.shape, ctx.added = kind, x.shape, added
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
         y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
-        run_activation(kind, flat, bias, None, y)
+        run_activation(kind, flat, bias, None, y, added)
         return y.view(*x.shape[:-1], width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (flat,), bias = ctx.saved_tensors, ctx.bias
         dx = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        d_bias = run_activation(ctx.kind, flat, bias, flat_rows(grads[0]), dx)
-        return dx.view(ctx.shape), d_bias, None
+        d_bias = run_activation(ctx.kind, flat, bias, flat_rows(grads[0]), dx, ctx.added)
+        return dx.view(ctx.shape), d_bias, None, None
 
 
-def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
-    """gelu(x + bias) of x [..., F] and bias [F]; only x and bias are kept for the backward pass."""
+def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none", added: bool = False) -> Tensor:
+    """gelu(x + bias) of x [..., F] and bias [F]; only x and bias are kept for the backward pass.
+
+    added: x has the bias in it already (without autograd knowing), and only the bias's gradient is made here.
+    """
     if x.numel() and use_fused("gelu", x, bias):
-        return _Activation.apply(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
+        return _Activation.apply(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu", added)
+    if added and bias is not None:
+        x, bias = has_bias(x, bias), None
     return gelu_reference(x, bias, approximate)
 
 
-def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of x + bias, x [..., 2F] = [gate | up], bias [2F]; returns [..., F]."""
+def swiglu(x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor:
+    """silu(gate) * up of x + bias, x [..., 2F] = [gate | up], bias [2F]; returns [..., F]. added: as for `gelu`."""
     if x.numel() and use_fused("swiglu", x, bias):
-        return _Activation.apply(x, bias, "swiglu")
+        return _Activation.apply(x, bias, "swiglu", added)
+    if added and bias is not None:
+        x, bias = has_bias(x, bias), None
     return swiglu_reference(x, bias)

@@ -18,6 +18,7 @@ from megascale.ops.reduce import PARTS, column_sum, deliver, finish, flat_rows, 
 NormKind = Literal["layernorm", "rmsnorm"]
 
 WIDEST = 32768  # a row must fit a program's registers
+WIDEST_WITH_SUM = 4096  # and so must one sum more
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -114,6 +115,7 @@ def _backward_kernel(
     rstd_ptr,
     dx_ptr,
     part_ptr,
+    add_part_ptr,
     rows,
     width,
     dy_stride,
@@ -123,6 +125,7 @@ def _backward_kernel(
     CENTRE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    ADD_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -131,6 +134,7 @@ def _backward_kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     d_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    d_add_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     first = part * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
     # The next rows are on their way while these are reduced: a wide program has its multiprocessor to itself.
@@ -157,6 +161,8 @@ def _backward_kernel(
         if ADD:
             dx += d_total.to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=inside)
+        if ADD_BIAS:
+            d_add_bias += tl.where(inside, dx, 0.0)
         d_weight += dy * normed
         if HAS_BIAS:
             d_bias += dy
@@ -165,6 +171,8 @@ def _backward_kernel(
     tl.store(to, tl.sum(d_weight, 0), mask=column < width)
     if HAS_BIAS:
         tl.store(to + width, tl.sum(d_bias, 0), mask=column < width)
+    if ADD_BIAS:
+        tl.store(add_part_ptr + part * width + column, tl.sum(d_add_bias, 0), mask=column < width)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -210,25 +218,46 @@ def _backward(
     bias: Tensor | None,
     statistics: Tensor,
     centre: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Launch; returns the gradients of what was normed (plus d_total), and of weight and bias as `deliver` does."""
+    add_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Launch; returns the gradients of what was normed (plus d_total), and of weight, bias and the bias that was added
+    before, as `deliver` does."""
     T, H = x_TH.shape
     dx = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
     block, rows, warps = _tile(H)
     rows = max(rows, 4096 // block)  # narrow rows: more loads in flight
     a_part, parts = split_rows(T, rows, PARTS)
     partial = torch.empty((parts, (1 if bias is None else 2) * H), dtype=torch.float32, device=x_TH.device)
+    # The sum over dx of wide rows does not fit the registers; they take a pass more.
+    within = add_bias is not None and block <= WIDEST_WITH_SUM
+    added = torch.empty((parts, H), dtype=torch.float32, device=x_TH.device) if within else None
     _backward_kernel[(parts,)](
-        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, T, H),
+        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, added, T, H),
         *(dy_TH.stride(0), 0 if d_total_TH is None else d_total_TH.stride(0), x_TH.stride(0), a_part),
         CENTRE=centre,
         HAS_BIAS=bias is not None,
         ADD=d_total_TH is not None,
+        ADD_BIAS=within,
         ROWS=rows,
         BLOCK=block,
         num_warps=warps,
     )
-    return dx, *deliver(partial, weight, bias)
+    if add_bias is None:
+        d_add_bias = None
+    elif added is None:
+        d_add_bias = _bias_gradient(add_bias, dx)
+    else:
+        d_add_bias = deliver(added, add_bias)[0]
+    return dx, *deliver(partial, weight, bias), d_add_bias
+
+
+def _bias_gradient(bias: Tensor, dx_TH: Tensor) -> Tensor | None:
+    main = getattr(bias, "main_grad", None)
+    if main is None:
+        return column_sum(dx_TH)
+    column_sum(dx_TH, main)
+    finish(bias)
+    return None
 
 
 class _Norm(torch.autograd.Function):
@@ -246,17 +275,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, _, statistics = ctx.saved_tensors
         dy = flat_rows(grads[0])
-        dx, d_weight, d_bias = _backward(dy, None, x_TH, ctx.weight, ctx.bias, statistics, ctx.centre)
+        dx, d_weight, d_bias, _ = _backward(dy, None, x_TH, ctx.weight, ctx.bias, statistics, ctx.centre)
         return dx.view(ctx.shape), d_weight, d_bias, None, None
-
-
-def _bias_gradient(bias: Tensor, dx_TH: Tensor) -> Tensor | None:
-    main = getattr(bias, "main_grad", None)
-    if main is None:
-        return column_sum(dx_TH)
-    column_sum(dx_TH, main)
-    finish(bias)
-    return None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -281,8 +301,9 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total, _, statistics = ctx.saved_tensors
         d_total, dy = (flat_rows(grad) for grad in grads)
-        dx, d_weight, d_bias = _backward(dy, d_total, total, ctx.weight, ctx.bias, statistics, ctx.centre)
-        d_x_bias = None if ctx.x_bias is None else _bias_gradient(ctx.x_bias, dx)
+        dx, d_weight, d_bias, d_x_bias = _backward(
+            dy, d_total, total, ctx.weight, ctx.bias, statistics, ctx.centre, ctx.x_bias
+        )
         return dx.view(ctx.shape), dx.view(ctx.shape), d_x_bias, d_weight, d_bias, None, None
 
 

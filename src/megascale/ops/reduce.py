@@ -75,6 +75,12 @@ def sum_parts(parts_PC: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def add_parts(parts_PC: Tensor, out: Tensor) -> None:
+    """Add the sum of float32 partial sums over the first dimension to `out` [C]."""
+    assert parts_PC.shape[1] == out.numel(), (parts_PC.shape, out.shape)
+    _sum(parts_PC, out, out, True)
+
+
 def _sum(parts_PC: Tensor, out: Tensor, second: Tensor, accumulate: bool) -> None:
     P, C = parts_PC.shape
     _sum_parts_kernel[(triton.cdiv(C, 64),)](
@@ -118,5 +124,5 @@ def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
     _column_sum_kernel[grid](x_TC, partial, T, C, x_TC.stride(0), a_part, BLOCK_R=block_r, BLOCK_C=block_c)
     if out is None:
         return sum_parts(partial, x_TC.dtype)
-    _sum(partial, out, out, True)
+    add_parts(partial, out)
     return out

@@ -168,7 +168,7 @@ class _GatherLinear(torch.autograd.Function):
         # The scatter is on the wire while the weight's gradient is computed.
         scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis, beside=True)
         dw = weight_gradient(ctx.weight, dy, gathering.wait())
-        db = bias_gradient(ctx.bias, dy)
+        db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
         dx: torch.Tensor | None = scattering.wait()
         if leaf is not None:
             torch.autograd.backward(x, dx)
@@ -229,8 +229,9 @@ def gather_linear(
 ) -> torch.Tensor:
     """Column-parallel product: [s/t, b, h] -> [s, b, columns/t].
 
-    weight [columns/t, h] and bias [columns/t] are this rank's columns. With `produce` (a norm) the product is of
-    produce(x), which is computed again in backward instead of being kept.
+    weight [columns/t, h] and bias [columns/t] are this rank's columns; the gradient of a detached bias is made by
+    whoever reads the result. With `produce` (a norm) the product is of produce(x), which is computed again in backward
+    instead of being kept.
     """
     return _GatherLinear.apply(x, weight, bias, axis, produce)
 
