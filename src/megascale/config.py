@@ -199,6 +199,12 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks (with sequence parallelism)")
     pipeline: int = Field(1, ge=1, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, description="model chunks a stage (interleaved 1F1B when above 1)")
+    round_size: int | None = Field(
+        None,
+        ge=1,
+        description="micro-batches that each chunk of a stage takes in turn (interleaved 1F1B); default: pipeline. On "
+        "slow networks more of them hide gradients and parameters on the wire, for more activations held",
+    )
     data: int | None = Field(None, ge=1, description="data-parallel ranks; default: what is left of the world")
     layer_split: list[int] | None = Field(
         None, description="layers of each model chunk, in model order; default: balanced with the logits"

@@ -29,13 +29,21 @@ from megascale.core.schedule import (
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 2**32))
-def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, overlap, seed):
-    schedule = pipeline_schedule(p, v, m, reduce_each)
+@given(
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**32),
+    st.none() | st.integers(1, 45),
+)
+def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, overlap, seed, round_size):
+    schedule = pipeline_schedule(p, v, m, reduce_each, round_size)
     schedule = schedule if overlap else without_overlap(schedule)
     report = check(schedule, seed=seed)
     assert report.messages == (2 * (p * v - 1) * m if p > 1 else 0)
-    assert report.in_flight == tuple(in_flight_bound(p, v, m, s) for s in range(p))
+    assert report.in_flight == tuple(in_flight_bound(p, v, m, s, round_size) for s in range(p))
     assert report == check(schedule)
 
 
@@ -124,7 +132,7 @@ def test_one_communicator_for_both_ways_deadlocks():
 
 def test_a_short_last_round_deadlocks(monkeypatch):
     """Why a remainder is spread over the rounds."""
-    monkeypatch.setattr(schedules, "round_sizes", lambda p, m: [p] * (m // p) + [m % p] * (m % p > 0))
+    monkeypatch.setattr(schedules, "round_sizes", lambda p, m, _: [p] * (m // p) + [m % p] * (m % p > 0))
     with pytest.raises(ScheduleError, match="deadlocks"):
         check(interleaved_1f1b(4, 3, 5))
 

@@ -269,3 +269,14 @@ def test_a_12288_gpu_step_replays_quickly():
         replay(graph, durations)
         times.append(time.perf_counter() - begin)
     assert min(times) < 0.5
+
+
+def test_one_long_round_hides_slow_collectives_at_equal_bubble():
+    """Of two stages of four chunks with eight micro-batches, where collectives last as long as two micro-batches."""
+    short, long = (Graph.of(pipeline_schedule(2, 4, 8, False, size)) for size in (None, 8))
+    alone, slow = [], []
+    for graph in (short, long):
+        alone.append(float(replay(graph, graph.durations(1.0, 2.0)).makespan))
+        slow.append(float(replay(graph, graph.durations(1.0, 2.0, gather=6.0, reduce=6.0)).makespan))
+    assert alone[0] == alone[1]
+    assert slow[1] - alone[1] < 0.5 * (slow[0] - alone[0])

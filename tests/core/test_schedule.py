@@ -179,3 +179,20 @@ def test_the_paper_s_175b_schedule():
     assert [len(t) for t in schedule.table] == [2 * 192 + 4 * 192 - 2 * 32 * (s in (0, 7)) + 12 for s in range(8)]
     assert schedule.in_flight(0) == 55
     assert np.all([schedule.in_flight(s) == 55 - 2 * s for s in range(8)])
+
+
+@settings(deadline=None)
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 30), st.integers(1, 30))
+def test_long_rounds_take_as_many_microbatches_of_a_chunk_in_turn(p, v, m, round_size):
+    sizes = round_sizes(p, m, round_size)
+    assert sum(sizes) == m
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= min(m, max(p, round_size))
+    forwards = [a for a in pipeline_schedule(p, v, m, False, round_size)[0] if a.kind == ActionKind.FORWARD]
+    assert [a.microbatch for a in forwards[: sizes[0]]] == list(range(sizes[0]))
+    assert all(a.chunk == i // sizes[0] for i, a in enumerate(forwards[: v * sizes[0]]))
+
+
+def test_rounds_of_the_pipelines_length_are_the_default():
+    assert pipeline_schedule(4, 3, 12, False, 4) == pipeline_schedule(4, 3, 12)
+    assert pipeline_schedule(4, 3, 12, False, 12) != pipeline_schedule(4, 3, 12)

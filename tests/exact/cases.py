@@ -90,6 +90,12 @@ HARD = {
     "uneven rounds, 4 stages of 3, one layer each": case(
         2, 4, 1, virtual=3, microbatches=5, model={"layers": 12, "block": "parallel"}
     ),
+    "one round of all micro-batches": case(
+        1, 2, 2, virtual=3, microbatches=5, model={"layers": 6}, parallel={"round_size": 5}
+    ),
+    "rounds longer than the pipeline, transfers exposed": case(
+        1, 2, 2, virtual=2, microbatches=7, zero=2, parallel={"round_size": 3}, overlap={"pipeline": False}
+    ),
     "uneven rounds, transfers exposed": case(
         1, 2, 2, virtual=2, microbatches=5, model={"layers": 5}, overlap={"pipeline": False}
     ),
@@ -208,6 +214,7 @@ def cases(draw: st.DrawFn) -> Case:
         zero=pick(0, 1, 2),
         parallel={
             "layer_split": split,
+            "round_size": None if virtual == 1 else pick(None, pipeline + 1, 7),
             "bucket_elements": pick(40_000_000, 900),
             "recompute": pick("none", "norms", "activation", "selective", "full"),
         },

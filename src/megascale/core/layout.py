@@ -31,7 +31,11 @@ class Layout:
         """The pipeline schedule of a step."""
         parallel = self.config.parallel
         schedule = pipeline_schedule(
-            parallel.pipeline, parallel.virtual_stages, self.microbatches, reduce_each=parallel.zero == 2
+            parallel.pipeline,
+            parallel.virtual_stages,
+            self.microbatches,
+            reduce_each=parallel.zero == 2,
+            round_size=parallel.round_size,
         )
         return schedule if self.config.overlap.pipeline else without_overlap(schedule)
 
@@ -48,6 +52,16 @@ def lay_out(config: Config, world: int) -> Layout:
         faults.append(
             f"parallel.virtual_stages={parallel.virtual_stages} needs parallel.pipeline of at least 2; "
             "with one stage set --parallel.virtual_stages=1"
+        )
+    if parallel.round_size is not None and parallel.virtual_stages == 1:
+        faults.append(
+            f"parallel.round_size={parallel.round_size} orders the chunks of a stage, and each has one; leave it out "
+            "or set --parallel.virtual_stages=2 or more"
+        )
+    elif parallel.round_size is not None and parallel.round_size < parallel.pipeline:
+        faults.append(
+            f"parallel.round_size={parallel.round_size} is less than parallel.pipeline={parallel.pipeline}: a round "
+            f"shorter than the pipeline deadlocks; set --parallel.round_size={parallel.pipeline} or more"
         )
     grid = layers = microbatches = None
     try:

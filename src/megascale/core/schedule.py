@@ -109,6 +109,7 @@ class Schedule:
             many before its own on that channel.
         beside: messages of a channel that may be under way while the sender computes; None: as many as there are
             buffers. `without_overlap` sets it.
+        round_size: what `interleaved_1f1b` was asked for.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Schedule:
     table: tuple[np.ndarray, ...]
     send_slots: int = SEND_SLOTS
     beside: int | None = None
+    round_size: int | None = None
 
     @classmethod
     def of(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
@@ -225,39 +227,48 @@ def one_f_one_b(stages: int, microbatches: int, reduce_each: bool = False) -> Sc
     return _assemble("1f1b", stages, 1, microbatches, warmup, reduce_each)
 
 
-def interleaved_1f1b(stages: int, virtual: int, microbatches: int, reduce_each: bool = False) -> Schedule:
+def interleaved_1f1b(
+    stages: int, virtual: int, microbatches: int, reduce_each: bool = False, round_size: int | None = None
+) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021) for any number of micro-batches.
 
-    The micro-batches form rounds (`round_sizes`). In a round each chunk takes the round's micro-batches in turn:
-    forwards by rising chunk, backwards by falling. With g the largest round, stage s warms up with
-    (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1)
+    The micro-batches form rounds (`round_sizes`; of p, or about `round_size`). In a round each chunk takes the round's
+    micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest round, stage s warms up
+    with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1)
     chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, results that cross the
     ring's end come g - p forwards before stage 0 turns to them, so the senders have that many more buffers.
+
+    Long rounds are for slow networks: the reduction of a chunk's gradients hides under the g backwards of each chunk
+    after it, and so does, under forwards, the gathering of parameters. One round of all m is the breadth-first
+    schedule of Lamy-Poirier (2022).
     """
     _positive(stages, virtual, microbatches)
-    group = max(round_sizes(stages, microbatches))
+    group = max(round_sizes(stages, microbatches, round_size))
     warmup = [(virtual - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
     slots = max(SEND_SLOTS, group - stages + 1)
-    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, slots)
+    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, slots, round_size)
 
 
-def round_sizes(stages: int, microbatches: int) -> list[int]:
-    """Micro-batches of each round of interleaved 1F1B: p each when p divides m.
+def round_sizes(stages: int, microbatches: int, round_size: int | None = None) -> list[int]:
+    """Micro-batches of each round of interleaved 1F1B: p each when p divides m; with `round_size` that many, where
+    they divide m.
 
     A remainder is spread over the rounds, so that none is smaller than p (unless m is). A smaller last round would
     save memory but deadlocks: its second chunk waits for the ring while the backwards that the ring waits for are
     listed behind it (the checker shows this for p = 4, v = 3, m = 5).
     """
-    rounds = max(1, microbatches // stages)
+    rounds = max(1, microbatches // max(stages, round_size or 0))
     size, larger = divmod(microbatches, rounds)
     return [size + 1] * larger + [size] * (rounds - larger)
 
 
-def pipeline_schedule(stages: int, virtual: int, microbatches: int, reduce_each: bool = False) -> Schedule:
+def pipeline_schedule(
+    stages: int, virtual: int, microbatches: int, reduce_each: bool = False, round_size: int | None = None
+) -> Schedule:
     """The schedule that a layout trains with: 1F1B for one chunk a stage, else interleaved 1F1B."""
     if virtual == 1:
         return one_f_one_b(stages, microbatches, reduce_each)
-    return interleaved_1f1b(stages, virtual, microbatches, reduce_each)
+    return interleaved_1f1b(stages, virtual, microbatches, reduce_each, round_size)
 
 
 def without_overlap(schedule: Schedule) -> Schedule:
@@ -267,15 +278,16 @@ def without_overlap(schedule: Schedule) -> Schedule:
     the overlap of MegaScale section 3.2 gains. Where a round has g > p micro-batches, the last g - p messages of a
     channel stay under way: their receivers turn to them that many forwards later, so waiting would be for ever.
     """
-    group = max(round_sizes(schedule.stages, schedule.microbatches)) if schedule.virtual > 1 else 0
+    sizes = round_sizes(schedule.stages, schedule.microbatches, schedule.round_size)
+    group = max(sizes) if schedule.virtual > 1 else 0
     return replace(schedule, beside=max(0, group - schedule.stages))
 
 
-def in_flight_bound(stages: int, virtual: int, microbatches: int, stage: int) -> int:
+def in_flight_bound(stages: int, virtual: int, microbatches: int, stage: int, round_size: int | None = None) -> int:
     """Closed form of `pipeline_schedule(...).in_flight(stage)`, in chunk-forwards."""
     if virtual == 1:
         return min(microbatches, stages - stage)
-    group = max(round_sizes(stages, microbatches))
+    group = max(round_sizes(stages, microbatches, round_size))
     return min(virtual * microbatches, (virtual - 1) * group + 2 * (stages - 1 - stage) + 1)
 
 
@@ -294,10 +306,12 @@ def _positive(stages: int, virtual: int, microbatches: int) -> None:
             raise FitError(f"{name}={value} is not positive; a pipeline has at least one of each")
 
 
-def _orders(stages: int, virtual: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+def _orders(
+    stages: int, virtual: int, microbatches: int, round_size: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(chunk, microbatch) of all forwards and of all backwards of a stage in order: two arrays [v m, 2]."""
     forward, start = [], 0
-    for size in round_sizes(stages, microbatches):
+    for size in round_sizes(stages, microbatches, round_size):
         batch = np.arange(start, start + size)
         start += size
         chunk = np.repeat(np.arange(virtual), len(batch))
@@ -309,12 +323,19 @@ def _orders(stages: int, virtual: int, microbatches: int) -> tuple[np.ndarray, n
 
 
 def _assemble(
-    name: str, p: int, v: int, m: int, warmup: list[int], reduce_each: bool, send_slots: int = SEND_SLOTS
+    name: str,
+    p: int,
+    v: int,
+    m: int,
+    warmup: list[int],
+    reduce_each: bool,
+    send_slots: int = SEND_SLOTS,
+    round_size: int | None = None,
 ) -> Schedule:
     """Lay forwards and backwards into slots and the transfers around them."""
-    forwards, backwards = _orders(p, v, m)
+    forwards, backwards = _orders(p, v, m, round_size)
     tables = tuple(_stage(s, p, v, min(warmup[s], v * m), forwards, backwards, reduce_each) for s in range(p))
-    return Schedule(name, p, v, m, tables, send_slots)
+    return Schedule(name, p, v, m, tables, send_slots, round_size=round_size)
 
 
 # Order of actions within a compute slot. The first slot's own receive and gather come before all else.
