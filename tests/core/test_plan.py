@@ -126,6 +126,12 @@ def test_plot_is_drawn(tmp_path, suffix):
         (["--parallel.data=100"], 3, ["parallel.data=100", "leave 192"]),
         (["--model.vocab_size=50257", "--model.vocab_multiple=1"], 3, ["padded vocabulary 50257", "vocab_multiple=8"]),
         (["--parallel.layer_split=90,6"], 3, ["layer_split=[90, 6]", "48 model chunks"]),
+        (["--parallel.round_size=4"], 3, ["round_size=4 is less than parallel.pipeline=8", "--parallel.round_size=8"]),
+        (
+            ["--parallel.virtual_stages=1", "--parallel.round_size=9"],
+            3,
+            ["round_size=9", "--parallel.virtual_stages=2"],
+        ),
         (["--device-gib", "20"], 3, ["29.7 GiB", "20 GiB"]),
         (["--parallel.tensr=8"], 2, ["parallel.tensr", "parallel.tensor"]),
         (["--device", "abacus"], 2, ["'abacus'", "--device-gib"]),
