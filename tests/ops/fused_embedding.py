@@ -46,7 +46,7 @@ def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
     assert told == [1]
     exact = w.detach().double().requires_grad_()
     embedding_reference(ids, exact, mine).backward(upstream.double())
-    assert distance(w.main_grad - 1.0, exact.grad) < 1e-6
+    assert distance(w.main_grad, 1.0 + exact.grad) < 1e-6  # with what was there: sums may cancel
     assert dispatch.active()["embedding"] == "triton"
 
 
