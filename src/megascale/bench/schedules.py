@@ -8,11 +8,15 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import typer
 
 # (stages, chunks a stage, micro-batches, data-parallel replicas replayed together)
 CASES = ((8, 6, 32, 1), (8, 6, 32, 192), (35, 3, 280, 1), (64, 1, 512, 1), (64, 4, 512, 1))
+# Rounds on a slow network: gpt-13b in PP2 DP4, 64 x 2,048 at micro-batch 2, every byte through host memory.
+STAGES, MICROBATCHES, LAYERS, COMPUTE_S, WIRE_S = 2, 8, 40, 2.4, 0.87
+CHUNKS, ROUNDS = (2, 4, 5, 10), (2, 4, 8)
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +30,8 @@ def schedules(
 ) -> None:
     """Time the pipeline schedules: make, check for deadlock, compile for replay, replay. No GPU.
 
-    The second row is a step of the paper's 12,288 GPUs (TP8 PP8, 192 replicas, each with durations of its own).
+    The second row is a step of the paper's 12,288 GPUs (TP8 PP8, 192 replicas, each with durations of its own). Then a
+    replay of what longer rounds (parallel.round_size) hide on a slow network.
     Example: megascale bench schedules --repeats 5
     """
     import numpy as np
@@ -80,11 +85,43 @@ def schedules(
             *(f"{row[part]:.3f}" for part in ("make_s", "check_s", "compile_s", "replay_s")),
         )
     Console().print(table)
-    record = {
+    record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.processor() or platform.machine(),
         "rows": rows,
     }
+    record["rounds"] = rounds()
+    shown = Table(
+        title=f"seconds a step: {COMPUTE_S} of compute, {WIRE_S} each of gather and reduction",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("chunks a stage", *(f"rounds of {size}" for size in ROUNDS), "free collectives"):
+        shown.add_column(name, justify="right")
+    for row in record["rounds"]:
+        shown.add_row(str(row["chunks"]), *(f"{s:.2f}" for s in row["seconds"]), f"{row['free']:.2f}")
+    Console().print(shown)
     out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def rounds() -> list[dict[str, Any]]:
+    """The replayed step for each number of chunks and length of rounds; the logits count as a layer."""
+    import numpy as np
+
+    from megascale.core.replay import Graph, replay
+    from megascale.core.schedule import pipeline_schedule
+
+    layer = COMPUTE_S / (3 * MICROBATCHES * (LAYERS + 1) / STAGES)
+
+    def step(chunks: int, size: int, wire: float) -> float:
+        work = np.full((STAGES, chunks), LAYERS / (STAGES * chunks))
+        work[-1, -1] += 1
+        graph = Graph.of(pipeline_schedule(STAGES, chunks, MICROBATCHES, round_size=size))
+        each = wire / chunks
+        return float(replay(graph, graph.durations(work * layer, 2 * work * layer, gather=each, reduce=each)).makespan)
+
+    return [
+        {"chunks": v, "seconds": [step(v, size, WIRE_S) for size in ROUNDS], "free": step(v, STAGES, 0.0)}
+        for v in CHUNKS
+    ]

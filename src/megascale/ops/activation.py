@@ -226,7 +226,7 @@ def run_activation(
     return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, **meta)
 
 
-def has_bias(x: Tensor, bias: Tensor) -> Tensor:
+def credit_bias(x: Tensor, bias: Tensor) -> Tensor:
     """x, which has `bias` in it without autograd knowing: the same numbers, and bias gets its gradient."""
     return x + (bias - bias.detach())
 
@@ -266,7 +266,7 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none
     if x.numel() and use_fused("gelu", x, bias):
         return _Activation.apply(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu", added)
     if added and bias is not None:
-        x, bias = has_bias(x, bias), None
+        x, bias = credit_bias(x, bias), None
     return gelu_reference(x, bias, approximate)
 
 
@@ -275,5 +275,5 @@ def swiglu(x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor
     if x.numel() and use_fused("swiglu", x, bias):
         return _Activation.apply(x, bias, "swiglu", added)
     if added and bias is not None:
-        x, bias = has_bias(x, bias), None
+        x, bias = credit_bias(x, bias), None
     return swiglu_reference(x, bias)

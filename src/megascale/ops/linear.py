@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops import dispatch
-from megascale.ops.reduce import column_sum, finish
+from megascale.ops.reduce import bias_gradient, finish
 
 _wide_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
 
@@ -47,6 +47,17 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor) -> None:
         target.add_(a @ b)
 
 
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` took it."""
+    dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return dy_TO.t() @ x_TI
+    accumulate_mm(main, dy_TO.t(), x_TI)
+    finish(weight)
+    return None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,22 +70,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = grads[0]
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        dw = db = None
-        if ctx.needs_input_grad[1]:
-            main = getattr(ctx.weight, "main_grad", None)
-            if main is None:
-                dw = dy_TO.t() @ x_TI
-            else:
-                accumulate_mm(main, dy_TO.t(), x_TI)
-                finish(ctx.weight)
-        if ctx.bias is not None and ctx.needs_input_grad[2]:
-            main = getattr(ctx.bias, "main_grad", None)
-            if main is None:
-                db = column_sum(dy_TO)
-            else:
-                column_sum(dy_TO, main)
-                finish(ctx.bias)
+        dw = weight_gradient(ctx.weight, dy, x) if ctx.needs_input_grad[1] else None
+        db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
         return dx, dw, db
 
 

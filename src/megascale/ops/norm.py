@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops.dispatch import jit, tl, triton, use_fused
-from megascale.ops.reduce import PARTS, column_sum, deliver, finish, flat_rows, split_rows
+from megascale.ops.reduce import PARTS, bias_gradient, deliver, flat_rows, split_rows
 
 NormKind = Literal["layernorm", "rmsnorm"]
 
@@ -242,22 +242,11 @@ def _backward(
         BLOCK=block,
         num_warps=warps,
     )
-    if add_bias is None:
-        d_add_bias = None
-    elif added is None:
-        d_add_bias = _bias_gradient(add_bias, dx)
-    else:
+    if added is not None and add_bias is not None:
         d_add_bias = deliver(added, add_bias)[0]
+    else:
+        d_add_bias = bias_gradient(add_bias, dx)
     return dx, *deliver(partial, weight, bias), d_add_bias
-
-
-def _bias_gradient(bias: Tensor, dx_TH: Tensor) -> Tensor | None:
-    main = getattr(bias, "main_grad", None)
-    if main is None:
-        return column_sum(dx_TH)
-    column_sum(dx_TH, main)
-    finish(bias)
-    return None
 
 
 class _Norm(torch.autograd.Function):

@@ -111,6 +111,18 @@ def deliver(parts_PC: Tensor, first: Tensor, second: Tensor | None = None) -> tu
     return None, None
 
 
+def bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
+    """dy [..., O] -> the gradient of bias [O], or None where there is no bias or `bias.main_grad` took it."""
+    if bias is None:
+        return None
+    main = getattr(bias, "main_grad", None)
+    found = column_sum(dy.reshape(-1, dy.shape[-1]), main)
+    if main is None:
+        return found
+    finish(bias)
+    return None
+
+
 def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum of x [T, C] over T in float32 at least; added into `out` [C] if given, else returned in x's type."""
     T, C = x_TC.shape

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.activation import Kind, activation_reference, has_bias, run_activation
+from megascale.ops.activation import Kind, activation_reference, credit_bias, run_activation
 from megascale.ops.dispatch import use_fused
 from megascale.ops.reduce import column_sum, finish, flat_rows
 from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
@@ -108,5 +108,5 @@ def split_wide(
         sizes = (heads, groups, head_size)
         return _SplitWide.apply(wide_SBC, mlp_bias, wide_bias, cos, sin, sizes, activation, interleaved)
     if wide_bias is not None:
-        wide_SBC = has_bias(wide_SBC, wide_bias)
+        wide_SBC = credit_bias(wide_SBC, wide_bias)
     return split_wide_reference(wide_SBC, heads, groups, head_size, activation, mlp_bias, cos, sin, interleaved)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megascale.ops.linear import accumulate_mm
-from megascale.ops.reduce import column_sum, finish
+from megascale.ops.linear import weight_gradient
+from megascale.ops.reduce import bias_gradient
 from megascale.parallel.collectives import (
     Axis,
     Pending,
@@ -31,29 +31,6 @@ from megascale.parallel.collectives import (
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` took it."""
-    dy_TO, x_TI = _flat(dy), _flat(x)
-    main = getattr(weight, "main_grad", None)
-    if main is None:
-        return dy_TO.t() @ x_TI
-    accumulate_mm(main, dy_TO.t(), x_TI)
-    finish(weight)
-    return None
-
-
-def bias_gradient(bias: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor | None:
-    """dy [..., O] -> the gradient of bias [O], or None where there is no bias or `bias.main_grad` took it."""
-    if bias is None:
-        return None
-    main = getattr(bias, "main_grad", None)
-    found = column_sum(_flat(dy), main)
-    if main is None:
-        return found
-    finish(bias)
-    return None
 
 
 def _recomputed(produce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

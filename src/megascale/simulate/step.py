@@ -43,6 +43,12 @@ class Scenario:
     def case(self) -> Case:
         """Numbers for the levels; FitError if sizes do not divide."""
         layout, parallel = self.layout, self.config.parallel
+        if parallel.round_size not in (None, parallel.pipeline):
+            raise FitError(
+                f"parallel.round_size={parallel.round_size} is not priced: the simulator knows rounds of "
+                f"parallel.pipeline={parallel.pipeline} micro-batches; leave it out here, and see `megascale bench "
+                "schedules` for what longer rounds hide"
+            )
         p, v = parallel.pipeline, parallel.virtual_stages
         counts = np.array([len(chunk) for chunk in layout.layers]).reshape(v, p).sum(axis=0)
         return Case.of(
