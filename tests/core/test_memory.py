@@ -275,3 +275,29 @@ def test_tensor_traffic_counts_collectives(block, norms, a_layer):
     assert of(3, reduce_dtype="bfloat16").data_reduce == pytest.approx(191 / 192 * 2 * count)
     assert of(3).embedding == 0
     assert of(7).embedding == of(0).embedding == pytest.approx(4 * 64000 / 8 * 12288)
+
+
+SMALL = {"layers": 8, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128}
+
+
+def test_several_chunks_on_one_stage_hold_what_one_does():
+    """A tied embedding is there once, and what one chunk gives is what the next keeps as its input."""
+    train = {"micro_batch": 1, "global_batch": 6}
+    one, four = (
+        memory_of(configure(SMALL, {"virtual_stages": v, "round_size": size}, train), 2, 0)
+        for v, size in ((1, None), (4, 3))
+    )
+    assert (one.weights, one.gradients, one.optimizer) == (four.weights, four.gradients, four.optimizer)
+    assert four.pipeline_buffers == 0
+    # Three micro-batches in the first three chunks and one in the last; the head's share is in both.
+    layer = sum(t.bytes for t in saved_by_layer(configure(SMALL).model, 1, 1, "float32"))
+    assert four.activations - one.activations == (3 * 6 + 2 - 8) * layer
+
+
+def test_messages_that_wait_for_their_turn_take_memory():
+    """In a round of eight on two stages six results wait where they crossed the ring's end."""
+    train = {"micro_batch": 1, "global_batch": 8}
+    layouts = [{"pipeline": 2, "virtual_stages": 2, "round_size": size} for size in (2, 8)]
+    for stage in (0, 1):
+        short, long = (memory_of(configure(SMALL, parallel, train), 2, stage) for parallel in layouts)
+        assert long.pipeline_buffers - short.pipeline_buffers == 6 * 128 * 64 * 4

@@ -132,6 +132,11 @@ def test_plot_is_drawn(tmp_path, suffix):
             3,
             ["round_size=9", "--parallel.virtual_stages=2"],
         ),
+        (
+            ["--parallel.pipeline=1", "--parallel.round_size=6", "--parallel.zero=2"],
+            3,
+            ["pipeline=1 does not go with parallel.zero=2", "--parallel.zero=1"],
+        ),
         (["--device-gib", "20"], 3, ["29.7 GiB", "20 GiB"]),
         (["--parallel.tensr=8"], 2, ["parallel.tensr", "parallel.tensor"]),
         (["--device", "abacus"], 2, ["'abacus'", "--device-gib"]),
@@ -157,7 +162,7 @@ def test_all_faults_are_named_at_once():
     with pytest.raises(FitError) as failure:
         lay_out(config, 6)
     message = str(failure.value)
-    for needle in ("model.heads=6", "virtual_stages=3 needs", "6 ranks cannot", "model.layers=2"):
+    for needle in ("model.heads=6", "--parallel.round_size to the micro-batches", "6 ranks cannot", "model.layers=2"):
         assert needle in message
     assert len(message.splitlines()) == 4
 

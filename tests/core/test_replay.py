@@ -52,9 +52,8 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
                         before = sent.setdefault(send.kind, [])
                         if len(before) >= schedule.send_slots:
                             awaits.append(end[s, before[-schedule.send_slots]])
-                    if schedule.beside is not None:
-                        for queue in sent.values():
-                            awaits += [end[s, one] for one in queue[: max(0, len(queue) - schedule.beside)]]
+                    if schedule.exposed:
+                        awaits += [end[s, one] for queue in sent.values() for one in queue]
                     if (s, send) in end:
                         before.append(send)
                 if kind.is_receive:

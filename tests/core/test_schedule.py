@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.core.replay import Graph, replay
 from megascale.core.schedule import (
     Action,
     ActionKind,
@@ -51,7 +52,10 @@ def test_in_flight_is_the_stated_formula(sizes):
 @settings(deadline=None)
 @given(SIZES)
 def test_receives_are_posted_one_compute_slot_early(sizes):
+    p, _, m = sizes
     schedule = pipeline_schedule(*sizes)
+    if max(round_sizes(p, m)) > p:
+        return  # of messages that wait for their receiver's turn: the next test
     for stage in range(schedule.stages):
         actions = schedule[stage]
         slots = {a: n for n, a in enumerate(computes(schedule, stage))}
@@ -63,6 +67,16 @@ def test_receives_are_posted_one_compute_slot_early(sizes):
             kind = ActionKind.FORWARD if action.kind == ActionKind.RECV_FORWARD else ActionKind.BACKWARD
             consumer = slots[Action(kind, action.chunk, action.microbatch)]
             assert passed == max(consumer - 1, 0)
+
+
+@settings(deadline=None)
+@given(SIZES, st.none() | st.integers(1, 45))
+def test_no_send_waits_long_for_its_receiver(sizes, round_size):
+    """With equal computes at most p of them, however long a round is: all that time it holds a part of the device."""
+    graph = Graph.of(pipeline_schedule(*sizes, False, round_size))
+    timeline = replay(graph, graph.durations(1.0, 1.0))
+    sends = np.isin(graph.kind, (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD))
+    assert (timeline.moving - timeline.start)[sends].max(initial=0.0) <= sizes[0]
 
 
 @settings(deadline=None)

@@ -96,6 +96,12 @@ HARD = {
     "rounds longer than the pipeline, transfers exposed": case(
         1, 2, 2, virtual=2, microbatches=7, zero=2, parallel={"round_size": 3}, overlap={"pipeline": False}
     ),
+    "three chunks on one stage, one round": case(
+        2, 1, 4, virtual=3, microbatches=3, model={"layers": 5}, parallel={"round_size": 3, "bucket_elements": 700}
+    ),
+    "two chunks on one stage, two rounds, untied": case(
+        1, 1, 2, virtual=2, microbatches=5, zero=0, model={"tied_embeddings": False}, parallel={"round_size": 2}
+    ),
     "uneven rounds, transfers exposed": case(
         1, 2, 2, virtual=2, microbatches=5, model={"layers": 5}, overlap={"pipeline": False}
     ),
@@ -170,7 +176,7 @@ def cases(draw: st.DrawFn) -> Case:
     pick = lambda *values: draw(st.sampled_from(values))
     layouts = [(t, p, d) for t in (1, 2, 4) for p in (1, 2, 4) for d in (1, 2, 4) if 1 < t * p * d <= PROCESSES]
     tensor, pipeline, data = draw(st.sampled_from(layouts))
-    virtual = pick(1, 2, 3) if pipeline > 1 else 1
+    virtual = pick(1, 2, 3)
     chunks = pipeline * virtual
     layers = draw(st.integers(max(1, chunks), max(2, chunks + 2)))
     positions = pick("learned", "rotary", "none")
@@ -211,10 +217,10 @@ def cases(draw: st.DrawFn) -> Case:
         data,
         virtual=virtual,
         microbatches=draw(st.integers(1, 7 if pipeline > 1 else 3)),
-        zero=pick(0, 1, 2),
+        zero=pick(0, 1) if virtual > pipeline == 1 else pick(0, 1, 2),
         parallel={
             "layer_split": split,
-            "round_size": None if virtual == 1 else pick(None, pipeline + 1, 7),
+            "round_size": None if virtual == 1 else pick(*([None] if pipeline > 1 else []), pipeline + 1, 7),
             "bucket_elements": pick(40_000_000, 900),
             "recompute": pick("none", "norms", "activation", "selective", "full"),
         },

@@ -51,3 +51,16 @@ def test_no_orphan_outlives_a_killed_launcher(tiny):
         gone, alive = psutil.wait_procs(list(ranks.values()), timeout=LIMIT)
         assert len(gone) == 2
         assert not alive
+
+
+def test_a_second_interruption_ends_a_rank_that_hears_none(tiny, tmp_path):
+    """A stopped process stands for one that hangs on its device."""
+    with launched(tiny, *TWO) as (launcher, ranks):
+        wait_for_step(tmp_path / "runs" / "tiny", 1, launcher)
+        ranks[1].suspend()
+        launcher.send_signal(signal.SIGINT)
+        launcher.send_signal(signal.SIGTERM)
+        ended = end(launcher)
+        assert not any(rank.is_running() for rank in ranks.values())
+    assert ended.code == 130, ended
+    assert "rank 1 did not answer" in ended.said or "rank 0, 1 did not answer" in ended.said

@@ -7,7 +7,7 @@ Transitions:
 
 - *step of a stage*: it passes its next action. SEND_* and RECV_* are posted (never blocks). FORWARD and BACKWARD
   need their own receive delivered, and, if they produce a message, the send `send_slots` messages earlier on the
-  same channel delivered (its buffer is free). Without overlap (`Schedule.beside`) they also need the stage's
+  same channel delivered (its buffer is free). Without overlap (`Schedule.exposed`) they also need the stage's
   earlier sends delivered. GATHER_PARAMS and REDUCE_GRADS are posted and never block.
 - *delivery on a communicator*: the two heads are a send and a receive that face each other; both are taken off.
 
@@ -217,14 +217,13 @@ class Machine:
         sends: dict[int, list[tuple[int, int]]] = {}
         messages = _messages(schedule, stage).tolist()
         rows = table.tolist()
-        beside = schedule.beside
         waits: list[tuple[tuple[int, int], ...]] = [()] * len(rows)
         for position, (kind, chunk, i) in enumerate(rows):
             comm = comm_of.get(kind)
             if comm is None:
-                if beside is not None and ActionKind(kind).is_compute:
-                    # Of one channel in order: the last that must have arrived stands for those before it.
-                    waits[position] = tuple(done[-1 - beside] for done in sends.values() if len(done) > beside)
+                if schedule.exposed and ActionKind(kind).is_compute:
+                    # Of one channel in order: the last stands for those before it.
+                    waits[position] = tuple(done[-1] for done in sends.values())
                 continue
             end = own[comm]
             is_send = ActionKind(kind).is_send

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from megascale.config import Config, ModelConfig
+from megascale.config import Config, ModelConfig, ParallelConfig
 from megascale.core.grid import Grid
 from megascale.core.layers import chunk_layers
 from megascale.core.schedule import Schedule, pipeline_schedule, without_overlap
@@ -49,10 +49,7 @@ def lay_out(config: Config, world: int) -> Layout:
     parallel = config.parallel
     faults = _tensor_faults(config.model, parallel.tensor)
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
-        faults.append(
-            f"parallel.virtual_stages={parallel.virtual_stages} needs parallel.pipeline of at least 2; "
-            "with one stage set --parallel.virtual_stages=1"
-        )
+        faults += _one_stage_faults(parallel)
     if parallel.round_size is not None and parallel.virtual_stages == 1:
         faults.append(
             f"parallel.round_size={parallel.round_size} orders the chunks of a stage, and each has one; leave it out "
@@ -76,6 +73,23 @@ def lay_out(config: Config, world: int) -> Layout:
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
+
+
+def _one_stage_faults(parallel: ParallelConfig) -> list[str]:
+    """What several chunks on a single stage, which are there for long rounds, do not go with."""
+    chunks = f"parallel.virtual_stages={parallel.virtual_stages} with parallel.pipeline=1"
+    faults = []
+    if parallel.round_size is None:
+        faults.append(
+            f"{chunks} gains nothing in rounds of one micro-batch; set --parallel.round_size to the micro-batches of "
+            "a step, or --parallel.virtual_stages=1"
+        )
+    if parallel.zero == 2:
+        faults.append(
+            f"{chunks} does not go with parallel.zero=2, which reduces gradients after every micro-batch and so has "
+            "nothing to hide in long rounds; set --parallel.zero=1, or --parallel.virtual_stages=1"
+        )
+    return faults
 
 
 def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:

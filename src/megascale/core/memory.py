@@ -24,7 +24,8 @@ Dropout keeps nothing: its mask is a function of seed and index. With f = 4h and
 Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` keeps the
 input alone.
 
-A chunk but the model's last also keeps its output, which autograd starts from. The last adds the final norm's input
+A chunk but the model's last also keeps its output, which autograd starts from (on one stage the next chunk's input is
+that same tensor). The last adds the final norm's input
 and statistics, its output for the whole sequence, and the loss's log-sum-exp; logits exist for some tokens at a time,
 in the training precision, and their gradient overwrites them. Micro-batches in flight come from the schedule's lists.
 """
@@ -106,10 +107,12 @@ def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
     return cut // tensor + whole
 
 
-def chunk_parameters(model: ModelConfig, layers: range, chunk: int, chunks: int, tensor: int = 1) -> int:
+def chunk_parameters(
+    model: ModelConfig, layers: range, chunk: int, chunks: int, tensor: int = 1, stages: int | None = None
+) -> int:
     """Parameters of global chunk `chunk` on one tensor-parallel rank, padding rows of the vocabulary included.
 
-    Tied embeddings on more than one chunk are held by the first and by the last.
+    Tied embeddings on more than one stage (default: a stage a chunk) are held by the first chunk and by the last.
     """
     h, rows = model.hidden, model.padded_vocab // tensor
     count = len(layers) * layer_parameters(model, tensor)
@@ -117,7 +120,7 @@ def chunk_parameters(model: ModelConfig, layers: range, chunk: int, chunks: int,
         count += rows * h + (model.sequence_length * h if model.positions == "learned" else 0)
     if chunk == chunks - 1:
         count += h * (2 if model.norm == "layernorm" else 1) + rows * model.head_bias
-        count += rows * h if not model.tied_embeddings or chunks > 1 else 0
+        count += rows * h if not model.tied_embeddings or (stages or chunks) > 1 else 0
     return count
 
 
@@ -129,7 +132,7 @@ def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -
 def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
     p, chunks = parallel.pipeline, parallel.pipeline * parallel.virtual_stages
     layers = chunk_layers(model, parallel)
-    return [chunk_parameters(model, layers[g], g, chunks, parallel.tensor) for g in range(stage, chunks, p)]
+    return [chunk_parameters(model, layers[g], g, chunks, parallel.tensor, p) for g in range(stage, chunks, p)]
 
 
 def saved_by_layer(
@@ -227,12 +230,13 @@ def stage_memory(
         logits=min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0,
         workspace=s * b * inside * a + restored,
         tensor_buffers=3 * s * b * h * a if t > 1 else 0,
-        # A receive's buffer becomes the saved input; one more is posted. A gradient: one in use, one posted.
+        # A received activation becomes the saved input; a gradient is in use while others are posted.
         pipeline_buffers=message
         * (
             schedule.send_slots * (moves[ActionKind.SEND_FORWARD] + moves[ActionKind.SEND_BACKWARD])
-            + moves[ActionKind.RECV_FORWARD]
-            + 2 * moves[ActionKind.RECV_BACKWARD]
+            + _posted(schedule, stage, ActionKind.RECV_FORWARD)
+            + _posted(schedule, stage, ActionKind.RECV_BACKWARD)
+            + moves[ActionKind.RECV_BACKWARD]
         ),
     )
 
@@ -241,6 +245,16 @@ def stage_moves(schedule: Schedule, stage: int) -> dict[ActionKind, bool]:
     """Which kinds of transfer a stage has at all."""
     kinds = set(np.unique(schedule.table[stage][:, 0]).tolist())
     return {kind: int(kind) in kinds for kind in ActionKind if kind.is_send or kind.is_receive}
+
+
+def _posted(schedule: Schedule, stage: int, receive: ActionKind) -> int:
+    """Most receives of a kind that wait, posted or arrived, while the stage computes with others."""
+    kind, chunk, _ = schedule.table[stage].T
+    compute = ActionKind.FORWARD if receive == ActionKind.RECV_FORWARD else ActionKind.BACKWARD
+    end = 0 if compute == ActionKind.FORWARD else schedule.chunks - 1
+    taken = (kind == compute) & (chunk * schedule.stages + stage != end)
+    waiting = ((kind == receive).astype(int) - taken).cumsum()
+    return int(waiting[kind <= ActionKind.BACKWARD].max())
 
 
 def _second_norm(model: ModelConfig) -> bool:
@@ -263,7 +277,7 @@ def _peak(
     head = sum(x.bytes for x in saved_by_head(model, parallel.tensor, micro_batch, precision))
     layer = sum(x.bytes for x in kept)
     a, s = BYTES[precision], model.sequence_length // parallel.tensor
-    output = s * micro_batch * model.hidden * a
+    output = s * micro_batch * model.hidden * a if p > 1 else 0
     size = np.array([len(layers[g]) * layer + (head if g == chunks - 1 else output) for g in own])
     kind, chunk, _ = schedule.table[stage].T
     sign = np.where(kind == ActionKind.FORWARD, 1, np.where(kind == ActionKind.BACKWARD, -1, 0))

@@ -4,7 +4,7 @@ Resources of a stage are its lanes: one compute stream, one parameter-gather lan
 lane for each of its channels. Work on a lane runs in list order. An action starts when its lane is free and
 
 - FORWARD/BACKWARD: its message is here, its chunk's parameters are gathered (first forward), its send buffer is free,
-  and without overlap (Schedule.beside) what the stage sent before has arrived;
+  and without overlap (Schedule.exposed) what the stage sent before has arrived;
 - SEND/RECV: the compute before it in the stage's list has ended. The transfer starts when both sides have posted;
 - GATHER_PARAMS/REDUCE_GRADS: the compute before it in the list has ended (data-parallel peers run in step).
 
@@ -328,17 +328,17 @@ def _dependencies(
     # A transfer also awaits the compute before its RECV on the other side.
     sends = np.flatnonzero(np.isin(kind, _SENDS))
     before[sends, 1] = before[partner[sends], 0]
-    if schedule.beside is not None:
+    if schedule.exposed:
         for column, send in enumerate(_SENDS, start=5):
-            before[:, column] = _exposed(schedule.beside, kind, stage, send)
+            before[:, column] = _last_send(kind, stage, send)
     return before
 
 
-def _exposed(beside: int, kind: np.ndarray, stage: np.ndarray, send: ActionKind) -> np.ndarray:
-    """For each compute the last send of its stage before it but `beside` of this kind: [actions], -1 where none."""
+def _last_send(kind: np.ndarray, stage: np.ndarray, send: ActionKind) -> np.ndarray:
+    """For each compute the last send of this kind of its stage before it: [actions], -1 where none."""
     sends = np.flatnonzero(kind == send)
     computes = np.flatnonzero(kind <= ActionKind.BACKWARD)
-    last = np.searchsorted(sends, computes) - 1 - beside
+    last = np.searchsorted(sends, computes) - 1
     found = sends[np.maximum(last, 0)] if len(sends) else np.zeros_like(computes)
     waits = np.full(len(kind), -1)
     waits[computes] = np.where((last >= 0) & (stage[found] == stage[computes]), found, -1)

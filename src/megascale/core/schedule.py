@@ -8,15 +8,17 @@ How an action list is to be read (the contract with the executor):
 - FORWARD and BACKWARD run one after another on the stage's compute stream, in the order given.
 - RECV_* means "post the receive now"; the FORWARD or BACKWARD of the same chunk and micro-batch awaits it.
 - SEND_* means "start the send now"; it is awaited only when its buffer is needed again: before the compute whose
-  result is the message `Schedule.send_slots` later on the same channel. Without overlap (`Schedule.beside`) every
+  result is the message `Schedule.send_slots` later on the same channel. Without overlap (`Schedule.exposed`) every
   compute awaits the sends before it as well.
 - GATHER_PARAMS means "start the parameter all-gather of the chunk now"; the chunk's first FORWARD awaits it.
 - REDUCE_GRADS means "start the gradient reduction of the chunk now"; the optimizer awaits it.
 
-Receives are posted one compute slot before they are needed, in warm-up, steady and cool-down phases alike, and
-never in one operation with a send, so that no compute waits for a transfer that it does not need (MegaScale
-section 3.2). A channel is one communicator for one directed edge in one direction of travel: on two stages with
-several chunks the forward edges 0->1 and 1->0 and the backward edges 1->0 and 0->1 are four channels.
+Receives are posted one compute slot before their message can be there, in warm-up, steady and cool-down phases
+alike, and never in one operation with a send, so that no compute waits for a transfer that it does not need
+(MegaScale section 3.2), and no send waits long on the device for its receiver. In rounds longer than the pipeline a
+message that crosses the ring's end comes before its receiver turns to it. A channel is one communicator for one
+directed edge in one direction of travel: on two stages with several chunks the forward edges 0->1 and 1->0 and the
+backward edges 1->0 and 0->1 are four channels.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import numpy as np
 
 from megascale.errors import FitError
 
-# Least number of buffers of a channel on the sending side: one under way, one being filled.
+# Buffers of a channel on the sending side: one under way, one being filled.
 SEND_SLOTS = 2
 
 
@@ -107,9 +109,7 @@ class Schedule:
             `schedule[stage]` gives the same as a tuple of Action.
         send_slots: buffers of a channel on the sending side. A compute that fills one waits for the send this
             many before its own on that channel.
-        beside: messages of a channel that may be under way while the sender computes; None: as many as there are
-            buffers. `without_overlap` sets it.
-        round_size: what `interleaved_1f1b` was asked for.
+        exposed: whether every compute awaits all sends before it. `without_overlap` sets it.
     """
 
     name: str
@@ -118,8 +118,7 @@ class Schedule:
     microbatches: int
     table: tuple[np.ndarray, ...]
     send_slots: int = SEND_SLOTS
-    beside: int | None = None
-    round_size: int | None = None
+    exposed: bool = False
 
     @classmethod
     def of(cls, like: Schedule, actions: Sequence[Iterable[Action]]) -> Schedule:
@@ -236,7 +235,7 @@ def interleaved_1f1b(
     micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest round, stage s warms up
     with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1)
     chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, results that cross the
-    ring's end come g - p forwards before stage 0 turns to them, so the senders have that many more buffers.
+    ring's end come g - p forwards before stage 0 turns to them, and are received then.
 
     Long rounds are for slow networks: the reduction of a chunk's gradients hides under the g backwards of each chunk
     after it, and so does, under forwards, the gathering of parameters. One round of all m is the breadth-first
@@ -245,8 +244,7 @@ def interleaved_1f1b(
     _positive(stages, virtual, microbatches)
     group = max(round_sizes(stages, microbatches, round_size))
     warmup = [(virtual - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
-    slots = max(SEND_SLOTS, group - stages + 1)
-    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, slots, round_size)
+    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, round_size)
 
 
 def round_sizes(stages: int, microbatches: int, round_size: int | None = None) -> list[int]:
@@ -275,12 +273,9 @@ def without_overlap(schedule: Schedule) -> Schedule:
     """`schedule` with its transfers exposed: a compute starts when all messages sent before it have arrived.
 
     The same actions in the same order, so what is trained is the same; only the waits differ. For measuring what
-    the overlap of MegaScale section 3.2 gains. Where a round has g > p micro-batches, the last g - p messages of a
-    channel stay under way: their receivers turn to them that many forwards later, so waiting would be for ever.
+    the overlap of MegaScale section 3.2 gains.
     """
-    sizes = round_sizes(schedule.stages, schedule.microbatches, schedule.round_size)
-    group = max(sizes) if schedule.virtual > 1 else 0
-    return replace(schedule, beside=max(0, group - schedule.stages))
+    return replace(schedule, exposed=True)
 
 
 def in_flight_bound(stages: int, virtual: int, microbatches: int, stage: int, round_size: int | None = None) -> int:
@@ -309,13 +304,15 @@ def _positive(stages: int, virtual: int, microbatches: int) -> None:
 def _orders(
     stages: int, virtual: int, microbatches: int, round_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(chunk, microbatch) of all forwards and of all backwards of a stage in order: two arrays [v m, 2]."""
+    """Of all forwards and of all backwards of a stage in order: two arrays [v m, 3] of (chunk, microbatch, how many
+    computes of its direction before it turns to a message that crossed the ring's end it can be there)."""
     forward, start = [], 0
     for size in round_sizes(stages, microbatches, round_size):
         batch = np.arange(start, start + size)
         start += size
         chunk = np.repeat(np.arange(virtual), len(batch))
-        forward.append(np.stack([chunk, np.tile(batch, virtual)], axis=1))
+        early = np.full(len(chunk), max(0, size - stages))
+        forward.append(np.stack([chunk, np.tile(batch, virtual), early], axis=1))
     forwards = np.concatenate(forward)
     backwards = forwards.copy()
     backwards[:, 0] = virtual - 1 - backwards[:, 0]
@@ -329,13 +326,12 @@ def _assemble(
     m: int,
     warmup: list[int],
     reduce_each: bool,
-    send_slots: int = SEND_SLOTS,
     round_size: int | None = None,
 ) -> Schedule:
     """Lay forwards and backwards into slots and the transfers around them."""
     forwards, backwards = _orders(p, v, m, round_size)
     tables = tuple(_stage(s, p, v, min(warmup[s], v * m), forwards, backwards, reduce_each) for s in range(p))
-    return Schedule(name, p, v, m, tables, send_slots, round_size=round_size)
+    return Schedule(name, p, v, m, tables)
 
 
 # Order of actions within a compute slot. The first slot's own receive and gather come before all else.
@@ -345,7 +341,9 @@ _OWN_RECV, _OWN_GATHER, _NEXT_GATHER, _NEXT_RECV, _COMPUTE, _SEND, _REDUCE = ran
 def _stage(
     s: int, p: int, v: int, warmup: int, forwards: np.ndarray, backwards: np.ndarray, reduce_each: bool
 ) -> np.ndarray:
-    """Actions of stage `s` as [actions, 3]."""
+    """Actions of stage `s` as [actions, 3]; `forwards` and `backwards` as `_orders` gives them."""
+    early_f, early_b = forwards[:, 2], backwards[:, 2]
+    forwards, backwards = forwards[:, :2], backwards[:, :2]
     n = len(forwards)
     i = np.arange(n)
     f_slot = np.where(i < warmup, i, 2 * i - warmup)
@@ -368,9 +366,12 @@ def _stage(
         f_last = (forwards[:, 0] == v - 1) & (s == p - 1)
         b_first = (backwards[:, 0] == 0) & (s == 0)
         b_last = (backwards[:, 0] == v - 1) & (s == p - 1)
-        receive(ActionKind.RECV_FORWARD, forwards[~f_first], f_slot[~f_first])
+        # What crosses the ring's end comes from the round's turn before.
+        f_comes = f_slot[i - early_f * (s == 0) * (forwards[:, 0] > 0)]
+        b_comes = b_slot[i - early_b * (s == p - 1) * (backwards[:, 0] < v - 1)]
+        receive(ActionKind.RECV_FORWARD, forwards[~f_first], f_comes[~f_first])
         put(ActionKind.SEND_FORWARD, forwards[~f_last], f_slot[~f_last], _SEND)
-        receive(ActionKind.RECV_BACKWARD, backwards[~b_last], b_slot[~b_last])
+        receive(ActionKind.RECV_BACKWARD, backwards[~b_last], b_comes[~b_last])
         put(ActionKind.SEND_BACKWARD, backwards[~b_first], b_slot[~b_first], _SEND)
 
     whole = np.stack([np.arange(v), np.full(v, -1)], axis=1)

@@ -32,6 +32,7 @@ class Chunk(nn.Module):
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
         recompute: what backward computes again, as parallel.recompute.
+        embedding: the token embedding of another chunk of this process, for tied logits here: it stays that chunk's.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Chunk(nn.Module):
         axis: Axis = ALONE,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
+        embedding: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.model, self.axis, self.first, self.last, self.dtype = model, axis, first, last, dtype
         self.recompute = recompute
         h = model.hidden
-        tied_here = first or (last and model.tied_embeddings)
+        self._borrowed = () if embedding is None else (embedding,)  # in a tuple it is no parameter of this module
+        tied_here = first or (last and model.tied_embeddings and not self._borrowed)
         self.token_embedding = self._vocabulary("embedding.token.weight", dtype) if tied_here else None
         self.position_embedding = None
         if first and model.positions == "learned":
@@ -128,7 +131,7 @@ class Chunk(nn.Module):
     @property
     def output_weight(self) -> nn.Parameter:
         """The matrix of the logits, own vocabulary rows."""
-        weight = self.head if self.head is not None else self.token_embedding
+        weight = self._borrowed[0] if self._borrowed else self.head if self.head is not None else self.token_embedding
         assert weight is not None
         return weight
 

@@ -3,7 +3,7 @@
 Sends and receives are never fused. Each directed edge has a communicator for each direction of travel (a lane), a
 receive is posted where the schedule says and awaited by the compute that consumes it, a send is awaited only when
 its buffer is needed again (or, without overlap, by the next compute). Nothing here knows 1F1B from interleaved, and
-nothing computes a rank.
+nothing computes a rank. On a single stage one chunk hands its results to the next.
 """
 
 from __future__ import annotations
@@ -106,13 +106,14 @@ class PipelineExecutor:
             ActionKind.SEND_FORWARD: deque(),
             ActionKind.SEND_BACKWARD: deque(),
         }
+        alone = self.schedule.stages == 1
         loss: torch.Tensor | None = None
         started: set[int] = set()
         for index, (kind, chunk, i) in enumerate(self.actions):
             calls.current.at(_LABELS[kind], chunk, i, index)
-            if kind.is_compute and self.schedule.beside is not None:
+            if kind.is_compute and self.schedule.exposed:
                 for queue in sending.values():
-                    self._free(queue, self.schedule.beside)
+                    self._free(queue, 0)
             mark = self.recorder.start(kind.label, chunk, i, "pipeline" if kind.is_send or kind.is_receive else "")
             if kind == ActionKind.FORWARD:
                 if chunk not in started:
@@ -120,7 +121,10 @@ class PipelineExecutor:
                     work.gathered(chunk)
                 x = None
                 if not self._is_first(chunk):
-                    x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i).requires_grad_()
+                    if alone:
+                        x = live[chunk - 1, i][1].detach().requires_grad_()
+                    else:
+                        x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i).requires_grad_()
                 self._free(sending[ActionKind.SEND_FORWARD], self.schedule.send_slots - 1)
                 y = work.forward(chunk, i, x)
                 live[chunk, i] = (x, y)
@@ -130,7 +134,10 @@ class PipelineExecutor:
                 x, y = live.pop((chunk, i))
                 grad = None
                 if not self._is_last(chunk):
-                    grad = self._arrived(received, ActionKind.RECV_BACKWARD, chunk, i)
+                    if alone:
+                        grad = grads.pop((chunk + 1, i))
+                    else:
+                        grad = self._arrived(received, ActionKind.RECV_BACKWARD, chunk, i)
                 self._free(sending[ActionKind.SEND_BACKWARD], self.schedule.send_slots - 1)
                 work.before_backward(chunk, i)
                 torch.autograd.backward(y, grad)
@@ -155,18 +162,19 @@ class PipelineExecutor:
     @torch.no_grad()
     def run_forward(self, microbatches: int, forward: Callable[[int, int, torch.Tensor | None], torch.Tensor]) -> Any:
         """Forward passes only, one micro-batch after another through all chunks; the last chunk's outputs, in order."""
-        outputs = []
+        outputs, alone = [], self.schedule.stages == 1
         for i in range(microbatches):
+            y = None
             for chunk in range(self.schedule.virtual):
-                x = None
+                x = y if alone else None
                 calls.current.at(b"evaluate", chunk, i)
-                if not self._is_first(chunk):
+                if not alone and not self._is_first(chunk):
                     x, pending = self._receive(ActionKind.RECV_FORWARD)
                     pending.wait()
                 y = forward(chunk, i, x)
                 if self._is_last(chunk):
                     outputs.append(y)
-                else:
+                elif not alone:
                     self._send(ActionKind.SEND_FORWARD, y)[1].wait()
         return outputs
 

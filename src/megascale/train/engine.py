@@ -87,14 +87,18 @@ class Engine:
         self.flats: list[FlatChunk] = []
         for number, layers in enumerate(layout.chunks_of(stage)):
             place = schedule.global_chunk(stage, number)
+            last = place == schedule.chunks - 1
+            # On a single stage the embedding is there once: the first chunk's buffers have it and its gradient.
+            lent = config.model.tied_embeddings and stages == 1 and number > 0 and last
             chunk = Chunk(
                 config.model,
                 layers,
                 first=place == 0,
-                last=place == schedule.chunks - 1,
+                last=last,
                 axis=self.tensor,
                 dtype=dtype,
                 recompute=config.parallel.recompute,
+                embedding=self.chunks[0].token_embedding if lent else None,
             )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
             self.chunks.append(chunk)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +20,8 @@ from megascale.errors import EXIT_INTERRUPTED, FitError
 
 # After one process has failed the others get this long to say what they saw before they are ended.
 GRACE_SECONDS = 10.0
+# After a second interruption all get this long: a rank that hangs on its device hears no signal but the last.
+IMPATIENT_SECONDS = 5.0
 
 
 def processes_wanted(config: Config, gpus: int) -> int:
@@ -50,9 +54,14 @@ def _die_with_parent() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that no outgoing connection will have taken by the time that rank 0 listens on it."""
+    outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(outgoing.read_text().split()[0]) if outgoing.exists() else 32768
+    while True:
+        port = random.randrange(min(10_000, first - 1000), first)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def launch(words: list[str], world: int, config: Config) -> int:
@@ -60,8 +69,8 @@ def launch(words: list[str], world: int, config: Config) -> int:
 
     The host's data loader, where `config` (resolved) wants one, is started before them and ended after them.
 
-    SIGINT and SIGTERM are passed on once. When a rank fails the others are ended too. Returns the exit code of the
-    first failure, 130 after an interruption, else 0.
+    SIGINT and SIGTERM are passed on; after the second, ranks that are still there are ended. When a rank fails the
+    others are ended too. Returns the exit code of the first failure, 130 after an interruption, else 0.
     """
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -72,11 +81,10 @@ def launch(words: list[str], world: int, config: Config) -> int:
     if loader is not None:
         common |= loader.environment
     ranks: list[subprocess.Popen[bytes]] = []
-    interrupted = False
+    interruptions: list[float] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        interrupted = True
+        interruptions.append(time.monotonic())
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(number)
@@ -100,7 +108,7 @@ def launch(words: list[str], world: int, config: Config) -> int:
             )
             if out is not None:
                 out.close()
-        return _watch(ranks, logs, lambda: interrupted)
+        return _watch(ranks, logs, interruptions)
     finally:
         _end(ranks)
         if loader is not None:
@@ -109,7 +117,7 @@ def launch(words: list[str], world: int, config: Config) -> int:
             signal.signal(number, handler)
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interrupted) -> int:
+def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list[float]) -> int:
     first: tuple[int, int] | None = None
     deadline = float("inf")
     while sum(p.poll() is None for p in ranks) and time.monotonic() < deadline:  # any() would not ask them all
@@ -117,12 +125,17 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interrupted) -> int
             first = _first_failed(ranks)
             if first is not None:
                 deadline = time.monotonic() + GRACE_SECONDS
+        if len(interruptions) > 1:
+            deadline = min(deadline, interruptions[1] + IMPATIENT_SECONDS)
         time.sleep(0.05)
+    if len(interruptions) > 1 and (deaf := [str(r) for r, p in enumerate(ranks) if p.poll() is None]):
+        print(f"ended after a second interruption: rank {', '.join(deaf)} did not answer", file=sys.stderr)
+        return EXIT_INTERRUPTED
     first = first or _first_failed(ranks)
     if first is None:
         return 0
     rank, code = first
-    if interrupted() and all(p.returncode in (0, EXIT_INTERRUPTED) for p in ranks):
+    if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED) for p in ranks):
         return EXIT_INTERRUPTED
     # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
     if code < 0 or (rank > 0 and ranks[0].returncode != code):
