@@ -76,7 +76,10 @@ def make_engine(rank: int, world: int, tree: dict[str, Any]) -> Engine:
             tied=config.model.tied_embeddings,
             timeout=timedelta(seconds=100),
         )
-    return Engine(layout, groups, torch.device("cpu"))
+    engine = Engine(layout, groups, torch.device("cpu"))
+    if layout.grid.pipeline > 1:
+        engine.load_kernels()  # as it does by itself on GPUs: what is trained knows nothing of it
+    return engine
 
 
 def observe(engine: Engine, told: Told) -> None:

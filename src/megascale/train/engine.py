@@ -61,6 +61,7 @@ class Engine:
         dispatch.configure(config.kernels.mode, config.kernels.attention)
         at = grid.coordinate(rank)
         self.data_rank = at.data
+        self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
         # Called with the step's number: before, weights and gradients are whole.
         self.before_update: list[Callable[[int], None]] = []
         self.after_update: list[Callable[[int], None]] = []
@@ -119,6 +120,8 @@ class Engine:
         train = config.train
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
         self.pipeline = PipelineExecutor(schedule, stage, _lanes(groups), shape, dtype, device, recorder)
+        if stages > 1 and device.type == "cuda":
+            self.load_kernels()
 
     def _tensor_axis(self, axis: Axis) -> Axis:
         """The tensor axis with the overlap that works here; ConfigError if the one asked for does not."""
@@ -142,6 +145,38 @@ class Engine:
             )
         self.active["tensor overlap"] = f"async (not fused: {found})"
         return replace(axis, overlap="async")
+
+    def load_kernels(self) -> None:
+        """Run every chunk once by itself, forward and backward, and forget what came of it.
+
+        CUDA loads a kernel when it is first used, and loading waits for all that runs on the device: for a receive as
+        well, whose sender may at that moment load a kernel itself and wait for a transfer of its own. So all are loaded
+        before the first transfer.
+        """
+        calls.current.at(b"kernels")
+        model, train = self.config.model, self.config.train
+        tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
+        where = Step(0, 0, self._token_grad())
+        for chunk, flat in zip(self.chunks, self.flats, strict=True):
+            x = tokens
+            if not chunk.first:
+                x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
+            y = chunk(x, tokens if chunk.last else None, where)
+            if chunk.last:
+                y = (y * (1 / self.tokens)).sum()
+            flat.begin_backward(False)
+            torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
+            flat.end_backward(False)
+        for flat in self.flats:
+            flat.finish_reduction()
+
+    def _token_grad(self) -> torch.Tensor | None:
+        """The gradient of each token's loss, known before it: every token counts the same, so the loss can make its
+        gradients while its logits are there. None under ZeRO-2, where gradients have no place before backward."""
+        if self.flats[-1].zero == 2:
+            return None
+        wide = torch.float64 if self.config.train.precision == "float64" else torch.float32
+        return torch.full((), 1 / self.tokens, dtype=wide, device=self.device)
 
     # training ---------------------------------------------------------------------------------------------------
 
@@ -169,15 +204,9 @@ class Engine:
             more: whether another step follows: what it needs first is sent for while the rest is updated. If then
                 none follows after all, `settle` must be called.
         """
-        train, model = self.config.train, self.config.model
-        tokens = train.global_batch * model.sequence_length
+        train = self.config.train
         first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
-        # Every token counts the same, so the loss can make its gradients while its logits are there; under ZeRO-2
-        # gradients have no place before backward.
-        token_grad = None
-        if self.flats[-1].zero < 2:
-            wide = torch.float64 if train.precision == "float64" else torch.float32
-            token_grad = torch.full((), 1 / tokens, dtype=wide, device=self.device)
+        token_grad = self._token_grad()
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,7 +221,7 @@ class Engine:
             inputs = batch(i)[0] if x is None else x
             if not module.last:
                 return module(inputs, None, where)
-            return (module(inputs, batch(i)[1], where) * (1 / tokens)).sum()
+            return (module(inputs, batch(i)[1], where) * (1 / self.tokens)).sum()
 
         last = self.layout.microbatches - 1
         for flat in self.flats:

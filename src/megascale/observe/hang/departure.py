@@ -59,7 +59,7 @@ def departures(records: Mapping[int, CallRecord], layout: Layout | None) -> dict
 
 
 def _skipped_transfer(rank: int, record: CallRecord, layout: Layout) -> Departure | None:
-    if record.action in ("", "evaluate") or layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world:
+    if record.action in ("", "kernels", "evaluate") or layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world:
         return None
     stage = layout.grid.coordinate(rank).pipeline
     schedule = layout.schedule()
