@@ -242,6 +242,16 @@ class OverlapConfig(Section):
         True, description="send results to the next stage while computing on, instead of waiting until they arrived"
     )
     data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
+    pipeline_channels: int | None = Field(
+        None,
+        ge=1,
+        le=32,
+        description="NCCL channels of a transfer between stages, each a multiprocessor that compute does without while "
+        "a transfer runs or waits; default: as many as NCCL likes",
+    )
+    data_channels: int | None = Field(
+        None, ge=1, le=32, description="NCCL channels of gathering parameters and of reducing gradients, likewise"
+    )
 
 
 class KernelsConfig(Section):

@@ -117,3 +117,17 @@ def test_zero_2_pays_for_reducing_every_micro_batch():
     slow_net = with_part(calm(), "between", gbs=1.0, bus=[[2, 0.8]], p2p_gbs=0.8)
     assert float(step_parts(slow_net, each).total) > float(step_parts(slow_net, once).total)
     assert simulate(slow_net, each).seconds > simulate(slow_net, once).seconds
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_long_rounds_hide_a_slow_network_on_both_levels(pipeline):
+    """And cost nothing where there is nothing to hide."""
+    one = case(1, pipeline, 5, 8 // pipeline, 2, 8 * 2 * 8 // pipeline, model=GPT_13B)
+    fast = calm("h200-host")
+    slow = with_part(fast, "inside", bus=[[2, 11.2]], p2p_gbs=11.0)
+    longer = [replace(one, round_size=size) for size in (pipeline, 4, 8)]
+    for level in (lambda net, c: simulate(net, c).seconds, lambda net, c: float(step_parts(net, c).total)):
+        a, b, c = (level(slow, case) for case in longer)
+        assert a > 1.05 * b > 1.05 * 1.05 * c
+        assert a - c > 0.3 * (a - level(fast, longer[0]))
+        assert level(fast, longer[2]) == pytest.approx(level(fast, longer[0]), rel=0.03)

@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -119,11 +119,13 @@ def make_groups(
     device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
     store: dist.Store | None = None,
+    channels: Mapping[str, int | None] | None = None,
 ) -> Groups:
     """Make and warm the groups of this rank; the default group must exist and span `grid.world` ranks.
 
     Every rank of the world must call this with the same arguments but `rank`. `store` is only handed on.
-    Collectives on these groups abort after `timeout`.
+    Collectives on these groups abort after `timeout`. `channels`: most NCCL channels by kind of group, None or a
+    kind left out for NCCL's own choice.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended; names the group's ranks.
@@ -135,7 +137,7 @@ def make_groups(
     made = []
     for spec in specs:
         with _meeting(spec, rank, timeout):
-            made.append((spec, _new_group(spec, device, timeout)))
+            made.append((spec, _new_group(spec, device, timeout, (channels or {}).get(spec.kind))))
     groups.timings["groups"] = time.perf_counter() - began
     for spec, group in made:
         began = time.perf_counter()
@@ -184,18 +186,26 @@ def _place(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
         setattr(groups, f"recv_{spec.kind}", Lane(group, sender))
 
 
-def _new_group(spec: GroupSpec, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(
+    spec: GroupSpec, device: torch.device, timeout: timedelta, channels: int | None = None
+) -> dist.ProcessGroup:
     """A communicator among `spec.ranks` alone.
 
     On CUDA the device is bound here and not on the default group: a bound default group makes torch split each new
     communicator from the world's, a call that every rank of the world would have to join.
     """
+    options = None
+    if device.type == "cuda" and channels is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.config.max_ctas = channels
     with _named(spec.name):
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,
             backend="nccl" if device.type == "cuda" else "gloo",
             use_local_synchronization=True,
+            pg_options=options,
             group_desc=spec.kind,
             device_id=device if device.type == "cuda" else None,
         )

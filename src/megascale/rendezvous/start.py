@@ -30,6 +30,7 @@ from megascale.errors import ConfigError, FitError, MegascaleError, TrainingErro
 from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
 from megascale.rendezvous.groups import AFTERLIFE, Groups, lost_peer, make_groups
+from megascale.rendezvous.plan import DIRECTIONS
 from megascale.rendezvous.redis_store import RedisStore
 from megascale.rendezvous.resp import Address
 
@@ -156,6 +157,10 @@ def _start_groups(
         device=device,
         timeout=group_timeout,
         store=dist.PrefixStore("job", store),
+        channels={
+            **dict.fromkeys(DIRECTIONS, config.overlap.pipeline_channels),
+            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.data_channels),
+        },
     )
     groups.root_store = store
     began = time.perf_counter()

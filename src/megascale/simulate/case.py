@@ -26,6 +26,7 @@ class Case:
         parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS, `recompute`
             one into RECOMPUTE.
         reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
+        round_size: micro-batches that a chunk takes in turn (parallel.round_size); 0: as many as there are stages.
     """
 
     layers: Any
@@ -59,6 +60,7 @@ class Case:
     gradient_bytes: Any
     reduce_bytes: Any
     reduce_each: Any = False
+    round_size: Any = 0
 
     @classmethod
     def of(
@@ -74,6 +76,7 @@ class Case:
         batch: Any,
         middle: Any = None,
         last: Any = None,
+        round_size: Any = 0,
     ) -> Case:
         """One model under one software in one layout or, with arrays, in many.
 
@@ -117,6 +120,7 @@ class Case:
             gradient_bytes=software.gradient_bytes,
             reduce_bytes=software.reduce_bytes,
             reduce_each=software.reduce_each,
+            round_size=round_size,
         )
 
     @classmethod

@@ -258,7 +258,8 @@ def data_exposed(cluster: Cluster, case: Case, constants: Constants, times: Stag
     pieces = np.where(case.virtual > 1, case.virtual, np.minimum(BUCKETS, np.maximum(1, case.layers // case.pipeline)))
     # Between a chunk's last backward and the next chunk's lie a round's worth of passes; buckets of a single chunk
     # have the last backward itself.
-    rounds = np.where(case.virtual > 1, np.minimum(case.pipeline, case.microbatches), 1)
+    size = np.maximum(case.pipeline, case.round_size)
+    rounds = np.where(case.virtual > 1, np.minimum(size, case.microbatches), 1)
     rest = (pieces - 1) / pieces
     # Reduced after every micro-batch, gradients have all backward passes to hide behind.
     rounds_back = np.where(case.reduce_each, case.microbatches, rounds)

@@ -67,7 +67,7 @@ def simulate(
     """
     p, v, m = int(case.pipeline), int(case.virtual), int(case.microbatches)
     times = stage_times(cluster, case, constants, network)
-    graph = Graph.of(pipeline_schedule(p, v, m, bool(case.reduce_each)))
+    graph = Graph.of(pipeline_schedule(p, v, m, bool(case.reduce_each), int(case.round_size) or None))
     blocking = float(times.exchanges) > 0
     if blocking:
         graph = graph.awaiting(blocking_waits(graph))

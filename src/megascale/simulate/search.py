@@ -93,7 +93,8 @@ def search(
 
     def case_of(part: slice) -> Case:
         chosen = {k: v[part] for k, v in arrays.items()}
-        return Case.of(config.model, software, batch=config.train.global_batch, **chosen)
+        size = config.parallel.round_size or 0
+        return Case.of(config.model, software, batch=config.train.global_batch, round_size=size, **chosen)
 
     everything = case_of(slice(0, count))
     fits = np.asarray(everything.fits()) & np.ones(count, dtype=bool)
@@ -112,7 +113,9 @@ def with_layout(config: Config, tensor: int, pipeline: int, virtual: int, data: 
     """The configuration with another layout."""
     tree = config.model_dump(exclude_none=True)
     own = {"tensor": tensor, "pipeline": pipeline, "virtual_stages": virtual, "data": data}
-    tree["parallel"] = {k: v for k, v in tree["parallel"].items() if k != "layer_split"} | own
+    long = virtual > 1 and pipeline <= (config.parallel.round_size or 0)
+    without = {"layer_split"} if long else {"layer_split", "round_size"}
+    tree["parallel"] = {k: v for k, v in tree["parallel"].items() if k not in without} | own
     tree["train"] = tree["train"] | {"micro_batch": micro}
     tree["model"].pop("preset", None)
     return from_tree(tree)

@@ -43,12 +43,6 @@ class Scenario:
     def case(self) -> Case:
         """Numbers for the levels; FitError if sizes do not divide."""
         layout, parallel = self.layout, self.config.parallel
-        if parallel.round_size not in (None, parallel.pipeline):
-            raise FitError(
-                f"parallel.round_size={parallel.round_size} is not priced: the simulator knows rounds of "
-                f"parallel.pipeline={parallel.pipeline} micro-batches; leave it out here, and see `megascale bench "
-                "schedules` for what longer rounds hide"
-            )
         p, v = parallel.pipeline, parallel.virtual_stages
         counts = np.array([len(chunk) for chunk in layout.layers]).reshape(v, p).sum(axis=0)
         return Case.of(
@@ -62,6 +56,7 @@ class Scenario:
             batch=self.config.train.global_batch,
             middle=float(counts[:-1].max()) if p > 1 else float(counts[0]),
             last=float(counts[-1]),
+            round_size=parallel.round_size or 0,
         )
 
     def chunk_layers(self) -> np.ndarray:
