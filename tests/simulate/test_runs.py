@@ -140,6 +140,29 @@ def test_search_finds_layouts_that_fit(scenario):
     assert seconds[0] <= paper.seconds * 1.0001
 
 
+def test_search_takes_long_rounds_where_the_network_is_slow():
+    words = ["model.preset=gpt-13b", "train.precision=bfloat16", "parallel.reduce_dtype=bfloat16"]
+    config = configuration.load(None, [*words, "train.global_batch=64", "parallel.recompute=selective"])
+    fast = load_cluster("h200-host")
+    slow = fast.model_copy(update={"inside": fast.inside.model_copy(update={"bus": [[2, 11.2]], "p2p_gbs": 11.0})})
+    for cluster, wanted in ((fast, False), (slow, True)):
+        found = search(
+            config, cluster, load_calibration("h200-engine", "h200-host"), own_software(config, MEGASCALE), 8, 8
+        )
+        long = found.round_size > 0
+        # PP2 in five chunks and DP4: fits, and gains a fifth where links are slow.
+        same = (found.tensor == 1) & (found.pipeline == 2) & (found.virtual == 5) & (found.micro == 2)
+        assert (same & ~long).sum() == 1
+        assert (same & long).any() == wanted
+        if wanted:
+            assert found.seconds[same & long][0] < 0.85 * found.seconds[same & ~long][0]
+        one_stage = long & (found.pipeline == 1)
+        assert one_stage.any()
+        assert (found.round_size[one_stage] * found.micro[one_stage] * found.data[one_stage] == 64).all()
+    scenario = Scenario(config, 8, slow, load_calibration("h200-engine", "h200-host"), own_software(config, MEGASCALE))
+    assert any(r.scenario.config.parallel.round_size for r in best(found, config, scenario, 8, count=20))
+
+
 def test_fewest_meets_the_deadline(scenario):
     found = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
     few = fewest(found, scenario.config, scenario, 300e9, 5.0)

@@ -168,5 +168,5 @@ class Case:
             & (self.sequence % t == 0)
             & (self.batch % (self.data * self.micro) == 0)
             & (self.batch >= self.data * self.micro)
-            & ((self.virtual == 1) | (self.pipeline > 1))
+            & ((self.virtual == 1) | (self.pipeline > 1) | (self.round_size > 0))
         )

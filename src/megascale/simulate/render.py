@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -98,11 +99,10 @@ def ladder(rows: Sequence[tuple[str, Result, float]], title: str, change: str, c
 
 def layouts(results: Sequence[Result], tokens: float, console: Console, title: str) -> None:
     """Layouts side by side."""
-    table = Table(title=title, title_justify="left")
-    for name in ("GPUs", "tensor", "pipeline", "chunks", "data", "micro-batch", "step, s", "P10 to P90", "MFU"):
-        table.add_column(name, justify="right")
-    table.add_column("memory, GiB", justify="right")
-    table.add_column("days", justify="right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
+    names = ("GPUs", "TP", "PP", "chunks", "round", "DP", "MBS", "step, s", "P10-P90", "MFU", "GiB", "days")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         p, t = r.scenario.config.parallel, r.scenario.config.train
         table.add_row(
@@ -110,10 +110,11 @@ def layouts(results: Sequence[Result], tokens: float, console: Console, title: s
             str(p.tensor),
             str(p.pipeline),
             str(p.virtual_stages),
+            str(p.round_size or p.pipeline) if p.virtual_stages > 1 else "",
             str(r.scenario.layout.grid.data),
             str(t.micro_batch),
             f"{r.seconds:.3f}",
-            f"{r.low:.2f} to {r.high:.2f}",
+            f"{r.low:.2f}-{r.high:.2f}",
             f"{100 * r.mfu:.1f}%",
             f"{r.memory_gib:.1f}",
             f"{r.days(tokens):.2f}",
