@@ -15,6 +15,7 @@ from megascale.core.plan import GIB, Plan, make_plan
 from megascale.errors import FitError
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "gpt-175b.toml")
+SLOW = str(Path(EXAMPLE).with_name("gpt-13b-slow-network.toml"))
 
 # Runs the command line in a process of its own and reports what the process cost. (getrusage's peak would count the
 # parent's memory from before exec.)
@@ -150,6 +151,25 @@ def test_what_does_not_work_is_named(megascale, words, code, needles):
     assert "Traceback" not in done.stderr
     for needle in needles:
         assert needle in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("words", [[], ["--parallel.pipeline=1", "--parallel.round_size=4"]])
+def test_long_rounds_in_a_plan(megascale, words):
+    """The example for slow networks fits as it is; on one stage it does not, and what would fit is named."""
+    vocabulary = "--model.vocab_size=50304"
+    done = megascale("plan", SLOW, "--gpus", 8, "--device", "H200", vocabulary, *words)
+    assert done.returncode == (3 if words else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"rounds of {4 if words else 8}" in " ".join(done.stdout.replace("│", "").split())
+    if words:
+        assert "--parallel.recompute=full makes it fit" in " ".join(done.stderr.split())
+
+
+def test_short_rounds_are_a_remedy():
+    words = ["parallel.round_size=8", "model.vocab_size=50304", "parallel.recompute=none"]
+    plan = make_plan(load(SLOW, words), 8, 141.0)
+    assert not plan.fits
+    assert "--parallel.round_size=2" in plan.remedies()
 
 
 def test_all_faults_are_named_at_once():

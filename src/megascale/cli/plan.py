@@ -98,9 +98,10 @@ def _show_layout(plan: Plan, console: Console) -> None:
         f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}, {grid.hosts:,} {hosts} of "
         f"{parallel.gpus_per_host}",
     )
+    rounds = f", rounds of {parallel.round_size} micro-batches" if parallel.round_size else ""
     table.add_row(
         "pipeline",
-        f"{plan.schedule.name}, {plan.schedule.virtual} chunks a stage, {layers} layers a chunk",
+        f"{plan.schedule.name}, {plan.schedule.virtual} chunks a stage, {layers} layers a chunk{rounds}",
     )
     train, tokens = plan.config.train, facts["tokens_per_step"]
     table.add_row(

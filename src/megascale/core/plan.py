@@ -209,11 +209,15 @@ class Plan:
         tries: list[tuple[str, dict[str, dict[str, Any]]]] = []
         if parallel.zero == 0:
             tries.append(("--parallel.zero=1", {"parallel": {"zero": 1}}))
+        if parallel.round_size is not None and parallel.pipeline > 1:
+            tries.append(
+                (f"--parallel.round_size={parallel.pipeline}", {"parallel": {"round_size": parallel.pipeline}})
+            )
         if parallel.recompute == "none":
             tries.append(("--parallel.recompute=selective", {"parallel": {"recompute": "selective"}}))
         if train.micro_batch > 1:
             tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
-        if parallel.zero < 2:
+        if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
             tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
         if parallel.recompute != "full":
             tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
