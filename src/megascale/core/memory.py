@@ -25,9 +25,9 @@ Recompute `norms` drops norm statistics and outputs, `activation` the MLP activa
 input alone.
 
 A chunk but the model's last also keeps its output, which autograd starts from (on one stage the next chunk's input is
-that same tensor). The last adds the final norm's input
-and statistics, its output for the whole sequence, and the loss's log-sum-exp; logits exist for some tokens at a time,
-in the training precision, and their gradient overwrites them. Micro-batches in flight come from the schedule's lists.
+that same tensor). The last adds the final norm's input and statistics, its output for the whole sequence, and the
+loss's log-sum-exp; logits exist for some tokens at a time, in the training precision, and their gradient overwrites
+them. Micro-batches in flight come from the schedule's lists.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from megascale.errors import EXIT_INTERRUPTED, FitError
 GRACE_SECONDS = 10.0
 # After a second interruption all get this long: a rank that hangs on its device hears no signal but the last.
 IMPATIENT_SECONDS = 5.0
+# A signal this soon after the first is the first once more: `timeout` sends each to the process and to its group.
+SECOND_AFTER = 1.0
 
 
 def processes_wanted(config: Config, gpus: int) -> int:
@@ -84,7 +86,10 @@ def launch(words: list[str], world: int, config: Config) -> int:
     interruptions: list[float] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        interruptions.append(time.monotonic())
+        now = time.monotonic()
+        if interruptions and now - interruptions[0] < SECOND_AFTER:
+            return
+        interruptions.append(now)
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(number)
