@@ -112,13 +112,13 @@ def test_one_run_decides_as_all_interleavings_do(sizes, slots, communicator, swa
     damaged = Schedule.of(pipeline_schedule(*sizes), lists)
 
     def one_run(seed: int | None) -> bool:
-        machine = Machine(damaged, slots, communicator)
+        machine = Machine(damaged, communicator, slots)
         state = machine.start()
         machine.run(*state, random.Random(seed) if seed is not None else None)
         return machine.finished(*state)
 
     def all_runs() -> bool:
-        _, outcomes = explore(damaged, slots, communicator)
+        _, outcomes = explore(damaged, communicator, slots)
         assert len(outcomes) == 1
         return outcomes.pop()
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megascale.core.replay import LANES, Graph, replay, what_if
 from megascale.core.schedule import (
+    SEND_SLOTS,
     Action,
     ActionKind,
     Schedule,
@@ -50,8 +51,8 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
                         awaits.append(end[s, Action(ActionKind.GATHER_PARAMS, chunk, -1)])
                     if (s, send) in end:
                         before = sent.setdefault(send.kind, [])
-                        if len(before) >= schedule.send_slots:
-                            awaits.append(end[s, before[-schedule.send_slots]])
+                        if len(before) >= SEND_SLOTS:
+                            awaits.append(end[s, before[-SEND_SLOTS]])
                     if schedule.exposed:
                         awaits += [end[s, one] for queue in sent.values() for one in queue]
                     if (s, send) in end:

@@ -6,7 +6,7 @@ takes place only when the send is at the head of its FIFO and the matching recei
 Transitions:
 
 - *step of a stage*: it passes its next action. SEND_* and RECV_* are posted (never blocks). FORWARD and BACKWARD
-  need their own receive delivered, and, if they produce a message, the send `send_slots` messages earlier on the
+  need their own receive delivered, and, if they produce a message, the send SEND_SLOTS messages earlier on the
   same channel delivered (its buffer is free). Without overlap (`Schedule.exposed`) they also need the stage's
   earlier sends delivered. GATHER_PARAMS and REDUCE_GRADS are posted and never block.
 - *delivery on a communicator*: the two heads are a send and a receive that face each other; both are taken off.
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.core.schedule import Action, ActionKind, Channel, Schedule
+from megascale.core.schedule import SEND_SLOTS, Action, ActionKind, Channel, Schedule
 from megascale.errors import MegascaleError
 
 # Which communicator a channel's messages are posted to.
@@ -70,21 +70,19 @@ def rank_pair(channel: Channel) -> Hashable:
 
 def check(
     schedule: Schedule,
-    send_slots: int | None = None,
     communicator: CommunicatorOf = own_channel,
     seed: int | None = None,
 ) -> Report:
     """Prove that `schedule` finishes for any message timing and computes every micro-batch in order.
 
     Args:
-        send_slots: sends of a channel that may be under way; default: what the schedule asks for.
         communicator: how channels share communicators.
         seed: take enabled transitions in a random order drawn from this seed.
 
     Raises ScheduleError naming what each stuck stage waits for, or the first wrong action.
     """
     check_order(schedule)
-    machine = Machine(schedule, schedule.send_slots if send_slots is None else send_slots, communicator)
+    machine = Machine(schedule, communicator)
     at, done = machine.start()
     transitions = machine.run(at, done, random.Random(seed) if seed is not None else None)
     if not machine.finished(at, done):
@@ -192,8 +190,8 @@ class Machine:
     transfers are done.
     """
 
-    def __init__(self, schedule: Schedule, send_slots: int, communicator: CommunicatorOf) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, communicator: CommunicatorOf, send_slots: int = SEND_SLOTS) -> None:
+        self.schedule, self.send_slots = schedule, send_slots
         self.lengths = [len(table) for table in schedule.table]
         # What each action awaits: (communicator, transfers that it must have done).
         self.needs: list[list[tuple[tuple[int, int], ...]]] = [[()] * n for n in self.lengths]
@@ -201,9 +199,9 @@ class Machine:
         self.ends: list[list[_End]] = []
         numbers: dict[Hashable, int] = {}
         for stage in range(schedule.stages):
-            self._compile(stage, send_slots, communicator, numbers)
+            self._compile(stage, communicator, numbers)
 
-    def _compile(self, stage: int, send_slots: int, communicator: CommunicatorOf, numbers: dict[Hashable, int]) -> None:
+    def _compile(self, stage: int, communicator: CommunicatorOf, numbers: dict[Hashable, int]) -> None:
         schedule, table = self.schedule, self.schedule.table[stage]
         comm_of = {}
         for kind in ActionKind:
@@ -242,7 +240,7 @@ class Machine:
         for position, (kind, chunk, i) in enumerate(rows):
             if kind in inputs:
                 needs = [received[inputs[kind], chunk, i]] if (inputs[kind], chunk, i) in received else []
-                held = send_at.get((outputs[kind], chunk, i), -1) - send_slots
+                held = send_at.get((outputs[kind], chunk, i), -1) - self.send_slots
                 if held >= 0:
                     needs.append(sends[outputs[kind]][held])
                 self.needs[stage][position] = (*needs, *waits[position])
@@ -331,8 +329,8 @@ def _messages(schedule: Schedule, stage: int) -> np.ndarray:
 
 def explore(
     schedule: Schedule,
-    send_slots: int | None = None,
     communicator: CommunicatorOf = own_channel,
+    send_slots: int = SEND_SLOTS,
     limit: int = 2_000_000,
 ) -> tuple[int, set[bool]]:
     """Visit every state that any interleaving of steps and deliveries can reach. For small schedules.
@@ -340,7 +338,7 @@ def explore(
     Returns (number of states, outcomes), where outcomes holds True if some maximal run finishes and False if some
     run hangs. ScheduleError if messages mismatch or more than `limit` states are met.
     """
-    machine = Machine(schedule, schedule.send_slots if send_slots is None else send_slots, communicator)
+    machine = Machine(schedule, communicator, send_slots)
     first = machine.start()
     stages = len(first[0])
     seen, todo, outcomes = {(*first[0], *first[1])}, [first], set()

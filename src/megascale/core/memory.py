@@ -40,7 +40,7 @@ import numpy as np
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.core.grid import Grid
 from megascale.core.layers import chunk_layers
-from megascale.core.schedule import ActionKind, Schedule
+from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as keep their logits within this (ops/cross_entropy.py).
@@ -233,7 +233,7 @@ def stage_memory(
         # A received activation becomes the saved input; a gradient is in use while others are posted.
         pipeline_buffers=message
         * (
-            schedule.send_slots * (moves[ActionKind.SEND_FORWARD] + moves[ActionKind.SEND_BACKWARD])
+            SEND_SLOTS * (moves[ActionKind.SEND_FORWARD] + moves[ActionKind.SEND_BACKWARD])
             + _posted(schedule, stage, ActionKind.RECV_FORWARD)
             + _posted(schedule, stage, ActionKind.RECV_BACKWARD)
             + moves[ActionKind.RECV_BACKWARD]

@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megascale.core.schedule import Action, ActionKind, Schedule
+from megascale.core.schedule import SEND_SLOTS, Action, ActionKind, Schedule
 
 LANES = ("compute", "send", "gather", "reduce")
 _LANE_OF_KIND = np.array([0, 0, 1, 1, 1, 1, 2, 3])
@@ -312,8 +312,8 @@ def _dependencies(
         received = at[receive][key[where]]
         before[where, 1] = np.where(received >= 0, partner[received], -1)
         sends = np.flatnonzero(kind == send)
-        # The send that held this buffer: `send_slots` earlier among the stage's sends of this kind.
-        slots = schedule.send_slots
+        # The send that held this buffer: SEND_SLOTS earlier among the stage's sends of this kind.
+        slots = SEND_SLOTS
         held = np.full(len(sends), -1)
         held[slots:] = np.where(stage[sends[slots:]] == stage[sends[:-slots]], sends[:-slots], -1)
         before[at[compute][key[sends]], 3] = held

@@ -8,7 +8,7 @@ How an action list is to be read (the contract with the executor):
 - FORWARD and BACKWARD run one after another on the stage's compute stream, in the order given.
 - RECV_* means "post the receive now"; the FORWARD or BACKWARD of the same chunk and micro-batch awaits it.
 - SEND_* means "start the send now"; it is awaited only when its buffer is needed again: before the compute whose
-  result is the message `Schedule.send_slots` later on the same channel. Without overlap (`Schedule.exposed`) every
+  result is the message SEND_SLOTS later on the same channel. Without overlap (`Schedule.exposed`) every
   compute awaits the sends before it as well.
 - GATHER_PARAMS means "start the parameter all-gather of the chunk now"; the chunk's first FORWARD awaits it.
 - REDUCE_GRADS means "start the gradient reduction of the chunk now"; the optimizer awaits it.
@@ -33,7 +33,8 @@ import numpy as np
 
 from megascale.errors import FitError
 
-# Buffers of a channel on the sending side: one under way, one being filled.
+# Buffers of a channel on the sending side: one under way, one being filled. A compute that fills one waits for the send
+# this many before its own on that channel.
 SEND_SLOTS = 2
 
 
@@ -107,8 +108,6 @@ class Schedule:
         microbatches: m, micro-batches in a step.
         table: a stage's actions as an int32 array [actions, 3] of (kind, chunk, microbatch), one a stage;
             `schedule[stage]` gives the same as a tuple of Action.
-        send_slots: buffers of a channel on the sending side. A compute that fills one waits for the send this
-            many before its own on that channel.
         exposed: whether every compute awaits all sends before it. `without_overlap` sets it.
     """
 
@@ -117,7 +116,6 @@ class Schedule:
     virtual: int
     microbatches: int
     table: tuple[np.ndarray, ...]
-    send_slots: int = SEND_SLOTS
     exposed: bool = False
 
     @classmethod

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.core import calls
-from megascale.core.schedule import ActionKind, Schedule
+from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 from megascale.core.spans import NoRecorder, Recorder
 from megascale.parallel.collectives import Pending
 
@@ -125,7 +125,7 @@ class PipelineExecutor:
                         x = live[chunk - 1, i][1].detach().requires_grad_()
                     else:
                         x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i).requires_grad_()
-                self._free(sending[ActionKind.SEND_FORWARD], self.schedule.send_slots - 1)
+                self._free(sending[ActionKind.SEND_FORWARD], SEND_SLOTS - 1)
                 y = work.forward(chunk, i, x)
                 live[chunk, i] = (x, y)
                 if self._is_last(chunk):
@@ -138,7 +138,7 @@ class PipelineExecutor:
                         grad = grads.pop((chunk + 1, i))
                     else:
                         grad = self._arrived(received, ActionKind.RECV_BACKWARD, chunk, i)
-                self._free(sending[ActionKind.SEND_BACKWARD], self.schedule.send_slots - 1)
+                self._free(sending[ActionKind.SEND_BACKWARD], SEND_SLOTS - 1)
                 work.before_backward(chunk, i)
                 torch.autograd.backward(y, grad)
                 work.after_backward(chunk, i)

@@ -75,6 +75,11 @@ class Engine:
             self.active["pipeline overlap"] = "on" if config.overlap.pipeline else "off"
         if grid.data > 1:
             self.active["data overlap"] = "on" if config.overlap.data else "off"
+        for name, size in (("pipeline", stages), ("data", grid.data)):
+            channels = getattr(config.overlap, f"{name}_channels")
+            if channels is not None and size > 1:
+                bounded = f"at most {channels}" if device.type == "cuda" else "not bounded: only NCCL has channels"
+                self.active[f"{name} channels"] = bounded
         axes = Axes(
             data=_axis(groups, "data_gather", grid.data, at.data),
             reduce=_axis(groups, "data_reduce", grid.data, at.data),
