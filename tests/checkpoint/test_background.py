@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -18,12 +19,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.checkpoint import Checkpointer, latest, load, service, steps, wire
-from megascale.checkpoint.local import LocalStorage
+from megascale.checkpoint import Checkpointer, latest, load, pending, service, steps, wire
+from megascale.checkpoint import folder as folders
+from megascale.checkpoint.local import Disk, LocalStorage
 from megascale.checkpoint.memory import ask
 from megascale.checkpoint.pending import finish_pending
 from megascale.checkpoint.replica import partners
 from megascale.checkpoint.staging import Staging
+from megascale.checkpoint.torch_index import torch_metadata
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError
 
@@ -277,6 +280,47 @@ def test_whole_save_without_commit_is_finished_at_the_next_start(run: Path) -> N
     assert finish_pending(storage) == []
 
 
+def test_a_part_that_is_being_put_in_place_does_not_count_yet(run: Path) -> None:
+    storage, generation = _saved_not_committed(run)
+    part, place = f"{generation}-part-00001.json", run / "checkpoints" / "step-3"
+    whole = (place / part).read_bytes()
+    # Seen in the list, and in place under its own name before it is read.
+    (place / part).unlink()
+    (place / f"{part}.0123abcd.part").symlink_to("gone")
+    assert pending.try_commit(storage, 3, generation) is None
+    (place / part).write_bytes(whole)
+    assert pending.try_commit(storage, 3, generation) is not None
+
+
+def test_two_may_commit_a_save_at_once(run: Path) -> None:
+    _, generation = _saved_not_committed(run)
+    both = threading.Barrier(2)
+
+    class Slow(Disk):
+        def replace(self, old: Path, new: Path) -> None:
+            both.wait(timeout=20)  # both have written theirs
+            super().replace(old, new)
+
+    storages = [LocalStorage(run / "checkpoints", Slow()) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda storage: pending.try_commit(storage, 3, generation), storages))
+    assert done[0] == done[1] is not None
+    assert done[0] is not None
+    folders.withdraw(storages[0], 3, generation)  # one that believes it has failed takes nothing from the other
+    got = blank(logical_state())
+    assert load(run / "checkpoints", whole(got)) == {"step": 3}
+    assert_same(got, logical_state(3))
+
+
+def _saved_not_committed(run: Path) -> tuple[LocalStorage, str]:
+    run_group(2, _parts_only, run)
+    storage = LocalStorage(run / "checkpoints")
+    commit = folders.read_commit(storage, 3)
+    assert commit is not None
+    _uncommit(storage)
+    return storage, commit.generation
+
+
 def test_a_first_save_that_died_is_as_none(run: Path) -> None:
     storage = LocalStorage(run / "checkpoints")
     storage.write("step-3/00000001-abcdabcd-00000.distcp", b"half")
@@ -293,12 +337,6 @@ def test_a_first_save_that_died_is_as_none(run: Path) -> None:
 
 def _uncommit(storage: LocalStorage) -> None:
     """Put a committed save back to what it was just before its commit."""
-    import json
-
-    from megascale.checkpoint import folder as folders
-    from megascale.checkpoint import pending
-    from megascale.checkpoint.torch_index import torch_metadata
-
     commit = folders.read_commit(storage, 3)
     index = folders.read_index(storage, commit)
     storage.remove("step-3/COMMIT")

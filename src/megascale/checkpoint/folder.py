@@ -9,6 +9,7 @@ the step says (a run that went back to an earlier step goes on from there).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -205,8 +206,13 @@ def commit_save(
 
 
 def withdraw(storage: Storage, step: int, generation: str) -> None:
-    """Remove what an unfinished save left; a commit that the step's folder holds from before stays."""
+    """Remove what an unfinished save left. A commit that the step's folder holds from before stays, and so does the
+    save itself if another has committed it meanwhile."""
     place = step_name(step)
+    with contextlib.suppress(Damaged):
+        commit = read_commit(storage, step)
+        if commit is not None and commit.generation == generation:
+            return
     names = storage.list(place)
     if COMMIT not in names and all(name.startswith(generation) or name == METADATA for name in names):
         storage.remove(place)

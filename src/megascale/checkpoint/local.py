@@ -9,13 +9,14 @@ import contextlib
 import mmap
 import os
 import queue
+import secrets
 import shutil
 import threading
 from pathlib import Path
 
 import numpy as np
 
-from megascale.checkpoint.storage import PAGE, Buffer, Sink
+from megascale.checkpoint.storage import PAGE, UNFINISHED, Buffer, Sink
 
 _BLOCK = 16 << 20
 _BLOCKS = 4
@@ -103,14 +104,20 @@ class LocalStorage:
     def write(self, path: str, data: bytes) -> None:
         target = self.root / path
         self._make(target.parent)
-        temporary = target.with_name(f"{target.name}.part")
+        # Two that write the same file at once (a commit) must not take each other's away.
+        temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
         handle, _ = self.disk.create(temporary, direct=False)
         try:
-            _write_all(self.disk, handle, memoryview(data), 0)
-            self.disk.sync(handle)
-        finally:
-            os.close(handle)
-        self.disk.replace(temporary, target)
+            try:
+                _write_all(self.disk, handle, memoryview(data), 0)
+                self.disk.sync(handle)
+            finally:
+                os.close(handle)
+            self.disk.replace(temporary, target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.disk.remove(temporary)
+            raise
         self.disk.sync_folder(target.parent)
 
     def create(self, path: str) -> Sink:

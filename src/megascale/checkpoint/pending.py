@@ -18,7 +18,7 @@ from megascale.checkpoint.archive import crc32
 from megascale.checkpoint.folder import Commit
 from megascale.checkpoint.index import Index
 from megascale.checkpoint.plan import data_file
-from megascale.checkpoint.storage import Storage
+from megascale.checkpoint.storage import UNFINISHED, Storage
 
 # Stands for the generation in a plan's torch metadata; a generation has the same length.
 BLANK = "00000000-00000000"
@@ -87,10 +87,11 @@ def try_commit(storage: Storage, step: int, generation: str) -> tuple[Commit, in
 
     Returns the commit and how many the save wants to be kept: pruning is the caller's.
 
-    Safe to call by several at once: they would write the same COMMIT.
+    Safe to call by several at once: they write the same COMMIT.
     """
     place = folders.step_name(step)
-    names = [name for name in storage.list(place) if name.startswith(generation)]
+    # A record that is just being put in place lies there under another ending, and may be gone when it is read.
+    names = [n for n in storage.list(place) if n.startswith(generation) and not n.endswith(UNFINISHED)]
     for name in names:
         if "-failed-" in name:
             record = _opened(bytes(storage.read(f"{place}/{name}")))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PAGE = 4096
+UNFINISHED = ".part"  # ends the names, which `list` shows, of small files that are not in place yet
 _OBJECT_PART = 32 << 20  # bytes of one part of a multipart upload
 
 Buffer = memoryview | bytes | bytearray
