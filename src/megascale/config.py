@@ -242,16 +242,21 @@ class OverlapConfig(Section):
         True, description="send results to the next stage while computing on, instead of waiting until they arrived"
     )
     data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
-    pipeline_channels: int | None = Field(
-        None,
+    pipeline_channels: int = Field(
+        4,
         ge=1,
-        le=32,
-        description="NCCL channels of a transfer between stages, each a multiprocessor that compute does without while "
-        "a transfer runs or waits; default: as many as NCCL likes",
+        le=64,
+        description="most NCCL channels of a transfer between stages while compute overlaps it: each is a "
+        "multiprocessor that compute does without as long as a transfer runs or waits; 64: as many as NCCL likes",
     )
-    data_channels: int | None = Field(
-        None, ge=1, le=32, description="NCCL channels of gathering parameters and of reducing gradients, likewise"
+    data_channels: int = Field(
+        12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"
     )
+
+    def channels(self, axis: str) -> int | None:
+        """Most NCCL channels of `axis`, pipeline or data; None, NCCL's own choice, where no compute runs beside it."""
+        on, most = {"pipeline": (self.pipeline, self.pipeline_channels), "data": (self.data, self.data_channels)}[axis]
+        return most if on else None
 
 
 class KernelsConfig(Section):

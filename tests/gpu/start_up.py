@@ -58,6 +58,7 @@ def settings(url: str, world: int) -> Any:
         ),
         parallel=SimpleNamespace(tensor=tensor, pipeline=pipeline, virtual_stages=2, data=None, gpus_per_host=8),
         model=SimpleNamespace(tied_embeddings=True),
+        overlap=SimpleNamespace(channels=lambda axis: None),
         train=SimpleNamespace(name="gpu-start-up"),
         model_dump=lambda mode: {"parallel": {"tensor": tensor, "pipeline": pipeline}},
     )

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from tools import TOLERANCE, compare, distance
 
 from megascale.ops import dispatch
+from megascale.ops.activation import Again, gelu, swiglu
 from megascale.ops.rope import apply_rotary, apply_rotary_reference, packed, rotary_tables, split_qkv
 from megascale.ops.wide import split_wide
+from megascale.parallel.collectives import ALONE
+from megascale.parallel.tensor import linear_scatter
 
 FEW = settings(max_examples=10, deadline=None)
 
@@ -116,8 +119,66 @@ def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
 
     def split(wide, bias):
         mlp, whole = (None, bias) if has_bias == "wide" else (bias, None)
-        *parts, inner = split_wide(wide * 1.0, N, G, D, activation, mlp, *tables, True, whole)
+        *parts, inner, _ = split_wide(wide * 1.0, N, G, D, activation, mlp, *tables, True, whole)
         return torch.cat([_joined(parts), 4 * inner], dim=-1)
 
     compare(split, split, (x, bias), 2 * TOLERANCE[dtype])
     assert dispatch.active()["split wide"] == "reference (float64)"  # the second of the two
+
+
+@FEW
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    ffn=st.sampled_from([1, 24, 50]),
+    activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu"]),
+    has_bias=st.sampled_from(["no", "mlp", "wide"]),
+    collected=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
+    shape, ffn, activation, has_bias, collected, dtype
+):
+    (S, B), (N, G, D, R) = shape, (4, 2, 16, 8)
+    columns = 2 * ffn if activation == "swiglu" else ffn
+    tables = rotary_tables(S, R, 100.0, "cpu")
+    given = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
+    weight = torch.randn(12, ffn).to(dtype)
+    bias = None if has_bias == "no" else torch.randn(columns if has_bias == "mlp" else given.shape[-1]).to(dtype)
+
+    def run(again: bool) -> list[torch.Tensor | None]:
+        x, w = given.clone().requires_grad_(), weight.clone().requires_grad_()
+        b = None if bias is None else bias.clone().requires_grad_()
+        if collected and b is not None:
+            b.main_grad = torch.ones(b.shape)
+        places = (None, b) if has_bias == "wide" else (b, None)
+        parts = (x * 1.0, N, G, D, activation, places[0], *tables, True, places[1])
+        *qkv, inner, produce = split_wide(*parts, again)
+        assert (produce is not None) == again
+        y = linear_scatter(ALONE, inner, w, produces=(produce,))
+        (y.square().sum() + _joined(qkv).square().sum()).backward()
+        return [y.detach(), x.grad, w.grad, None if b is None else b.main_grad if collected else b.grad]
+
+    for kept, made in zip(run(False), run(True), strict=True):
+        assert (kept is None and made is None) or torch.equal(kept, made)
+    assert dispatch.active()["split wide"] == "triton"
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_the_activation_of_a_product_of_its_own_made_again(kind, added):
+    weight = torch.randn(12, 20)
+
+    def run(again: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        x = torch.randn(5, 2, 40 if kind == "swiglu" else 20).requires_grad_()
+        w, b = weight.clone().requires_grad_(), torch.randn(x.shape[-1]).requires_grad_()
+        activate = Again(kind, b, added)
+        if again:
+            y = linear_scatter(ALONE, x, w, produces=(activate,))
+        else:
+            y = linear_scatter(ALONE, (swiglu if kind == "swiglu" else gelu)(x, b, added=added), w)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, w.grad, b.grad]
+
+    for kept, made in zip(run(False), run(True), strict=True):
+        assert torch.equal(kept, made)

@@ -41,11 +41,13 @@ def steps(mode: str, model: dict, recompute: str) -> list[tuple[float, float]]:
         ({}, "none"),
         ({}, "selective"),
         ({"block": "parallel"}, "none"),
+        ({"block": "parallel"}, "activation"),
+        ({"block": "parallel", "activation": "swiglu", "attention_bias": False}, "selective"),
         ({"block": "parallel", "parallel_norms": 2, "activation": "swiglu"}, "none"),
         (LLAMA, "none"),
+        (LLAMA, "activation"),
         ({"dropout": 0.1}, "none"),
     ],
-    ids=["serial", "recomputed", "parallel", "parallel with two norms", "llama", "dropout"],
 )
 def test_fused_steps_are_the_plain_ones(model, recompute):
     plain = steps("reference", model, recompute)

@@ -18,6 +18,8 @@ from tests.ops.offline import compile_for_hopper, stack_bytes
 
 from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments, wide
 from megascale.ops.embedding import add_rows
+from megascale.parallel.collectives import ALONE
+from megascale.parallel.tensor import linear_scatter
 
 BF16 = torch.bfloat16
 
@@ -66,6 +68,11 @@ def optimizer(on_device: bool) -> None:
     segments.square_sums(g, table)
 
 
+def again(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    *_, inner, produce = wide.split_wide(x, 40, 40, 128, "gelu", wide_bias=bias, again=True)
+    return linear_scatter(ALONE, inner, weight, produces=(produce,))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "layer norm": lambda: both_passes(
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
@@ -92,15 +99,26 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),
     "split wide": lambda: both_passes(
-        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", b), zeros(8, 2, 15360 + 20480), zeros(20480)
+        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", b)[:4], zeros(8, 2, 15360 + 20480), zeros(20480)
     ),
     "gelu, bias in already": lambda: both_passes(
         lambda x, b: activation.gelu(x, b, added=True), zeros(8, 2, 20480), collecting(20480)
     ),
     "split wide, its product's bias": lambda: both_passes(
-        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", wide_bias=b),
+        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", wide_bias=b)[:4],
         zeros(8, 2, 15360 + 20480),
         collecting(15360 + 20480),
+    ),
+    "split wide, its activation again": lambda: both_passes(
+        again,
+        zeros(8, 2, 15360 + 20480),
+        collecting(15360 + 20480),
+        zeros(5120, 20480),
+    ),
+    "swiglu again": lambda: both_passes(
+        lambda x, w: linear_scatter(ALONE, x, w, produces=(activation.Again("swiglu"),)),
+        zeros(8, 2, 28672),
+        zeros(4096, 14336),
     ),
     "dropout add": lambda: both_passes(
         lambda x, b, r: dropout.dropout_add(x, b, r, 0.1, 1 << 50, 0, 0),

@@ -184,7 +184,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
         case(
             "split wide gelu",
             W,
-            lambda x: wide.split_wide(x, M, M, D, "gelu"),
+            lambda x: wide.split_wide(x, M, M, D, "gelu")[:4],
             lambda x: wide.split_wide_reference(x, M, M, D, "gelu", None, None, None, False),
             rows(W),
             moved(4 * H, 4 * H),

@@ -214,7 +214,8 @@ class Plan:
                 (f"--parallel.round_size={parallel.pipeline}", {"parallel": {"round_size": parallel.pipeline}})
             )
         if parallel.recompute == "none":
-            tries.append(("--parallel.recompute=selective", {"parallel": {"recompute": "selective"}}))
+            for less in ("activation", "selective"):
+                tries.append((f"--parallel.recompute={less}", {"parallel": {"recompute": less}}))
         if train.micro_batch > 1:
             tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
         if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):

@@ -16,7 +16,7 @@ from torch import nn
 
 from megascale.config import ModelConfig
 from megascale.core.tensors import Piece
-from megascale.ops.activation import gelu, swiglu
+from megascale.ops.activation import Again
 from megascale.ops.attention import attention
 from megascale.ops.dispatch import use_fused
 from megascale.ops.dropout import dropout_add, dropout_key
@@ -190,7 +190,7 @@ class Block(nn.Module):
             x_SBH, inner = self._into(self.mlp_in, self.norm2, between, self._sums_bias(y))
             return self._add(self._out(inner), x_SBH, 1, step, later, self.mlp_out_bias)
         if self.one_product:
-            in_parts = self._again("activation") or self.qkv_bias is not None
+            in_parts = self.qkv_bias is not None
             x_SBH, wide = self._into(self.into, self.norm1, x, not in_parts and self._sums_bias(x))
             if in_parts:
                 width = (self.heads + 2 * self.kv_heads) * self.model.head_size
@@ -228,17 +228,18 @@ class Block(nn.Module):
     def _out(self, inner: torch.Tensor, attended: torch.Tensor | None = None) -> torch.Tensor:
         """The MLP's output product, with the attention's in the same sum in a parallel block."""
         first = () if attended is None else (attended, self.attention_out)
+        activation = self._activation(inner)
         if self._again("activation"):
-            produces = (self._activate,) if attended is None else (None, self._activate)
+            produces = (activation,) if attended is None else (None, activation)
             return linear_scatter(self.axis, *first, inner, self.mlp_out, produces=produces)
-        return linear_scatter(self.axis, *first, self._activate(inner), self.mlp_out)
+        return linear_scatter(self.axis, *first, activation(inner), self.mlp_out)
 
     def _from_wide(
         self, wide: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step
     ) -> torch.Tensor:
         """The parallel block's one wide product, split in one pass, to its one sum of products."""
         cos, sin = rotary or (None, None)
-        q, k, v, inner = split_wide(
+        q, k, v, inner, activation = split_wide(
             wide,
             self.heads,
             self.kv_heads,
@@ -249,8 +250,10 @@ class Block(nn.Module):
             sin,
             self.model.rotary_interleaved,
             self.into.bias if self._sums_bias(wide) else None,
+            self._again("activation"),
         )
-        return linear_scatter(self.axis, self._attend((q, k, v), step), self.attention_out, inner, self.mlp_out)
+        attended = self._attend((q, k, v), step)
+        return linear_scatter(self.axis, attended, self.attention_out, inner, self.mlp_out, produces=(None, activation))
 
     def _split(
         self, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
@@ -269,14 +272,13 @@ class Block(nn.Module):
             step.cache.layers[self.layer] = (k, v)
         return attention(q, k, v, window=self.window)
 
-    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+    def _activation(self, x: torch.Tensor) -> Again:
+        """The MLP's, for the result x of its own product or of one half of a wide one."""
         # The MLP's own product has added its bias, and what is left is its gradient; that of one half of a wide product
         # is added here.
         added = not self.one_product and self._sums_bias(x)
         bias = self.mlp_in.bias if added else self.mlp_in_bias
-        if self.model.gated:
-            return swiglu(x, bias, added)
-        return gelu(x, bias, "tanh" if self.model.activation == "gelu_tanh" else "none", added)
+        return Again(self.model.activation, bias, added)
 
     def _add(
         self,

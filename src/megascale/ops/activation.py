@@ -2,11 +2,13 @@
 
 Only the projection's output is kept; the backward kernel reads it with the gradient, writes the input's gradient
 and sums the bias's on the way, in a fixed order. A bias that the projection has `added` already is summed here too:
-its gradient is in registers, and a pass over the wide gradient is saved.
+its gradient is in registers, and a pass over the wide gradient is saved. A result that was not kept (`Again`) comes
+out of the same pass: it costs one write.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -65,6 +67,7 @@ def _gelu_kernel(
     bias_ptr,
     dy_ptr,
     out_ptr,
+    again_ptr,
     part_ptr,
     rows,
     width,
@@ -77,6 +80,7 @@ def _gelu_kernel(
     HAS_BIAS: tl.constexpr,
     ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
+    AGAIN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -95,6 +99,8 @@ def _gelu_kernel(
         if HAS_BIAS and not ADDED:
             x += bias[None, :]
         value, slope = _gelu(x, TANH, NARROW)
+        if AGAIN:
+            tl.store(again_ptr + row_64 * width + column[None, :], value, mask=inside)
         if BACKWARD:
             dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             value = dy * slope
@@ -111,6 +117,7 @@ def _swiglu_kernel(
     bias_ptr,
     dy_ptr,
     out_ptr,
+    again_ptr,
     part_ptr,
     rows,
     width,
@@ -121,6 +128,7 @@ def _swiglu_kernel(
     HAS_BIAS: tl.constexpr,
     ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
+    AGAIN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -145,6 +153,8 @@ def _swiglu_kernel(
             gate += bias_g[None, :]
             up += bias_u[None, :]
         half = tl.sigmoid(gate)
+        if AGAIN:
+            tl.store(again_ptr + row_64 * width + column[None, :], gate * half * up, mask=inside)
         if BACKWARD:
             dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             d_gate = dy * up * half * (1.0 + gate * (1.0 - half))
@@ -173,6 +183,7 @@ def _run(
     tile: tuple[int, int, int],
     added: bool,
     main: Tensor | None,
+    again: Tensor | None,
     **meta: Any,
 ) -> Tensor | None:
     """Launch over [T, width] tiles; returns the bias gradient where there is one and a dy, unless `main` takes it."""
@@ -185,11 +196,12 @@ def _run(
     if bias is not None and dy_TF is not None:
         partial = torch.empty((parts, x_TF.shape[1]), dtype=torch.float32, device=x_TF.device)
     kernel[(columns, parts)](
-        *(x_TF, bias, dy_TF, out_TF, partial, T, width, x_TF.stride(0)),
+        *(x_TF, bias, dy_TF, out_TF, again, partial, T, width, x_TF.stride(0)),
         *(0 if dy_TF is None else dy_TF.stride(0), out_TF.stride(0), a_part),
         HAS_BIAS=bias is not None,
         ADDED=added,
         BACKWARD=dy_TF is not None,
+        AGAIN=again is not None,
         BLOCK_R=rows,
         BLOCK_C=block,
         **meta,
@@ -213,17 +225,20 @@ def run_activation(
     out_TF: Tensor,
     added: bool = False,
     main: Tensor | None = None,
+    again: Tensor | None = None,
 ) -> Tensor | None:
     """Fused activation (or, with dy, its gradient) of rows into rows, strided as they come; returns the bias gradient.
 
     x_TF: [T, F], or [T, 2F] for swiglu; out_TF: the result [T, F], or with dy_TF [T, F] the gradient of x. added: x has
     the bias in it, whose gradient alone is wanted. main: float32, as wide as x; the bias gradient is added to it.
+    again: with dy_TF, contiguous [T, F]: the result is written there as well.
     """
+    assert again is None or (dy_TF is not None and again.is_contiguous())
     if kind == "swiglu":
-        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main)
+        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main, again)
     meta = {"TANH": kind == "gelu_tanh", "NARROW": x_TF.element_size() < 4}
     tile = TILE_WITHOUT_SUMS if dy_TF is None else TILE
-    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, **meta)
+    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, again, **meta)
 
 
 def credit_bias(x: Tensor, bias: Tensor) -> Tensor:
@@ -277,3 +292,43 @@ def swiglu(x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor
     if added and bias is not None:
         x, bias = credit_bias(x, bias), None
     return swiglu_reference(x, bias)
+
+
+@dataclass(frozen=True)
+class Again:
+    """An activation whose result backward makes again, in the pass that makes its gradient, instead of keeping it.
+
+    Attributes:
+        kind: model.activation.
+        bias, added: as for `gelu`.
+    """
+
+    kind: Kind
+    bias: Tensor | None = None
+    added: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The activation of x + bias."""
+        if self.kind == "swiglu":
+            return swiglu(x, self.bias, self.added)
+        return gelu(x, self.bias, "tanh" if self.kind == "gelu_tanh" else "none", self.added)
+
+    def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """The result for x once more, and the gradient of x for dy, that of the result. The bias's goes to the bias."""
+        if not (x.numel() and use_fused("swiglu" if self.kind == "swiglu" else "gelu", x, self.bias)):
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = self(leaf)
+            torch.autograd.backward(y, dy)
+            assert leaf.grad is not None
+            return y.detach(), leaf.grad
+        y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows = flat_rows(x), self.bias, flat_rows(dy), flat_rows(dx)
+        self.credit(run_activation(self.kind, *rows, self.added, again=flat_rows(y)))
+        return y, dx
+
+    def credit(self, d_bias: Tensor | None) -> None:
+        """Give the bias a gradient that its main_grad did not take."""
+        if d_bias is not None and self.bias is not None:
+            self.bias.grad = d_bias if self.bias.grad is None else self.bias.grad + d_bias

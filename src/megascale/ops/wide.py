@@ -2,17 +2,19 @@
 
 Slicing the product would make autograd pad each slice's gradient to the full width and add them up. Here the
 backward pass allocates the wide gradient once and every part is written into its place. The gradient of the product's
-own bias is summed here too, the MLP's part of it while that is still in registers.
+own bias is summed here too, the MLP's part of it while that is still in registers. With `again` the
+activation is its reader's, which makes it again in backward and writes its gradient into that place as well.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megascale.ops.activation import Kind, activation_reference, credit_bias, run_activation
+from megascale.ops.activation import Again, Kind, activation_reference, credit_bias, run_activation
 from megascale.ops.dispatch import use_fused
 from megascale.ops.reduce import column_sum, finish, flat_rows
 from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
@@ -35,6 +37,51 @@ def split_wide_reference(
     return q, k, v, activation_reference(activation, wide_SBC[..., width:], mlp_bias)
 
 
+@dataclass
+class _Place:
+    """The gradient of a wide product, which its parts' readers fill."""
+
+    shape: torch.Size  # [S, B, C]
+    width: int  # columns of q, k and v, before the MLP's
+    bias: Tensor | None  # of all columns, in the product already
+    whole: Tensor | None = None
+    total: Tensor | None = None  # float32: its main_grad, or zeros to add to
+
+    def open(self, like: Tensor) -> Tensor:
+        """The gradient, made by the first who asks."""
+        if self.whole is None:
+            self.whole = torch.empty(self.shape, dtype=like.dtype, device=like.device)
+            if self.bias is not None:
+                main = getattr(self.bias, "main_grad", None)
+                self.total = torch.zeros_like(self.bias, dtype=torch.float32) if main is None else main
+        return self.whole
+
+    def activation(
+        self, kind: Kind, mlp_bias: Tensor | None, x_TF: Tensor, dy_TF: Tensor, again: Tensor | None = None
+    ) -> Tensor | None:
+        """Fill the MLP's columns from the gradient of its activation; returns mlp_bias's as run_activation does."""
+        assert self.whole is not None
+        dx_TF = self.whole.flatten(0, 1)[:, self.width :]
+        if self.total is None:
+            return run_activation(kind, x_TF, mlp_bias, dy_TF, dx_TF, again=again)
+        main = self.total[self.width :]
+        return run_activation(kind, x_TF, self.bias, dy_TF, dx_TF, added=True, main=main, again=again)
+
+
+@dataclass(frozen=True)
+class _WideAgain(Again):
+    """The activation of a wide product's last columns; its gradient goes into their place."""
+
+    place: _Place = field(kw_only=True)
+
+    def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        d_wide = self.place.open(x)
+        y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
+        d_bias = self.place.activation(self.kind, self.bias, x.flatten(0, 1), flat_rows(dy), y.flatten(0, 1))
+        self.credit(d_bias)
+        return y, d_wide[..., self.place.width :]
+
+
 class _SplitWide(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -47,40 +94,45 @@ class _SplitWide(torch.autograd.Function):
         sizes: tuple[int, int, int],
         activation: Kind,
         interleaved: bool,
+        place: _Place,
+        again: bool,
     ) -> tuple[Tensor, ...]:
         heads, groups, head_size = sizes
-        width = (heads + 2 * groups) * head_size
-        qkv = wide_SBC[..., :width].unflatten(-1, (-1, head_size))
+        qkv = wide_SBC[..., : place.width].unflatten(-1, (-1, head_size))
         parts = rotate_parts(qkv, heads, groups, (cos, sin), interleaved)
-        x_TF = wide_SBC.flatten(0, 1)[:, width:]
+        ctx.mlp_bias, ctx.wide_bias = mlp_bias, wide_bias  # the parameters themselves carry main_grad
+        ctx.head_size, ctx.place, ctx.again = head_size, place, again
+        ctx.activation, ctx.interleaved = activation, interleaved
+        x_TF = wide_SBC.flatten(0, 1)[:, place.width :]
+        if again:
+            ctx.save_for_backward(None, cos, sin)
+            return *parts, wide_SBC[..., place.width :]
         columns = x_TF.shape[1] // 2 if activation == "swiglu" else x_TF.shape[1]
         y = torch.empty((*wide_SBC.shape[:2], columns), dtype=wide_SBC.dtype, device=wide_SBC.device)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1))
         ctx.save_for_backward(x_TF, cos, sin)
-        ctx.mlp_bias, ctx.wide_bias = mlp_bias, wide_bias  # the parameters themselves carry main_grad
-        ctx.shape, ctx.width, ctx.head_size = wide_SBC.shape, width, head_size
-        ctx.activation, ctx.interleaved = activation, interleaved
         return *parts, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TF, cos, sin = ctx.saved_tensors
-        d_wide = torch.empty(ctx.shape, dtype=x_TF.dtype, device=x_TF.device)
-        d_qkv = d_wide[..., : ctx.width].unflatten(-1, (-1, ctx.head_size))
+        place, bias, d_mlp_bias = ctx.place, ctx.wide_bias, None
+        width, d_wide = place.width, place.open(grads[3])
+        if not ctx.again:
+            d_mlp_bias = place.activation(ctx.activation, ctx.mlp_bias, x_TF, flat_rows(grads[3]))
+        # Else the reader has filled those columns already.
+        assert not ctx.again or grads[3].data_ptr() == d_wide[..., width:].data_ptr(), "the activation's reader changed"
+        d_qkv = d_wide[..., :width].unflatten(-1, (-1, ctx.head_size))
         gather_gradients(grads[:3], d_qkv, (cos, sin), ctx.interleaved)
-        dx_TF = d_wide.flatten(0, 1)[:, ctx.width :]
-        dy_TF, bias = flat_rows(grads[3]), ctx.wide_bias
-        if bias is None:
-            d_mlp_bias = run_activation(ctx.activation, x_TF, ctx.mlp_bias, dy_TF, dx_TF)
-            return d_wide, d_mlp_bias, None, None, None, None, None, None
-        main = getattr(bias, "main_grad", None)
-        total = main if main is not None else torch.zeros(bias.shape, dtype=torch.float32, device=d_wide.device)
-        run_activation(ctx.activation, x_TF, bias, dy_TF, dx_TF, added=True, main=total[ctx.width :])
-        column_sum(d_wide.flatten(0, 1)[:, : ctx.width], total[: ctx.width])
-        if main is None:
-            return d_wide, None, total.to(bias.dtype), None, None, None, None, None
-        finish(bias)
-        return d_wide, None, None, None, None, None, None, None
+        total, place.whole, place.total = place.total, None, None
+        d_bias = None
+        if bias is not None:
+            column_sum(d_wide.flatten(0, 1)[:, :width], total[:width])
+            if hasattr(bias, "main_grad"):
+                finish(bias)
+            else:
+                d_bias = total.to(bias.dtype)
+        return d_wide, d_mlp_bias, d_bias, *(None,) * 7
 
 
 def split_wide(
@@ -94,19 +146,28 @@ def split_wide(
     sin: Tensor | None = None,
     interleaved: bool = False,
     wide_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    again: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Again | None]:
     """Queries, keys, values (as `rope.split_qkv`) and the activated MLP input of the parallel block's wide product.
 
     wide_SBC: [S, B, (heads + 2 groups) x head_size + F], F doubled for swiglu; mlp_bias: of the MLP part, or None.
-    activation: model.activation. Returns q [S, B, heads, head_size], k and v [S, B, groups, head_size] and the MLP's
-    inner activation [S, B, F]. The fused path rotates in place: nobody else may read or keep wide_SBC. wide_bias: one
-    for all columns that is in wide_SBC already (without autograd knowing) and gets its gradient here; then no mlp_bias.
+    activation: model.activation. Returns q [S, B, heads, head_size], k and v [S, B, groups, head_size], the MLP's
+    inner activation [S, B, F] and None. The fused path rotates in place: nobody else may read or keep wide_SBC.
+    wide_bias: one for all columns that is in wide_SBC already (without autograd knowing) and gets its gradient here;
+    then no mlp_bias. again: the MLP input comes back as it is and, for its one reader, its activation: to be called
+    forward and again in backward (`parallel.tensor.linear_scatter` does both).
     """
+    width = (heads + 2 * groups) * head_size
     if cos is not None and sin is not None:
         cos, sin = check_tables(cos, sin, wide_SBC.shape[0])
     if wide_SBC.numel() and wide_SBC.is_contiguous() and use_fused("split wide", wide_SBC, mlp_bias, cos, wide_bias):
-        sizes = (heads, groups, head_size)
-        return _SplitWide.apply(wide_SBC, mlp_bias, wide_bias, cos, sin, sizes, activation, interleaved)
+        sizes, place = (heads, groups, head_size), _Place(wide_SBC.shape, width, wide_bias)
+        parts = _SplitWide.apply(wide_SBC, mlp_bias, wide_bias, cos, sin, sizes, activation, interleaved, place, again)
+        return *parts, _WideAgain(activation, mlp_bias, place=place) if again else None
     if wide_bias is not None:
         wide_SBC = credit_bias(wide_SBC, wide_bias)
-    return split_wide_reference(wide_SBC, heads, groups, head_size, activation, mlp_bias, cos, sin, interleaved)
+    if not again:
+        parts = split_wide_reference(wide_SBC, heads, groups, head_size, activation, mlp_bias, cos, sin, interleaved)
+        return *parts, None
+    qkv = split_qkv_reference(wide_SBC[..., :width], heads, groups, cos, sin, interleaved)
+    return *qkv, wide_SBC[..., width:], Again(activation, mlp_bias)

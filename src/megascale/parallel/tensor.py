@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megascale.ops.activation import Again
 from megascale.ops.linear import weight_gradient
 from megascale.ops.reduce import bias_gradient
 from megascale.parallel.collectives import (
@@ -155,9 +156,7 @@ class _GatherLinear(torch.autograd.Function):
 
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, axis: Axis, produces: Sequence[Callable[[torch.Tensor], torch.Tensor] | None], *inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, axis: Axis, produces: Sequence[Again | None], *inputs: torch.Tensor) -> torch.Tensor:
         xs, weights = inputs[0::2], inputs[1::2]
         ctx.save_for_backward(*xs)
         ctx.weights, ctx.axis, ctx.produces = weights, axis, produces
@@ -170,13 +169,9 @@ class _LinearScatter(torch.autograd.Function):
         dy, dxs = _gathered_input_gradients(grads[0], xs, weights, axis)
         out: list[Any] = [None, None]
         for x, dx, weight, produce in zip(xs, dxs, weights, ctx.produces, strict=True):
-            if produce is None:
-                out += [dx, weight_gradient(weight, dy, x)]
-            else:
-                leaf, x = _recomputed(produce, x)
-                dw = weight_gradient(weight, dy, x.detach())
-                torch.autograd.backward(x, dx)
-                out += [leaf.grad, dw]
+            if produce is not None:
+                x, dx = produce.with_gradient(x, dx)
+            out += [dx, weight_gradient(weight, dy, x)]
         return tuple(out)
 
 
@@ -216,11 +211,11 @@ def gather_linear(
 def linear_scatter(
     axis: Axis,
     *inputs: torch.Tensor,
-    produces: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] | None = None,
+    produces: Sequence[Again | None] | None = None,
 ) -> torch.Tensor:
     """Row-parallel sum of products: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
 
-    xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each product. With `produces[i]` (an activation) the
-    i-th product is of produces[i](xi), which is computed again in backward instead of being kept.
+    xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each product. With `produces[i]` the i-th
+    product is of that activation of xi, which is computed again in backward instead of being kept.
     """
     return _LinearScatter.apply(axis, produces or (None,) * (len(inputs) // 2), *inputs)

@@ -158,8 +158,8 @@ def _start_groups(
         timeout=group_timeout,
         store=dist.PrefixStore("job", store),
         channels={
-            **dict.fromkeys(DIRECTIONS, config.overlap.pipeline_channels),
-            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.data_channels),
+            **dict.fromkeys(DIRECTIONS, config.overlap.channels("pipeline")),
+            **dict.fromkeys(("data_gather", "data_reduce"), config.overlap.channels("data")),
         },
     )
     groups.root_store = store

@@ -76,10 +76,12 @@ class Engine:
         if grid.data > 1:
             self.active["data overlap"] = "on" if config.overlap.data else "off"
         for name, size in (("pipeline", stages), ("data", grid.data)):
-            channels = getattr(config.overlap, f"{name}_channels")
-            if channels is not None and size > 1:
-                bounded = f"at most {channels}" if device.type == "cuda" else "not bounded: only NCCL has channels"
-                self.active[f"{name} channels"] = bounded
+            channels = config.overlap.channels(name)
+            if size > 1 and channels is not None and device.type == "cuda":
+                self.active[f"{name} channels"] = f"at most {channels}"
+            elif size > 1 and f"{name}_channels" in config.overlap.model_fields_set:
+                why = "only NCCL has channels" if device.type != "cuda" else f"overlap.{name} is off"
+                self.active[f"{name} channels"] = f"not bounded: {why}"
         axes = Axes(
             data=_axis(groups, "data_gather", grid.data, at.data),
             reduce=_axis(groups, "data_reduce", grid.data, at.data),
