@@ -35,6 +35,7 @@ def test_events_are_sorted_into_kinds():
         COMPUTE, "pipeline", "tensor", "data gather", "data reduce", COMPUTE, "other",
     ]  # fmt: skip
     assert found[0] == Busy(0.0, pytest.approx(3e-3), COMPUTE)
+    assert [b.group for b in found if b.group] == ["forward", "data_gather", "data_reduce", "default_pg"]
     assert (found[-1].start, found[-1].stop) == (pytest.approx(7e-3), pytest.approx(8e-3))
 
 
@@ -47,7 +48,7 @@ def test_a_stream_is_known_by_the_group_that_a_trace_with_the_hosts_side_names()
     gather = "ncclDevKernel_AllGather_RING_LL"
     full = [on(7, gather, "tensor"), on(20, gather, "data_gather"), on(21, "ncclDevKernel_SendRecv", "forward/0-1/0")]
     serves = exposed.groups_of([*full, on(7, "nvjet"), {"cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 1}])
-    assert serves == {7: "tensor", 20: "data_gather", 21: "forward"}
+    assert serves == {7: "tensor", 20: "data_gather", 21: "forward/0-1/0"}
     bare = [on(20, gather), on(7, gather), on(21, "ncclDevKernel_SendRecv"), on(22, gather), on(7, "nvjet")]
     assert [b.kind for b in exposed.busy(bare, serves)] == ["data gather", "tensor", "pipeline", "other", COMPUTE]
 
@@ -96,22 +97,52 @@ def test_the_meeting_before_the_step_does_not_count():
     assert exposed.after_meeting([]) == []
 
 
+ms = st.integers(0, 200)
+
+
+@given(st.lists(st.tuples(ms, ms, st.integers(1, 50)), min_size=1, max_size=8), st.integers(-5000, 5000))
+def test_a_transfer_waits_until_its_last_member_comes_whatever_the_clocks_say(transfers, skew):
+    """Transfers one after another: when each of two members comes, and how long its bytes move."""
+    ours, theirs, meetings, at = [], [], [], 0.0
+    for a, b, length in transfers:
+        met = at + max(a, b)
+        ours.append(Busy(at + a, met + length, "pipeline", "forward/0-1"))
+        theirs.append(Busy(at + b + skew, met + length + skew, "pipeline", "forward/0-1"))
+        meetings.append(met)
+        at = met + length
+    cut = exposed.with_waits([ours, theirs])
+    for trace, shift, whole in ((cut[0], 0, ours), (cut[1], skew, theirs)):
+        moving = [b for b in trace if b.kind == "pipeline"]
+        assert [b.start - shift for b in moving] == pytest.approx(meetings)
+        assert [b.stop for b in moving] == pytest.approx([b.stop for b in whole])
+        assert sum(b.stop - b.start for b in trace) == pytest.approx(sum(b.stop - b.start for b in whole))
+
+
+def test_collectives_that_cannot_be_matched_are_left_whole():
+    one = [Busy(0.0, 4.0, "data gather", "data_gather/0"), Busy(5.0, 6.0, "other"), Busy(6.0, 9.0, COMPUTE)]
+    two = [Busy(3.0, 4.0, "data gather", "data_gather/0"), Busy(8.0, 9.0, "data gather", "data_gather/0")]
+    assert exposed.with_waits([one, two]) == [one, two]
+
+
 def record() -> dict:
     def rank(stage: int, scale: float) -> dict:
-        times = exposed.shares([Busy(0.0, 8.0, COMPUTE), Busy(6.0, 8.0 + scale, "pipeline"), Busy(1.0, 2.0, "tensor")])
-        stretches = [(0.0, 8.0, COMPUTE), (6.0, 8.0 + scale, "pipeline"), (1.0, 2.0, "tensor")]
-        return {"stage": stage, "times": times, "alone": {"pipeline": 0.5, "tensor": 2.0}, "stretches": stretches}
+        stretches = [
+            (0.0, 8.0, COMPUTE), (6.0, 7.0 + scale, "pipeline" + exposed.WAITS), (7.0 + scale, 8.5 + scale, "pipeline"),
+            (1.0, 2.0, "tensor"),
+        ]  # fmt: skip
+        times = exposed.shares([Busy(*stretch) for stretch in stretches])
+        return {"stage": stage, "times": times, "alone": {"pipeline": 2.0, "tensor": 2.0}, "stretches": stretches}
 
     about = {"preset": "gpt-13b", "processes": 2, "device": "H200", "date": "2026-11-21", "active": {}}
-    return about | {"bubble": 1 / 8, "ranks": [rank(0, 1.0), rank(1, 2.0)]}
+    return about | {"ranks": [rank(0, 1.0), rank(1, 2.0)]}
 
 
-def test_the_schedules_own_bubble_is_no_transfer_time():
+def test_waiting_for_another_ranks_compute_is_no_transfer_time():
     rows = {row["kind"]: row for row in exposed.table(record())}
     assert set(rows) == {"tensor", "pipeline"}
-    assert rows["pipeline"]["bubble"] == pytest.approx(1.0)
-    assert rows["pipeline"]["exposed"] == pytest.approx(0.5)
-    assert rows["pipeline"]["share"] == pytest.approx(1.0)
+    assert rows["pipeline"]["waits"] == pytest.approx(0.5)  # none on stage 0, one second on stage 1
+    assert rows["pipeline"]["exposed"] == pytest.approx(1.5)
+    assert rows["pipeline"]["share"] == pytest.approx(0.75)
     assert rows["tensor"]["share"] == 0.0
 
 

@@ -1,8 +1,10 @@
 """`megascale bench exposed`: how much of each kind of communication shows in a step, against the same run alone.
 
 One step is traced on every rank. Exposed is the time in which a kind's kernels or copies run and no product, norm or
-other computation does; where several kinds wait at once they share it. Then the collectives that the step made are
-made again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
+other computation does; where several kinds run at once they share it. A kernel that has begun before its other members
+have moves nothing yet: until the last of them has come it waits, for their compute and not for a network (a pipeline's
+bubble, uneven stages, uneven cards). Then the collectives that the step made are made again with nothing beside them:
+the share that shows is what overlap leaves (MegaScale section 3.2).
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 KINDS = ("tensor", "pipeline", "data gather", "data reduce", "other")
 COMPUTE, IDLE = "compute", "idle"
+WAITS = " waits"  # behind a kind: its kernels before all their members have begun
 # What a communicator is for, by the first part of its name (rendezvous/plan.py).
 _KIND_OF = {
     "tensor": "tensor",
@@ -41,11 +44,13 @@ _KIND_OF = {
 
 @dataclass(frozen=True)
 class Busy:
-    """A stretch of a device's time: seconds from the trace's first event, and what ran (COMPUTE or one of KINDS)."""
+    """A stretch of a device's time: seconds from the trace's first event, what ran (COMPUTE, one of KINDS, or one of
+    them and WAITS), and whose collective it was, if that is known."""
 
     start: float
     stop: float
     kind: str
+    group: str = ""
 
 
 def register(app: typer.Typer) -> None:
@@ -113,6 +118,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start import initialise
     from megascale.train.engine import Engine
+    from megascale.train.garbage import Garbage
     from megascale.train.processes import find_place
 
     place = find_place(config)
@@ -123,12 +129,14 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     rows = torch.randint(0, model.vocab, (model.sequence_length + 1, train.micro_batch), generator=generator)
     rows = rows.to(place.device)
     seconds: list[float] = []
+    garbage = Garbage(train.gc_interval)
 
     def step(number: int) -> None:
         torch.cuda.synchronize(place.device)
         began = time.perf_counter()
         engine.start_gather()  # in the traced step, though training sends for it behind the update before
         engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4)
+        garbage.after(number)  # as in training
         torch.cuda.synchronize(place.device)
         seconds.append(time.perf_counter() - began)
 
@@ -143,17 +151,13 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.
     serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
     stretches = after_meeting(busy(_traced(lambda: step(warmup + 2), [device]), serves))
-    mine = {
-        "stage": engine.pipeline.stage,
-        "times": shares(stretches),
-        "alone": alone(engine, counting),
-        "stretches": [(round(b.start, 7), round(b.stop, 7), b.kind) for b in stretches],
-    }
+    mine = (engine.pipeline.stage, alone(engine, counting), stretches)
     told: list[Any] = [None] * place.world
     dist.all_gather_object(told, mine)
     shutdown(groups)
     if place.rank:
         return None
+    stages, by_itself, traces = zip(*told, strict=True)
     return {
         "date": date.today().isoformat(),
         **machine(config),
@@ -164,9 +168,16 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         "global_batch": train.global_batch,
         "step_seconds": plain,
         "traced_step_seconds": seconds[-1],
-        "bubble": _bubble(engine),
         "active": engine.active,
-        "ranks": told,
+        "ranks": [
+            {
+                "stage": stage,
+                "times": shares(trace),
+                "alone": alone_,
+                "stretches": [(round(b.start, 7), round(b.stop, 7), b.kind) for b in trace],
+            }
+            for stage, alone_, trace in zip(stages, by_itself, with_waits(traces), strict=True)
+        ],
     }
 
 
@@ -186,29 +197,20 @@ def _traced(step: Callable[[], None], activities: list[Any]) -> list[dict[str, A
 
 
 def groups_of(events: Iterable[dict[str, Any]]) -> dict[int, str]:
-    """Stream -> purpose of the group whose collectives run on it, of a trace that has the host's side."""
+    """Stream -> name of the group whose collectives run on it, of a trace that has the host's side."""
     votes: dict[int, Counter[str]] = defaultdict(Counter)
     for event in events:
-        purpose = _purpose(event)
-        if purpose:
-            votes[event["args"].get("stream", -1)][purpose] += 1
+        group = _group(event)
+        if group:
+            votes[event["args"].get("stream", -1)][group] += 1
     return {stream: names.most_common(1)[0][0] for stream, names in votes.items()}
 
 
-def _purpose(event: dict[str, Any]) -> str:
+def _group(event: dict[str, Any]) -> str:
     about = event.get("args", {})
     if event.get("cat") != "kernel" or "nccl" not in event["name"].lower():
         return ""
-    name = about.get("Process Group Description") or about.get("Process Group Name", "")
-    return str(name).split("/")[0]
-
-
-def _bubble(engine: Engine) -> float:
-    """Idle time over busy time that the schedule itself has, with equal stages and free transfers."""
-    from megascale.core.schedule import ideal_bubble
-
-    schedule = engine.pipeline.schedule
-    return ideal_bubble(schedule.stages, schedule.virtual, schedule.microbatches)
+    return str(about.get("Process Group Name") or about.get("Process Group Description", ""))
 
 
 def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None) -> list[Busy]:
@@ -220,33 +222,74 @@ def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None)
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        found.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, _kind(event, serves or {})))
-    first = min((start for start, _, _ in found), default=0.0)
-    return sorted((Busy(a - first, b - first, kind) for a, b, kind in found), key=lambda b: b.start)
+        found.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, *_kind(event, serves or {})))
+    first = min((start for start, *_ in found), default=0.0)
+    return sorted((Busy(a - first, b - first, *what) for a, b, *what in found), key=lambda b: b.start)
 
 
 def after_meeting(stretches: list[Busy]) -> list[Busy]:
     """Without the meeting of all ranks at the start, which is no part of the step."""
     begun = next((i for i, b in enumerate(stretches) if b.kind != "other"), 0)
     zero = stretches[begun].start if stretches else 0.0
-    return [Busy(b.start - zero, b.stop - zero, b.kind) for b in stretches[begun:]]
+    return [replace(b, start=b.start - zero, stop=b.stop - zero) for b in stretches[begun:]]
 
 
-def _kind(event: dict[str, Any], serves: dict[int, str]) -> str:
+def _kind(event: dict[str, Any], serves: dict[int, str]) -> tuple[str, str]:
+    """An event's kind and its group's name, "" where it is no collective."""
     name = event["name"]
     if "nccl" in name.lower():
-        purpose = _purpose(event) or serves.get(event.get("args", {}).get("stream", -1), "")
-        return _KIND_OF.get(purpose, "other")
+        group = _group(event) or serves.get(event.get("args", {}).get("stream", -1), "")
+        return _KIND_OF.get(group.split("/")[0], "other"), group
     if "PtoP" in name:
-        return "tensor"  # the exchange's copies from peers
-    return COMPUTE
+        return "tensor", ""  # the exchange's copies from peers
+    return COMPUTE, ""
+
+
+def with_waits(traces: Sequence[list[Busy]]) -> list[list[Busy]]:
+    """The ranks' stretches, each collective cut in two where the last of its group's members begins it.
+
+    A group's n-th kernel on one member is its n-th on every other. Their clocks need not agree: such kernels end
+    together (within microseconds), so the median difference of two members' ends is that of their clocks. A group of
+    which members' traces have different numbers of kernels is left whole.
+    """
+    made: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # group -> rank -> places
+    for rank, trace in enumerate(traces):
+        for place, stretch in enumerate(trace):
+            if stretch.group:
+                made[stretch.group][rank].append(place)
+    met: list[dict[int, float]] = [{} for _ in traces]
+    for members in made.values():
+        if len(members) < 2 or len({len(places) for places in members.values()}) > 1:
+            continue
+        first = min(members)
+        ahead = {
+            rank: statistics.median(
+                traces[rank][a].stop - traces[first][b].stop for a, b in zip(places, members[first], strict=True)
+            )
+            for rank, places in members.items()
+        }
+        for places_at_once in zip(*members.values(), strict=True):
+            last = max(traces[r][p].start - ahead[r] for r, p in zip(members, places_at_once, strict=True))
+            for rank, place in zip(members, places_at_once, strict=True):
+                met[rank][place] = last + ahead[rank]
+    cut: list[list[Busy]] = []
+    for trace, meetings in zip(traces, met, strict=True):
+        parts = []
+        for place, stretch in enumerate(trace):
+            at = min(max(meetings.get(place, stretch.start), stretch.start), stretch.stop)
+            if at > stretch.start:
+                parts.append(replace(stretch, stop=at, kind=stretch.kind + WAITS))
+            parts.append(replace(stretch, start=at))
+        cut.append(sorted(parts, key=lambda b: b.start))
+    return cut
 
 
 def shares(stretches: list[Busy]) -> dict[str, dict[str, float]]:
-    """Seconds by kind: "busy" while any of it runs, "exposed" while no compute runs (shared between kinds that wait
-    at once). COMPUTE has "busy" alone, IDLE is the time in which nothing runs."""
+    """Seconds by kind: "busy" while any of it runs, "exposed" while no compute runs (shared between kinds that run
+    or wait at once). COMPUTE has "busy" alone, IDLE is the time in which nothing runs."""
     points = sorted([(b.start, 1, b.kind) for b in stretches] + [(b.stop, -1, b.kind) for b in stretches])
-    found = {kind: {"busy": 0.0, "exposed": 0.0} for kind in (COMPUTE, *KINDS, IDLE)}
+    waits = [kind + WAITS for kind in KINDS]
+    found = {kind: {"busy": 0.0, "exposed": 0.0} for kind in (COMPUTE, *KINDS, *waits, IDLE)}
     running: Counter[str] = Counter()
     last = points[0][0] if points else 0.0
     for at, change, kind in points:
@@ -342,28 +385,28 @@ def _move(lane: Any, op: str, size: int, times: int, device: Any) -> None:
 
 
 def table(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry a kind: means over ranks of its time, its exposed time, its time alone, and the share that shows.
-
-    Waiting for a stage that still computes shows as pipeline time; the schedule's own bubble is taken off it.
-    """
+    """One entry a kind: means over ranks of the time in which it moves bytes, in which it does so exposed, its time
+    alone, the share of that which shows, and the time without compute in which it waits for other members."""
     ranks = record["ranks"]
-    compute = statistics.mean(rank["times"][COMPUTE]["busy"] for rank in ranks)
+
+    def mean(kind: str, what: str) -> float:
+        return statistics.mean(rank["times"][kind][what] for rank in ranks)
+
     found = []
     for kind in KINDS:
-        running = statistics.mean(rank["times"][kind]["busy"] for rank in ranks)
+        running = mean(kind, "busy")
         if not running:
             continue
-        shown = statistics.mean(rank["times"][kind]["exposed"] for rank in ranks)
-        bubble = min(shown, record["bubble"] * compute) if kind == "pipeline" else 0.0
+        shown = mean(kind, "exposed")
         by_itself = statistics.mean(rank["alone"].get(kind, 0.0) for rank in ranks)
         found.append(
             {
                 "kind": kind,
                 "busy": running,
-                "bubble": bubble,
-                "exposed": shown - bubble,
+                "exposed": shown,
                 "alone": by_itself,
-                "share": (shown - bubble) / by_itself if by_itself else None,
+                "share": shown / by_itself if by_itself else None,
+                "waits": mean(kind + WAITS, "exposed"),
             }
         )
     return found
@@ -383,21 +426,25 @@ def show(record: dict[str, Any]) -> None:
         f"{record['traced_step_seconds']:.4f} s traced"
     )
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, column in enumerate(("milliseconds, mean of ranks", "runs", "alone", "bubble", "exposed", "of alone")):
+    for number, column in enumerate(("milliseconds, mean of ranks", "runs", "alone", "exposed", "of alone", "waits")):
         shown.add_column(column, justify="right" if number else "left", no_wrap=True)
     for one in table(record):
         shown.add_row(
             one["kind"],
             f"{1e3 * one['busy']:,.1f}",
             f"{1e3 * one['alone']:,.1f}" if one["alone"] else "",
-            f"{1e3 * one['bubble']:,.1f}" if one["bubble"] else "",
             f"{1e3 * one['exposed']:,.1f}",
             f"{100 * one['share']:.1f}%" if one["share"] is not None else "",
+            f"{1e3 * one['waits']:,.1f}" if one["waits"] else "",
         )
     for kind in (COMPUTE, IDLE):
         mean = statistics.mean(rank["times"][kind]["busy"] for rank in ranks)
         shown.add_row(kind, f"{1e3 * mean:,.1f}", "", "", "", "")
     console.print(shown)
+    console.print(
+        "exposed: bytes move and nothing computes. waits: nothing computes, and a transfer that has begun here has not "
+        "on its other ranks, which still compute (bubble, uneven stages or devices)."
+    )
     for what, choice in record["active"].items():
         console.print(f"{what}: {choice}")
 
@@ -428,7 +475,7 @@ def share_of_time(runs: list[tuple[float, float]], start: float, stop: float, bi
 
 def _busiest(ranks: Iterable[dict[str, Any]], end: float, length: float) -> tuple[float, float]:
     """The piece of a step, of those in a row, in which communication runs most, the ends left out."""
-    moving = [(a, b) for rank in ranks for a, b, kind in rank["stretches"] if kind not in (COMPUTE, "other")]
+    moving = [(a, b) for rank in ranks for a, b, kind in rank["stretches"] if kind in KINDS[:-1]]
     pieces = max(1, int(end / length))
     shares_ = share_of_time(moving, 0.0, pieces * length, pieces)
     inner = range(pieces // 10, pieces - pieces // 10)
@@ -437,8 +484,8 @@ def _busiest(ranks: Iterable[dict[str, Any]], end: float, length: float) -> tupl
 
 
 def draw(record: dict[str, Any], out: Path) -> None:
-    """The traced step of the first rank of each stage, a lane for compute and one for each kind that runs: the whole
-    step (height: part of the time in which it runs), and below the piece of it with the most communication."""
+    """The traced step of the first rank of each stage, a lane for compute and one for each kind that runs, pale where
+    it waits: the whole step (height: part of the time), and below the piece of it with the most communication."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -448,7 +495,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     firsts: dict[int, dict[str, Any]] = {}
     for rank in record["ranks"]:
         firsts.setdefault(rank["stage"], rank)
-    there = {kind for rank in firsts.values() for _, _, kind in rank["stretches"]}
+    there = {kind.removesuffix(WAITS) for rank in firsts.values() for _, _, kind in rank["stretches"]}
     lanes = [kind for kind in (COMPUTE, *KINDS) if kind in there]
     end = max(stop for rank in firsts.values() for _, stop, _ in rank["stretches"])
     piece = _busiest(firsts.values(), end, min(end, 0.03))
@@ -458,12 +505,13 @@ def draw(record: dict[str, Any], out: Path) -> None:
         whole, near = axes[number, 0], axes[len(firsts) + number, 0]
         for row, kind in enumerate(lanes):
             colour = f"C{(COMPUTE, *KINDS).index(kind)}"
-            runs = [(a, b) for a, b, k in rank["stretches"] if k == kind]
-            shares_ = 0.8 * np.array(share_of_time(runs, 0.0, end, _BINS))
-            at = np.linspace(0.0, 1e3 * end, _BINS)
-            whole.fill_between(at, row + 0.4, row + 0.4 - shares_, color=colour, step="mid", linewidth=0)
-            bars = [(1e3 * a, 1e3 * (b - a)) for a, b in runs if b > piece[0] and a < piece[1]]
-            near.broken_barh(bars, (row - 0.4, 0.8), color=colour, linewidth=0)
+            for name, alpha in ((kind + WAITS, 0.3), (kind, 1.0)):
+                runs = [(a, b) for a, b, k in rank["stretches"] if k == name]
+                shares_ = 0.8 * np.array(share_of_time(runs, 0.0, end, _BINS))
+                at, drawn = np.linspace(0.0, 1e3 * end, _BINS), {"color": colour, "alpha": alpha, "linewidth": 0}
+                whole.fill_between(at, row + 0.4, row + 0.4 - shares_, step="mid", **drawn)
+                bars = [(1e3 * a, 1e3 * (b - a)) for a, b in runs if b > piece[0] and a < piece[1]]
+                near.broken_barh(bars, (row - 0.4, 0.8), **drawn)
         near.set_xlim(1e3 * piece[0], 1e3 * piece[1])
         whole.set_xlim(0.0, 1e3 * end)
         for place in (whole, near):
@@ -471,7 +519,9 @@ def draw(record: dict[str, Any], out: Path) -> None:
             place.set_ylim(len(lanes) - 0.5, -0.5)
             place.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
             place.spines[["top", "right"]].set_visible(False)
-    axes[len(firsts) - 1, 0].set_xlabel("milliseconds: the whole step, height is the part of the time in which it runs")
+    axes[len(firsts) - 1, 0].set_xlabel(
+        "milliseconds: the whole step, height is the part of the time in which it runs, pale: waits for other ranks"
+    )
     axes[-1, 0].set_xlabel("milliseconds: the piece in which communication runs most")
     axes[0, 0].set_title(f"{record['preset']} on {record['processes']} x {record['device']}, {record['date']}")
     out.parent.mkdir(parents=True, exist_ok=True)
