@@ -60,6 +60,25 @@ def test_measure_takes_the_median_after_the_warm_up(tmp_path):
         measure(tmp_path / "nothing")
 
 
+def test_a_bench_is_a_measurement_too(tmp_path, megascale):
+    file = tmp_path / "tiny.json"
+    settings = ["--model.block=parallel", "--train.global_batch=1", "--model.layers=2", "--model.sequence_length=32"]
+    settings += ["--train.micro_batch=1", "--train.device=cpu"]
+    done = megascale("bench", "train", "tiny", *settings, "--steps", "4", "--warmup", "1", "--out", str(file))
+    assert done.returncode == 0, done.stderr
+    measured = measure(file)
+    assert (measured.gpus, measured.steps) == (1, 4)
+    assert (measured.config.model.block, measured.config.model.layers) == ("parallel", 2)
+    assert measured.seconds == json.loads(file.read_text())["step_seconds"]
+    rows = json.loads(megascale("simulate", "compare", file, "--json").stdout)
+    assert rows[0]["value"] == measured.seconds
+    told = json.loads(file.read_text())
+    for damage in ({"all_step_seconds": [1.0]}, {"settings": {"model": {"layers": -1}}}, {"processes": None}):
+        file.write_text(json.dumps(told | damage))
+        with pytest.raises(DataError, match=r"tiny\.json"):
+            measure(file)
+
+
 def test_calibrate_from_runs_recovers_the_constant(tmp_path):
     """Runs made by the model itself with compute 1.23."""
     cluster = load_cluster("h200-host")

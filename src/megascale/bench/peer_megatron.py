@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megascale.bench.peers import Job, Timed, connect, run_child
+from megascale.train.garbage import Garbage
 
 
 class Attention(nn.Module):
@@ -189,6 +190,8 @@ def prepare(job: Job, device: torch.device) -> Timed:
 
         return output, loss
 
+    garbage = Garbage(100)
+
     def step() -> Tensor | None:
         for chunk in chunks:
             chunk.zero_grad_buffer()
@@ -203,9 +206,14 @@ def prepare(job: Job, device: torch.device) -> Timed:
             forward_only=False,
         )
         optimizer.step()
+        garbage.after(1)  # its --manual-gc
         return torch.stack([one["loss"] for one in told]).mean() if told else None
 
-    return Timed(step, {"megatron-core": version("megatron-core")}, f"{words}, distributed optimizer, all overlaps")
+    return Timed(
+        step,
+        {"megatron-core": version("megatron-core")},
+        f"{words}, distributed optimizer, all overlaps, planned collection",
+    )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
     from megascale.config import Config
 
+TOLD = {
+    "model",
+    "optimizer",
+    "parallel",
+    "overlap",
+    "kernels",
+    "train",
+}  # what a step depends on; no address, no secret
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -91,6 +99,7 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start import initialise
     from megascale.train.engine import Engine
+    from megascale.train.garbage import Garbage
     from megascale.train.processes import find_place
 
     place = find_place(config)
@@ -109,13 +118,16 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
     rows = rows.to(place.device)
     start_seconds = time.perf_counter() - began
     seconds, losses = [], []
+    garbage = Garbage(train.gc_interval)
     for step in range(1, warmup + steps + 1):
         began = time.perf_counter()
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
+        garbage.after(step)  # as in training
         losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
         if step > warmup:
             seconds.append(time.perf_counter() - began)
+    garbage.close()
     peak_memory = torch.cuda.max_memory_allocated(place.device) / 2**30 if cuda else None
     free, whole = torch.cuda.mem_get_info(place.device) if cuda else (0, 0)
     after = gemm_rate(place.device, 2.0) if cuda else None
@@ -132,13 +144,15 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
     peak = config.observe.peak_tflops or device_peak(name)
     return {
         "model": model.preset,
-        "settings": {"parallel": config.parallel.model_dump(), "micro_batch": train.micro_batch},
+        "settings": config.model_dump(mode="json", exclude_none=True, include=TOLD),
+        "processes": place.world,
         "global_batch": train.global_batch,
         "sequence_length": model.sequence_length,
         "date": date.today().isoformat(),
         "device": f"{place.world} x {name}",
         "versions": {"megascale": megascale.__version__, "torch": torch.__version__},
         "step_seconds": step_seconds,
+        "all_step_seconds": seconds,
         "step_seconds_min_max": [min(seconds), max(seconds)],
         "tokens_per_second_per_device": rate / place.world,
         "mfu": mfu(model, rate, place.world, peak) if peak else None,

@@ -23,7 +23,9 @@ def _console() -> Any:
 
 
 def calibrate(
-    run: list[Path] = typer.Option([], "--run", metavar="FOLDER", help="Run folders to fit to; may be repeated."),
+    run: list[Path] = typer.Option(
+        [], "--run", metavar="RUN", help="Run folder, or a file of `bench train --out`, to fit to; may be repeated."
+    ),
     anchor: str | None = typer.Option(None, "--anchor", help="Fit to a shipped table instead: paper or h200-peers."),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs ran on."),
     software: str | None = SOFTWARE,
@@ -35,10 +37,12 @@ def calibrate(
 ) -> None:
     """Fit constants to measured steps and write them with errors, evidence and what could not be told apart.
 
-    A run folder's measurement is its median step after the first five. One run decides one constant: a warning
-    names what the runs cannot decide.
+    A run folder's measurement is its median step after the first five, a bench's the median of its timed steps. One
+    run decides one constant: a warning names what the runs cannot decide.
 
     Examples:
+
+      megascale bench train gpt-13b --parallel.tensor=2 --out tp2.json; megascale simulate calibrate --run tp2.json
 
       megascale simulate calibrate --run runs/a7-1.3b-mb4 --run runs/a7-13b-tp2 --fit compute,fixed --out mine.toml
 
@@ -89,8 +93,10 @@ def predict(
 
 
 def compare(
-    first: Path | None = typer.Argument(None, help="JSON of `simulate step --json`, or a run folder."),
-    second: Path | None = typer.Argument(None, help="The same, to compare with."),
+    first: Path | None = typer.Argument(
+        None, help="JSON of `simulate step --json`; or a run folder or a file of `bench train --out`, alone."
+    ),
+    second: Path | None = typer.Argument(None, help="JSON of `simulate step --json`, to compare with."),
     runs: Path | None = typer.Option(None, "--runs", help="Folder of run folders: all that were predicted."),
     predictions: str = typer.Option("h200", "--predictions", help="Shipped predictions or a TOML file."),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that a run folder ran on."),
@@ -114,12 +120,12 @@ def compare(
 
     if runs is not None:
         rows = comparing.predicted_and_measured(runs, predictions)
-    elif first is not None and first.is_dir():
+    elif first is not None and (first.is_dir() or second is None):
         rows = comparing.explain_run(first, cluster, calibration, software, gpus)
     elif first is not None and second is not None:
         rows = comparing.two_results(first, second)
     else:
-        raise ConfigError("give two JSON files of `simulate step --json`, one run folder, or --runs FOLDER")
+        raise ConfigError("give two JSON files of `simulate step --json`, one run, or --runs FOLDER")
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return

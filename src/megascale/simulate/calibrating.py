@@ -56,7 +56,9 @@ def calibrate(
         seconds = np.array([m.seconds for m in measured])
         how = " ".join(f"--run {folder.name}" for folder in runs)
     else:
-        raise ConfigError("nothing to fit to: give --run FOLDER (once or more) or --anchor paper|h200-peers")
+        raise ConfigError(
+            "nothing to fit to: give --run FOLDER or FILE.json (once or more) or --anchor paper|h200-peers"
+        )
     result = fit(names, lambda k: np.asarray(step_parts(machine, cases, k).total), seconds, begin)
     warnings = list(result.warnings)
     if len(seconds) < len(names):

@@ -1,4 +1,5 @@
-"""Runs of this project as measurements: step times out of a run folder, and predictions written before measuring."""
+"""Runs of this project as measurements: step times out of a run folder or a bench's file, and predictions written
+before measuring."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ LEAST_STEPS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """A run folder's steps.
+    """A run's steps.
 
     Attributes:
-        folder: the run.
+        folder: the run, or the file of `bench train --out`.
         config: what it ran.
         gpus: ranks.
         seconds: median step after the warm-up.
@@ -65,16 +66,20 @@ class Prediction:
 
 
 def measure(folder: Path, gpus: int | None = None) -> Measured:
-    """Median step of a run folder.
+    """Median step of a run folder, or of what `bench train --out FILE.json` wrote.
 
     `gpus`: ranks of the run; default: what its events or parallel.data say. DataError if the folder is
     no run, too short, or does not tell on how many ranks it ran.
     """
+    if folder.is_file():
+        return _benched(folder)
     try:
         config = configuration.load(folder / "config.toml")
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except (OSError, ConfigError) as error:
-        raise DataError(f"{folder} is no run folder: {error}; name one such as runs/NAME") from None
+        raise DataError(
+            f"{folder} is no run folder: {error}; name one such as runs/NAME, or a file of `bench train --out`"
+        ) from None
     records: dict[int, float] = {}
     world = gpus
     for line in lines:
@@ -96,10 +101,30 @@ def measure(folder: Path, gpus: int | None = None) -> Measured:
         world = parallel.tensor * parallel.pipeline * parallel.data
     if not world:
         raise DataError(f"{folder} does not say on how many GPUs it ran; give --gpus")
+    return _measured(folder, config, int(world), steps)
+
+
+def _measured(source: Path, config: Config, gpus: int, steps: list[float]) -> Measured:
     ordered = sorted(steps)
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     middle = statistics.median(steps)
-    return Measured(folder, config, int(world), middle, (high - low) / (2 * middle), len(steps))
+    return Measured(source, config, gpus, middle, (high - low) / (2 * middle), len(steps))
+
+
+def _benched(file: Path) -> Measured:
+    """The timed steps of a bench; it has warmed up before them."""
+    try:
+        told = json.loads(file.read_text())
+        config = configuration.from_tree(told["settings"])
+        steps = [float(seconds) for seconds in told["all_step_seconds"]]
+        gpus = int(told["processes"])
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
+        raise DataError(
+            f"{file} is not what `megascale bench train --out` writes: {type(error).__name__}: {error}"
+        ) from None
+    if len(steps) < LEAST_STEPS:
+        raise DataError(f"{file} has {len(steps)} timed steps; a measurement needs at least --steps {LEAST_STEPS}")
+    return _measured(file, config, gpus, steps)
 
 
 def _world(events: Path) -> int | None:
