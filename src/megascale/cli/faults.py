@@ -31,13 +31,16 @@ def register(app: typer.Typer) -> None:
         if as_json:
             typer.echo(json.dumps([vars(fault) for fault in FAULTS.values()], indent=2))
             return
-        table = Table("kind", "strikes", "by", "what happens", "what should follow", box=None, padding=(0, 2))
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in ("kind", "strikes"):
+            table.add_column(name, no_wrap=True)
+        for name in ("what happens", "what should follow"):
+            table.add_column(name)
         for fault in FAULTS.values():
-            by = "the trainer *" if fault.inside else "from outside"
-            table.add_row(fault.kind, fault.target, by, fault.does, fault.follows)
+            table.add_row(fault.kind + (" *" if fault.inside else ""), fault.target, fault.does, fault.follows)
         console = Console(highlight=False)
         console.print(table)
-        console.print("* needs a run started with --resilience.faults=true", markup=False)
+        console.print("* done by the trainer: needs a run started with --resilience.faults=true", markup=False)
 
     @faults.command()
     def inject(

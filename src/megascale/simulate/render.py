@@ -13,6 +13,7 @@ from megascale.simulate.step import Result
 from megascale.simulate.validation.score import Check
 
 BAR = 28
+SHORTEST_BAR = 6
 PART_NAMES = {
     "gemm": "matrix products",
     "attention": "attention",
@@ -69,20 +70,27 @@ def headline(results: Sequence[Result], tokens: float, console: Console) -> None
 
 
 def waterfall(results: Sequence[Result], console: Console) -> None:
-    """Where the step goes: seconds and a bar for each part."""
-    table = Table(title="where the step goes, seconds", title_justify="left")
-    table.add_column("part")
+    """Where the step goes: seconds, and a bar for each part where the terminal has room for them."""
+    table = Table(title="where the step goes, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("part", no_wrap=True)
+    parts = shown_parts(results)
+    names, seconds = max(len(PART_NAMES[part]) for part in parts), 6
+    bar = min(BAR, (console.width - names - 4) // len(results) - seconds - 4)
+    drawn = bar >= SHORTEST_BAR
     for result in results:
-        table.add_column(result.scenario.label, justify="right")
-        table.add_column("", no_wrap=True)
+        # The label stands above its bar, which is where there is room.
+        if drawn:
+            table.add_column("", justify="right", no_wrap=True)
+        table.add_column(result.scenario.label, justify="left" if drawn else "right", overflow="fold")
     longest = max(max(r.parts.values()) for r in results)
     colours = ("cyan", "green", "magenta", "yellow")
-    for part in shown_parts(results):
+    for part in parts:
         cells = []
         for i, result in enumerate(results):
             value = result.parts.get(part, 0.0)
-            filled = max(0, round(BAR * value / longest))
-            cells += [f"{value:.3f}", f"[{colours[i % 4]}]{'█' * filled or '▏'}[/]"]
+            cells.append(f"{value:.3f}")
+            if drawn:
+                cells.append(f"[{colours[i % 4]}]{'█' * max(0, round(bar * value / longest)) or '▏'}[/]")
         table.add_row(PART_NAMES[part], *cells)
     console.print(table)
 
