@@ -242,6 +242,11 @@ class OverlapConfig(Section):
         True, description="send results to the next stage while computing on, instead of waiting until they arrived"
     )
     data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
+    products: bool = Field(
+        False,
+        description="run products that do not depend on each other on two streams, so that each fills the "
+        "multiprocessors that the other's last wave leaves idle (GPUs; most at micro-batch 1)",
+    )
     pipeline_channels: int = Field(
         4,
         ge=1,

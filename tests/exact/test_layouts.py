@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis import strategies as st
 
 from megascale.config import from_tree
 
 from .cases import HARD, Case, cases
 from .compare import assert_equal
-from .training import train
+from .training import STEPS, late_products, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -21,9 +23,10 @@ SEED = int(os.environ.get("MEGASCALE_EXACT_SEED", "0"))
 PARTS = 4
 
 
-def check(case: Case, pool, one_process) -> None:
+def check(case: Case, pool, one_process, late: bool = False) -> None:
     config = from_tree(case.tree)
-    assert_equal(one_process(case.twin), pool.run(train, case.world, case.tree), config.model)
+    found = pool.run(train, case.world, case.tree, STEPS, late_products if late else nullcontext)
+    assert_equal(one_process(case.twin), found, config.model)
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -42,9 +45,9 @@ def test_any_layout(part, pool, one_process):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases())
-    def check_some(case):
+    @given(cases(), st.booleans())
+    def check_some(case, late):
         note(from_tree(case.tree).to_toml())
-        check(case, pool, one_process)
+        check(case, pool, one_process, late)
 
     check_some()

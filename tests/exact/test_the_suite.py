@@ -22,7 +22,7 @@ from megascale.parallel.vocabulary import vocabulary_loss
 from .cases import case
 from .compare import TOLERANCE, assert_equal, differences
 from .pool import JobFailed
-from .training import train
+from .training import Late, late_products, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -80,6 +80,12 @@ def padding_has_a_probability() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gradients_are_read_before_products_end() -> Iterator[None]:
+    with late_products(), mock.patch.object(Late, "settle"):
+        yield
+
+
 UNTIED = {"tied_embeddings": False}
 MATRIX = "step 1 gradient layers.0.mlp.in.weight"
 # (the bug, where it shows, what it makes wrong, what it leaves right)
@@ -99,6 +105,12 @@ FAULTS = {
         case(1, 1, 2, microbatches=3, parallel={"bucket_elements": 300}),
         MATRIX,
         "step 1 loss on rank 0",
+    ),
+    "unsettled": (
+        gradients_are_read_before_products_end,
+        case(1, 1, 2, microbatches=2),
+        "step 1 gradient layers.0.attention.query.weight",
+        MATRIX,
     ),
     "mask": (every_rank_draws_the_same_mask, case(2, microbatches=1, model={"dropout": 0.2}), MATRIX, None),
     "padding": (padding_has_a_probability, case(2, microbatches=1, model={"vocab_size": 19, **UNTIED}), MATRIX, None),

@@ -5,17 +5,20 @@ Everything is told as boxes of logical tensors, so that the parent can compare l
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 
 from megascale import config as configuration
 from megascale.core.layout import lay_out
+from megascale.ops import beside
 from megascale.optim.schedule import learning_rate
 from megascale.parallel.buffers import extent_boxes
 from megascale.rendezvous.groups import make_groups
@@ -47,6 +50,32 @@ class Told:
     norms: list[float] = field(default_factory=list)
     gradients: list[list[Boxed]] = field(default_factory=list)
     state: list[Boxed] = field(default_factory=list)
+
+
+class Late(beside.InOrder):
+    """Runs works as late as a second stream may: when gradients are read, or when two others were asked for since."""
+
+    def __init__(self) -> None:
+        self.open: deque[Callable[[], Any]] = deque()
+
+    def run(self, work: Callable[[], Any], after: Any = None) -> None:
+        self.open.append(work)
+        self._close(beside.UNDER_WAY)
+
+    def settle(self) -> None:
+        self._close(0)
+
+    @torch.no_grad()
+    def _close(self, left: int) -> None:
+        while len(self.open) > left:
+            self.open.popleft()()
+
+
+@contextmanager
+def late_products() -> Iterator[None]:
+    """Products that run beside others run as late as they may."""
+    with mock.patch.object(beside, "InOrder", Late):
+        yield
 
 
 def train(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megascale.parallel import exchange as module
 from megascale.parallel.exchange import Exchange
 
-QUEUES = ("main", "side")
+QUEUES = ("main", "beside", "side")
 
 
 class Device:
@@ -30,8 +30,8 @@ class Device:
     def put(self, queue: str, do: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
         self.queues[queue].append((ready, do))
 
-    def compute(self, work: Callable[[], Any]) -> None:
-        self.put("main", work)
+    def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
+        self.put(queue, work)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert to.shape == source.shape
@@ -69,7 +69,9 @@ SHAPE = (2, 3)
 OPS = ("gather", "consume", "consume and keep", "scatter", "scatter now")
 
 
-def play(size: int, program: list[str], lag: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def play(
+    size: int, program: list[str], lag: int, seed: int, beside: bool = False
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run a program of calls on `size` ranks, results that may be waited for later `lag` calls later.
 
     Returns (found, expected) for each result of each rank.
@@ -78,7 +80,7 @@ def play(size: int, program: list[str], lag: int, seed: int) -> list[tuple[torch
     memory = [torch.zeros(Exchange.bytes_needed(size, nbytes), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, int], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
-    exchanges = [Exchange(rank, size, memory, nbytes, devices[rank]) for rank in range(size)]
+    exchanges = [Exchange(rank, size, memory, nbytes, devices[rank], beside=beside) for rank in range(size)]
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(size, size, *SHAPE, generator=generator, dtype=torch.float64) for _ in program]
@@ -129,11 +131,12 @@ def play(size: int, program: list[str], lag: int, seed: int) -> list[tuple[torch
     st.lists(st.sampled_from(OPS), min_size=1, max_size=9),
     st.integers(0, 1),
     st.integers(0, 1 << 40),
+    st.booleans(),
 )
 def test_every_order_of_queues_gives_the_right_sums_and_parts(
-    size: int, program: list[str], lag: int, seed: int
+    size: int, program: list[str], lag: int, seed: int, beside: bool
 ) -> None:
-    for found, expected in play(size, program, lag, seed):
+    for found, expected in play(size, program, lag, seed, beside):
         torch.testing.assert_close(found, expected)
 
 

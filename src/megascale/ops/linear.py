@@ -6,13 +6,14 @@ adds the gradient there, hands None to autograd and calls `parameter.grad_ready(
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megascale.ops import dispatch
+from megascale.ops import beside, dispatch
 from megascale.ops.reduce import bias_gradient, finish
 
 _wide_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
@@ -47,13 +48,20 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor) -> None:
         target.add_(a @ b)
 
 
-def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` took it."""
-    dy_TO, x_TI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor], after: Any = None) -> Tensor | None:
+    """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` takes it.
+
+    Then it is made beside what follows (ops/beside.py), from the mark `after` on. x may be a function that waits.
+    """
     main = getattr(weight, "main_grad", None)
+
+    def factors() -> tuple[Tensor, Tensor]:
+        given = x if isinstance(x, Tensor) else x()
+        return dy.reshape(-1, dy.shape[-1]).t(), given.reshape(-1, given.shape[-1])
+
     if main is None:
-        return dy_TO.t() @ x_TI
-    accumulate_mm(main, dy_TO.t(), x_TI)
+        return torch.mm(*factors())
+    beside.current.run(lambda: accumulate_mm(main, *factors()), after)
     finish(weight)
     return None
 
@@ -69,8 +77,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy = grads[0]
+        ready = beside.current.mark()
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        dw = weight_gradient(ctx.weight, dy, x) if ctx.needs_input_grad[1] else None
+        dw = weight_gradient(ctx.weight, dy, x, ready) if ctx.needs_input_grad[1] else None
         db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
         return dx, dw, db
 

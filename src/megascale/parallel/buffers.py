@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megascale.core.tensors import Piece, flat_boxes
+from megascale.ops import beside
 from megascale.parallel.collectives import (
     ALONE,
     Axis,
@@ -196,6 +197,7 @@ class FlatChunk:
 
     def zero_grads(self) -> None:
         """Forget the gradients of the step before."""
+        beside.current.settle()
         (self.sums if self.zero == 2 else self.grads).zero_()
 
     def begin_backward(self, last: bool) -> None:
@@ -215,6 +217,7 @@ class FlatChunk:
         self._reduces = False
         if not last and self.zero < 2:
             return
+        beside.current.settle()
         start, stop = self.layout.shared
         # Each tensor-parallel rank saw its part of the sequence only.
         all_reduce(self.grads[start:stop], self.axes.tensor).wait()
@@ -265,6 +268,7 @@ class FlatChunk:
         return self.axes.tensor.size > 1 and start <= self.layout.buckets[bucket].start < stop
 
     def _reduce(self, bucket: int) -> None:
+        beside.current.settle()
         span = self.layout.buckets[bucket]
         whole = self.grads[span.start : span.stop]
         if self.zero and self.wire is not None and self.wire != whole.dtype:

@@ -23,11 +23,11 @@ TURNS = 2
 
 
 class Streams(Protocol):
-    """What an exchange asks of a device. Two queues run in order, each for itself: "main" (the products) and "side"
-    (copies and flags)."""
+    """What an exchange asks of a device. Its queues run in order, each for itself: "main" (the products), "beside"
+    (more of them) and "side" (copies and flags)."""
 
-    def compute(self, work: Callable[[], Any]) -> None:
-        """Run `work` on main."""
+    def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
+        """Run `work` on main or beside it."""
         ...
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -60,6 +60,7 @@ class Exchange:
         shard_bytes: the largest part of one rank that will be gathered or scattered.
         streams: of this rank's device.
         keep: what must live as long as the exchange, such as the memory's owner.
+        beside: consume every other part beside the one before it, each in what the other leaves of the device.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class Exchange:
         shard_bytes: int,
         streams: Streams,
         keep: Any = None,
+        beside: bool = False,
     ) -> None:
-        self._keep = keep
+        self._keep, self._beside = keep, beside
         self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
         self._memory, self._streams = memory, streams
         self._number = self._gathers = self._scatters = 0
@@ -156,10 +158,13 @@ class Exchange:
             peer = (self.rank + step) % self.size
             streams.hear(peer, number)
             streams.copy(whole[peer], parts[peer])
-            streams.follow("main", streams.mark("side"))
-            streams.compute(lambda peer=peer: consume(whole[peer], peer))  # type: ignore[misc]
+            queue = "beside" if self._beside and step % 2 else "main"
+            streams.follow(queue, streams.mark("side"))
+            streams.compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
         if keep:
             streams.copy(whole[self.rank], x)
+        if self._beside:
+            streams.follow("main", streams.mark("beside"))
         streams.follow("main", self._end())
         return whole.flatten(0, 1)
 

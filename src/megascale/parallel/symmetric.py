@@ -22,11 +22,12 @@ _NUMBERS = 1 << 32
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
-def prepare(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange | str:
+def prepare(axis: Axis, shard_bytes: int, device: torch.device, beside: bool = False) -> Exchange | str:
     """The group's exchange, made collectively; or why it cannot be had, on every rank alike.
 
     Args:
         shard_bytes: of the largest part of one rank that will be gathered or scattered.
+        beside: see Exchange.
     """
     if axis.size == 1:
         return "one rank has nobody to exchange with"
@@ -34,7 +35,7 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange | st
         return f"{device.type} tensors have no symmetric memory"
     reason, exchange = "", None
     try:
-        exchange = _exchange(axis, shard_bytes, device)
+        exchange = _exchange(axis, shard_bytes, device, beside)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     # All or none: a rank that exchanged alone would wait for ever.
@@ -44,7 +45,7 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange | st
     return exchange if said is None and exchange is not None else str(said)
 
 
-def _exchange(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange:
+def _exchange(axis: Axis, shard_bytes: int, device: torch.device, beside: bool) -> Exchange:
     from torch.distributed import _symmetric_memory as symmetric
 
     shard_bytes = -(-shard_bytes // 512) * 512
@@ -57,11 +58,11 @@ def _exchange(axis: Axis, shard_bytes: int, device: torch.device) -> Exchange:
     memory = [handle.get_buffer(r, whole.shape, torch.uint8) for r in range(axis.size)]
     flags = [part.data_ptr() + space for part in memory]
     streams = CudaStreams(axis.rank, flags, device)
-    return Exchange(axis.rank, axis.size, memory, shard_bytes, streams, keep=(whole, handle))
+    return Exchange(axis.rank, axis.size, memory, shard_bytes, streams, (whole, handle), beside)
 
 
 class CudaStreams:
-    """The two queues of an exchange as CUDA streams; main is the caller's current one.
+    """The queues of an exchange as CUDA streams; main is the caller's current one.
 
     It speaks to the driver directly, which costs the host less than torch's streams and events do.
 
@@ -73,6 +74,7 @@ class CudaStreams:
     def __init__(self, rank: int, flags: list[int], device: torch.device) -> None:
         self._rank, self._flags, self._device = rank, flags, device.index
         self._side = torch.cuda.Stream(device, priority=-1).cuda_stream  # from torch's pool, which keeps it
+        self._beside = torch.cuda.Stream(device)
         self._driver = _Driver()
         self._idle: list[int] = []  # events for which nobody holds a mark
         own = flags[rank] + FLAG * rank
@@ -80,9 +82,13 @@ class CudaStreams:
         self._driver.wait(self._side, own, 1)
         torch.cuda.synchronize(device)
 
-    def compute(self, work: Callable[[], Any]) -> None:
-        """See Streams."""
-        work()
+    def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
+        """See Streams. Beside main, `work` may only write into memory that is there already."""
+        if queue == "main":
+            work()
+        else:
+            with torch.cuda.stream(self._beside):
+                work()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """See Streams."""
@@ -107,7 +113,9 @@ class CudaStreams:
         self._driver.follow(self._stream(queue), mark.event)
 
     def _stream(self, queue: str) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._device) if queue == "main" else self._side
+        if queue == "main":
+            return torch._C._cuda_getCurrentRawStream(self._device)
+        return self._side if queue == "side" else self._beside.cuda_stream
 
 
 class Mark:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megascale.ops import beside
 from megascale.ops.activation import Again
 from megascale.ops.linear import weight_gradient
 from megascale.ops.reduce import bias_gradient
@@ -94,11 +95,11 @@ def _sum_of_products(
 
 
 def _scattered_products(
-    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis, beside: bool
+    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis, followed: bool
 ) -> Pending:
     """Reduce-scatter of the sum of products, on its way or done.
 
-    beside: whether another product follows that it can hide under.
+    followed: whether another product follows that it can hide under.
     """
     s = xs[0].shape[0]
     columns = weights[0].shape[0 if transposed else 1]
@@ -108,7 +109,7 @@ def _scattered_products(
         def make(out: torch.Tensor) -> None:
             _sum_of_products(xs, weights, transposed, out)
 
-        if beside:
+        if followed:
             return exchange_scatter(make, shape, xs[0], axis)
         return Pending(scatter_now(make, shape, xs[0], axis))
     y = xs[0].new_empty((s, *xs[0].shape[1:-1], columns))
@@ -144,8 +145,9 @@ class _GatherLinear(torch.autograd.Function):
         if ctx.axis.overlap == "off":
             gathering.wait()
         # The scatter is on the wire while the weight's gradient is computed.
-        scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis, beside=True)
-        dw = weight_gradient(ctx.weight, dy, gathering.wait())
+        ready = beside.current.mark()
+        scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis, followed=True)
+        dw = weight_gradient(ctx.weight, dy, gathering.wait, ready)
         db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
         dx: torch.Tensor | None = scattering.wait()
         if leaf is not None:
@@ -161,7 +163,7 @@ class _LinearScatter(torch.autograd.Function):
         ctx.save_for_backward(*xs)
         ctx.weights, ctx.axis, ctx.produces = weights, axis, produces
         made = [x if produce is None else produce(x) for x, produce in zip(xs, produces, strict=True)]
-        return _scattered_products(made, weights, True, axis, beside=False).wait()
+        return _scattered_products(made, weights, True, axis, followed=False).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

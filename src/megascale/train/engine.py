@@ -13,7 +13,7 @@ from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
 from megascale.model.block import EVALUATION, Step
 from megascale.model.transformer import Chunk
-from megascale.ops import dispatch
+from megascale.ops import beside, dispatch
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import TIED, Axes, FlatChunk, GradientPool, Shard
@@ -59,6 +59,7 @@ class Engine:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
         dispatch.configure(config.kernels.mode, config.kernels.attention)
+        products = beside.configure(config.overlap.products, device)
         at = grid.coordinate(rank)
         self.data_rank = at.data
         self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
@@ -66,6 +67,8 @@ class Engine:
         self.before_update: list[Callable[[int], None]] = []
         self.after_update: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
+        if config.overlap.products:
+            self.active["independent products"] = products
         self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline
@@ -141,7 +144,7 @@ class Engine:
         model, train = config.model, config.train
         element = torch.empty(0, dtype=DTYPES[train.precision]).element_size()
         part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-        found = symmetric.prepare(axis, part, self.device)
+        found = symmetric.prepare(axis, part, self.device, config.overlap.products)
         if isinstance(found, symmetric.Exchange):
             self.active["tensor overlap"] = "fused"
             return replace(axis, overlap="fused", exchange=found)

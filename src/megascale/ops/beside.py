@@ -1,0 +1,77 @@
+"""Products that nothing waits for yet, on a stream beside the main one.
+
+A product rarely fills its last wave of multiprocessors: 1,024 x 5,120 in tiles of 128 x 256 are 160 tiles for 132 of
+them, two waves for the work of 1.2. A weight's gradient is needed only when gradients are summed, so it may run in
+what the products after it leave idle. Whoever reads or writes gradients calls `settle` first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+UNDER_WAY = 2  # works that may be beside at once: each keeps its inputs in memory
+
+
+class InOrder:
+    """No second stream: each work runs where it is asked for."""
+
+    def mark(self) -> Any:
+        """This point of the main stream, for `run`."""
+
+    def run(self, work: Callable[[], Any], after: Any = None) -> None:
+        """Run `work`, which only writes into memory that is there already, after the mark or else after all so far."""
+        work()
+
+    def settle(self) -> None:
+        """The main stream goes on only when all works are done."""
+
+
+class Beside(InOrder):
+    """A CUDA stream of `device` beside the main one, which is the caller's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._open: deque[tuple[Callable[[], Any], torch.cuda.Event]] = deque()
+
+    def mark(self) -> torch.cuda.Event:
+        """See InOrder."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def run(self, work: Callable[[], Any], after: Any = None) -> None:
+        """See InOrder. What `work` refers to lives until the main stream has waited for it."""
+        while len(self._open) >= UNDER_WAY:
+            self._close()
+        self._stream.wait_event(self.mark() if after is None else after)
+        with torch.cuda.stream(self._stream):
+            work()
+            self._open.append((work, self.mark()))
+
+    def settle(self) -> None:
+        """See InOrder."""
+        while self._open:
+            self._close()
+
+    def _close(self) -> None:
+        # Its inputs' memory may be used anew only by what the main stream runs after this.
+        torch.cuda.current_stream().wait_event(self._open[0][1])
+        self._open.popleft()
+
+
+current: InOrder = InOrder()
+
+
+def configure(wanted: bool, device: torch.device) -> str:
+    """Choose for this process; what was chosen, in words."""
+    global current
+    current.settle()
+    if wanted and device.type == "cuda":
+        current = Beside(device)
+        return "on a second stream"
+    current = InOrder()
+    return "one after another" + (f": {device.type} has no streams" if wanted else "")
