@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ from megascale.checkpoint.local import Disk, LocalStorage
 from megascale.checkpoint.memory import ask
 from megascale.checkpoint.pending import finish_pending
 from megascale.checkpoint.replica import partners
-from megascale.checkpoint.staging import Staging
+from megascale.checkpoint.staging import Staging, next_slot
 from megascale.checkpoint.torch_index import torch_metadata
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError
@@ -358,6 +359,62 @@ def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
     assert len(outcomes) == sum(begun)
     assert all(o.committed for o in outcomes)
     assert not all(begun), "five saves of 33 MB began within their own copying"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(2, 3), st.integers(2, 3), st.lists(st.integers(0, 1 << 30), min_size=5, max_size=60))
+def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slots: int, moves: list[int]) -> None:
+    """Services complete images and free slots in any order; a save may begin whenever memory allows it."""
+    held = [[""] * slots for _ in range(ranks)]  # what each service has whole
+    filled = [[""] * slots for _ in range(ranks)]
+    free, whole = np.ones((ranks, slots), bool), np.zeros((ranks, slots), bool)  # as each trainer knows it
+    under_way: list[tuple[int, int, str]] = []  # (rank, slot, what comes next)
+    number, first = 0, False
+
+    def check() -> None:
+        nonlocal first
+        common = set.intersection(*({g for g in of_rank if g} for of_rank in held))
+        first = first or bool(common)
+        assert common or not first
+
+    for move in moves:
+        if under_way and move % 3:
+            rank, slot, event = under_way.pop(move % len(under_way))
+            if event == "whole":
+                held[rank][slot], whole[rank, slot] = filled[rank][slot], True
+                under_way.append((rank, slot, "free"))
+            else:
+                free[rank, slot] = True
+            check()
+            continue
+        chosen = {next_slot(list(free.all(0)), list(whole.all(0)), filled[rank]) for rank in range(ranks)}
+        assert len(chosen) == 1, "each takes another"
+        slot = chosen.pop()
+        if slot is not None:
+            number += 1
+            for rank in range(ranks):
+                held[rank][slot], filled[rank][slot] = "", f"{number:08d}"
+                free[rank, slot] = whole[rank, slot] = False
+                under_way.append((rank, slot, "whole"))
+                check()
+    if not under_way and slots > 1:
+        assert next_slot([True] * slots, list(whole.all(0)), filled[0]) is not None
+
+
+def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -> None:
+    checkpointer = Checkpointer(_config(memory_interval=1), run, whole(logical_state(1)))
+    for step in (1, 2):
+        assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
+    checkpointer.finish(over=False)
+    # Killed while step 3 came into the first slot: a new trainer must not touch the second, which has step 2.
+    sock = service.connect(wire.private_folder(run))
+    ask(sock, {"do": "fill", "rank": 0, "slot": 0})
+    again = Checkpointer(_config(memory_interval=1), run, whole(logical_state(2)))
+    assert again.load() == {"step": 2}
+    again.prepare()
+    assert again.snapshots is not None
+    assert again.snapshots._choose(wait=False) == 0
+    again.finish(over=False)
 
 
 def test_the_token_is_asked_for() -> None:

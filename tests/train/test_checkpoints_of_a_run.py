@@ -17,7 +17,7 @@ from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.errors import TrainingError
 
-BACKGROUND = ["--checkpoint.background=true", "--checkpoint.linger=20"]
+BACKGROUND = ["--checkpoint.background=true", "--checkpoint.linger=100"]
 
 
 def same(run: Path, calm: Path) -> None:

@@ -38,11 +38,15 @@ class Peers:
 
     def all(self, flag: bool) -> bool:
         """Whether everyone's flag is set."""
+        return self.each([flag])[0]
+
+    def each(self, flags: Sequence[bool]) -> list[bool]:
+        """Of each flag whether everyone's is set."""
         if self.alone:
-            return flag
-        word = torch.tensor([int(flag)])
-        dist.all_reduce(word, dist.ReduceOp.MIN, group=self.group)
-        return bool(word.item())
+            return list(flags)
+        words = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(words, dist.ReduceOp.MIN, group=self.group)
+        return [bool(word) for word in words.tolist()]
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value on the first process, an empty list elsewhere."""

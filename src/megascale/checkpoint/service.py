@@ -113,7 +113,7 @@ class Service:
             slots = [Slot(Memory(size), index) for _ in range(count)]
         with self.changed:
             self.slots[rank], self.layouts[rank] = slots, index
-        wire.send(sock, {}, handles=[slot.memory.handle for slot in slots])
+        wire.send(sock, {"held": [s.generation for s in slots]}, handles=[slot.memory.handle for slot in slots])
 
     def on_fill(self, sock: socket.socket, message: wire.Message) -> None:
         """The trainer is about to overwrite a slot: from here on it is not whole."""
@@ -124,7 +124,7 @@ class Service:
     def on_staged(self, sock: socket.socket, message: wire.Message) -> None:
         """A slot is filled, or with "follow" is being filled: complete it, copy it to the peer, write it meanwhile.
 
-        Answers when the slot may be filled anew.
+        Answers when the image is whole, and again when the slot may be filled anew.
         """
         started = time.monotonic()
         rank = message["rank"]
@@ -142,6 +142,8 @@ class Service:
                     for _ in staged:  # the trainer's next question comes after these
                         pass
                 slot.become(message, crcs.tolist())
+                with contextlib.suppress(OSError):  # copies and files are made without the trainer too
+                    wire.send(sock, {})
                 if message.get("peer"):
                     problem = self._replicate(message, slot)
             finally:

@@ -26,7 +26,7 @@ from megascale.checkpoint.memory import ask, hear
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.pending import BLANK
 from megascale.checkpoint.saver import agree, cut
-from megascale.checkpoint.staging import Copy, Outcome, Staging, own_index
+from megascale.checkpoint.staging import Copy, Outcome, Staging, next_slot, own_index
 from megascale.checkpoint.storage import PAGE, open_storage
 from megascale.checkpoint.torch_index import torch_metadata
 from megascale.errors import FitError, TrainingError
@@ -96,7 +96,6 @@ class Snapshots:
         self._watches: queue.SimpleQueue[tuple[Copy, str] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._watcher: threading.Thread | None = None
-        self._freed = threading.Condition()
         self._slots: list[Staging] = []
         if problem := self._open():
             raise FitError(problem) if "memory" in problem else TrainingError(problem)
@@ -126,18 +125,20 @@ class Snapshots:
             self._broken = True
             self._outcomes.put(Outcome(step, why=problem, stall=time.monotonic() - begun))
             return False
-        slot = self._free_slot(wait)
-        if not self.peers.all(slot is not None) or slot is None:
+        number = self._choose(wait)
+        if number is None:
             return False
+        slot = self._slots[number]
+        slot.whole = False
         try:
-            ask(self._sock, {"do": "fill", "rank": self.peers.rank, "slot": self._slots.index(slot)})
+            ask(self._sock, {"do": "fill", "rank": self.peers.rank, "slot": number})
         except OSError:
             self._broken = True  # found by the slot's thread too, which reports it
         self.generation = folders.next_generation(self.generation)
         message = {
             "do": "staged",
             "rank": self.peers.rank,
-            "slot": self._slots.index(slot),
+            "slot": number,
             "step": step,
             "generation": self.generation,
             "identity": self.identity,
@@ -169,14 +170,13 @@ class Snapshots:
         copy.outcome.stall += time.monotonic() - begun
         return True
 
-    def _free_slot(self, wait: bool) -> Staging | None:
-        while True:
-            # The oldest image goes first: the newest must stay whole until there is a newer one.
-            slot = min((s for s in self._slots if s.free.is_set()), key=lambda s: s.filled, default=None)
-            if slot is not None or not wait:
-                return slot
-            with self._freed:
-                self._freed.wait_for(lambda: any(s.free.is_set() for s in self._slots))
+    def _choose(self, wait: bool) -> int | None:
+        """The slot of the next image, the same on all; None if memory is in use. `wait`: until it is not."""
+        for slot in self._slots if wait else ():
+            slot.free.wait()
+        count = len(self._slots)
+        flags = self.peers.each([s.free.is_set() for s in self._slots] + [s.whole for s in self._slots])
+        return next_slot(flags[:count], flags[count:], [s.filled for s in self._slots])
 
     def before_update(self) -> None:
         """Let the copy under way finish before the shards change: call it before each optimizer update.
@@ -260,7 +260,10 @@ class Snapshots:
             self._sock.settimeout(_PATIENCE + _PATIENCE_PER_GB * everyone / 1e9)
             answer = ask(self._sock, header, self._index.to_bytes())
             self._sock.settimeout(_PATIENCE)
-            self._slots = [Staging(h, self.part.size, self._index, self._chunks, self._device) for h in answer.handles]
+            self._slots = [
+                Staging(handle, self.part.size, self._index, self._chunks, self._device, held)
+                for handle, held in zip(answer.handles, answer["held"], strict=True)
+            ]
         except OSError as error:
             problem = (
                 f"staging memory for checkpoints could not be had ({error}): each process here needs checkpoint.slots "
@@ -310,14 +313,14 @@ class Snapshots:
                     for rows in slot.copy():
                         wire.send(sock, {"rows": rows})
                 copy.copied.set()
+                hear(sock)
+                slot.whole = True
                 copy.outcome.replica = hear(sock)["replica"]
             except (OSError, TrainingError) as error:
                 copy.outcome.why = str(error)
                 self._broken = self._broken or isinstance(error, ConnectionError | TrainingError)
             copy.copied.set()
             slot.free.set()
-            with self._freed:
-                self._freed.notify_all()
             if copy.message["persist"] and self.peers.rank == 0 and not copy.outcome.why:
                 self._watches.put((copy, copy.message["generation"]))
             else:

@@ -65,9 +65,14 @@ class Copy:
 
 
 class Staging:
-    """One image in shared memory, seen from the trainer, with the thread that looks after it."""
+    """One image in shared memory, seen from the trainer, with the thread that looks after it.
 
-    def __init__(self, handle: int, size: int, index: Index, chunks: Sequence[Slice], device: torch.device) -> None:
+    held: generation of a whole image that is in it already.
+    """
+
+    def __init__(
+        self, handle: int, size: int, index: Index, chunks: Sequence[Slice], device: torch.device, held: str = ""
+    ) -> None:
         self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED | mmap.MAP_POPULATE)
         os.close(handle)
         self.pinned = device.type == "cuda" and _pin(self.map, max(size, PAGE))
@@ -80,7 +85,8 @@ class Staging:
             self.pairs.append((target, chunk.view()))
         self.free = threading.Event()
         self.free.set()
-        self.filled = ""  # generation of the image
+        self.filled = held  # generation of the image
+        self.whole = bool(held)  # whether the service has all of it
         self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
 
     def copy(self) -> Iterator[int]:
@@ -102,6 +108,24 @@ class Staging:
         self.pairs.clear()
         with contextlib.suppress(BufferError):  # a tensor still looks at it; then it goes with that
             self.map.close()
+
+
+def next_slot(free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str]) -> int | None:
+    """Which slot the next image goes to, None if none may be given up yet.
+
+    Each process must take the same one, and an image that is whole everywhere must stay until another is: else a kill
+    could leave each process with an image of another step.
+
+    Args:
+        free, whole: of each slot whether on every process nobody works on it, and whether its image is whole.
+        filled: generation of each slot's image, as this process has it; the same on all where it is whole on all.
+    """
+    slots = range(len(free))
+    usable = [
+        i for i in slots if free[i] and (len(free) == 1 or not whole[i] or any(whole[j] for j in slots if j != i))
+    ]
+    # The oldest whole image goes first, before it what is not whole.
+    return min(usable, key=lambda i: (whole[i], filled[i] if whole[i] else ""), default=None)
 
 
 def _pin(memory: mmap.mmap, size: int) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 _PREFIX = struct.Struct("<IQ")
 _MAX_HEADER = 64 << 20
 _NONCE = 32
+PROTOCOL = 2  # a service that lingers from another version is not talked to
 
 
 class Message(dict[str, Any]):
@@ -98,7 +99,8 @@ def private_folder(run: Path | str, node: str | None = None) -> Path:
     node: its name where a launcher plays several nodes on one host, each a host of its own; default: this process's.
     """
     node = os.environ.get("MEGASCALE_NODE", "") if node is None else node
-    name = hashlib.sha256(f"{Path(run).absolute()}\0{node}".rstrip("\0").encode()).hexdigest()[:16]
+    identity = f"{Path(run).absolute()}\0{node}\0{PROTOCOL}"
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     base = Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}"
     folder = base / name
     for place in (base, folder):
