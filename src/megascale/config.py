@@ -396,7 +396,7 @@ class ObserveConfig(Section):
     wandb: str | None = Field(
         None,
         min_length=1,
-        description="Weights & Biases project to report to (pip install 'megascale[wandb]'); its own environment "
+        description="Weights & Biases project to report to (pip install -e '.[wandb]'); its own environment "
         "variables hold, such as WANDB_MODE=offline",
     )
     progress: bool = Field(True, description="live progress line on a terminal")

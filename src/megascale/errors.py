@@ -36,3 +36,8 @@ class DataError(MegascaleError):
 
 class TrainingError(MegascaleError):
     """Training that cannot go on: a loss that is not a number, a full disk, a lost process (exit 1)."""
+
+
+def remedy(extra: str) -> str:
+    """How to get what an optional part of the package needs."""
+    return f"run pip install -e '.[{extra}]' in Megascale's folder"

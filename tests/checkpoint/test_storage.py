@@ -147,3 +147,9 @@ def test_paths_with_spaces_and_urls(tmp_path: Path) -> None:
     assert isinstance(storage, LocalStorage)
     storage.write("c d/e", b"1")
     assert (tmp_path / "a b" / "c d" / "e").read_bytes() == b"1"
+
+
+def test_a_url_that_cannot_be_opened_is_named(tiny, megascale) -> None:
+    done = megascale("train", tiny, "--checkpoint.location=nonsense://here")
+    assert done.returncode == 2
+    assert "nonsense://here cannot be opened (Protocol not known: nonsense); give a folder" in done.stderr

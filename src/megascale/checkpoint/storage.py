@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from megascale.errors import ConfigError, remedy
+
 PAGE = 4096
 UNFINISHED = ".part"  # ends the names, which `list` shows, of small files that are not in place yet
 _OBJECT_PART = 32 << 20  # bytes of one part of a multipart upload
@@ -72,13 +74,23 @@ def open_storage(place: Storage | Path | str) -> Storage:
 
 
 class FsspecStorage:
-    """Any file system that fsspec knows. Objects become visible when they are closed, which makes writes atomic."""
+    """Any file system that fsspec knows. Objects become visible when they are closed, which makes writes atomic.
+
+    ConfigError for a URL of an unknown kind, or one whose package is missing.
+    """
 
     def __init__(self, url: str) -> None:
         import fsspec
 
         self.url = url
-        self._fs, self._root = fsspec.core.url_to_fs(url)
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            how = f"; {remedy('s3')}" if url.startswith("s3") else ""
+            raise ConfigError(f"{url} needs a package that is not installed ({error}){how}") from None
+        except ValueError as error:
+            known = "a folder, s3://bucket/path or any other URL of fsspec"
+            raise ConfigError(f"{url} cannot be opened ({error}); give {known}") from None
 
     def _path(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}" if path else self._root

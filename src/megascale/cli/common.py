@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from megascale import config
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, remedy
 
 # Commands that take overrides let typer pass unknown options through to `load`.
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -31,4 +31,4 @@ def load(file: Path | None, extra: list[str]) -> config.Config:
 def need(module: str, extra: str) -> None:
     """ConfigError with the remedy if an optional package is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"this command needs the package {module}; run: pip install 'megascale[{extra}]'")
+        raise ConfigError(f"this command needs the package {module}; {remedy(extra)}")

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megascale.data.meter import Meter, MeteredFile, open_metered
-from megascale.errors import DataError
+from megascale.errors import DataError, remedy
 
 _CHUNK = 1 << 20
 _LINES = (".jsonl", ".ndjson")
-_INSTALL = "install it with `pip install 'megascale[formats]'`"
+_INSTALL = remedy("formats")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, remedy
 
 
 class Sink(Protocol):
@@ -72,8 +72,7 @@ class Wandb:
             import wandb
         except ImportError:
             raise ConfigError(
-                f"observe.wandb={project!r} needs the package wandb; install it with pip install 'megascale[wandb]' or "
-                "leave the key out"
+                f"observe.wandb={project!r} needs the package wandb; {remedy('wandb')} or leave the key out"
             ) from None
         kept = run / "wandb-id"
         identity = kept.read_text().strip() if kept.exists() else secrets.token_hex(4)

@@ -117,7 +117,7 @@ def _opened(name: str, paths: list[Path], scale: int) -> _Interface | None:
 
 
 class GpuHealth:
-    """NVML's view of this node's devices; nothing where there is no NVML (`pip install 'megascale[driver]'`)."""
+    """NVML's view of this node's devices; nothing where there is no NVML (`pip install -e '.[driver]'`)."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
