@@ -6,6 +6,7 @@ and after: cards and power limits differ, so a share of that rate is what can be
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -43,14 +44,22 @@ def register(app: typer.Typer) -> None:
         steps: int = typer.Option(20, min=1, help="Timed steps."),
         warmup: int = typer.Option(5, min=1, help="Steps before them."),
         profile: Path | None = typer.Option(None, help="Write a Chrome trace of one step and a table of its kernels."),
+        watch: bool = typer.Option(
+            False, "--watch", help="Sample clock, power and temperature of the first GPU by nvidia-smi, for --out too."
+        ),
         out: Path | None = typer.Option(None, help="Write the figures as JSON."),
     ) -> None:
         """Step time, tokens/s and MFU of a model on random tokens, with any setting as --section.key=value.
 
         Starts one process a GPU as training does.
 
-        Example: megascale bench train gpt-1.3b --train.micro_batch=8 --train.global_batch=64
+        Examples:
+
+          megascale bench train gpt-1.3b --train.micro_batch=8 --train.global_batch=64
+
+          megascale bench train gpt-1.3b --train.micro_batch=8 --steps 500 --watch
         """
+        from megascale.bench import watch as watching
         from megascale.bench.runs import load_shape
         from megascale.core.layout import lay_out
         from megascale.train import launch
@@ -61,11 +70,13 @@ def register(app: typer.Typer) -> None:
         if not launch.started_by_launcher():
             import torch
 
+            if watch:
+                watching.check(torch.cuda.is_available() and config.train.device != "cpu")
             world = launch.processes_wanted(config, torch.cuda.device_count())
             if world > 1:
                 lay_out(config, world)
                 raise typer.Exit(launch.launch(sys.argv[1:], world, config))
-        result = measure(config, steps, warmup, profile)
+        result = measure(config, steps, warmup, profile, watch)
         if result is not None:
             show(result)
             if out is not None:
@@ -88,11 +99,14 @@ def gemm_rate(device: torch.device, seconds: float) -> float:
     return calls * 2 * 8192**3 / (time.perf_counter() - began)
 
 
-def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> dict[str, Any] | None:
+def measure(
+    config: Config, steps: int, warmup: int, profile: Path | None, watch: bool = False
+) -> dict[str, Any] | None:
     """Run the steps; the figures on rank 0, None elsewhere."""
     import torch
 
     import megascale
+    from megascale.bench.watch import Watch
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.ops import dispatch
@@ -118,15 +132,22 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
     rows = rows.to(place.device)
     start_seconds = time.perf_counter() - began
     seconds, losses = [], []
+    first = 0.0  # when the first timed step began
+    watched = None
+    if watch and not place.rank:
+        watched = Watch(f"GPU-{torch.cuda.get_device_properties(place.device).uuid}")
     garbage = Garbage(train.gc_interval)
-    for step in range(1, warmup + steps + 1):
-        began = time.perf_counter()
-        engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
-        garbage.after(step)  # as in training
-        losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
-        if step > warmup:
-            seconds.append(time.perf_counter() - began)
+    with watched or contextlib.nullcontext():
+        for step in range(1, warmup + steps + 1):
+            began = time.perf_counter()
+            if step == warmup + 1:
+                first = began
+            engine.start_gather()
+            result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
+            garbage.after(step)  # as in training
+            losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
+            if step > warmup:
+                seconds.append(time.perf_counter() - began)
     garbage.close()
     peak_memory = torch.cuda.max_memory_allocated(place.device) / 2**30 if cuda else None
     free, whole = torch.cuda.mem_get_info(place.device) if cuda else (0, 0)
@@ -160,6 +181,8 @@ def measure(config: Config, steps: int, warmup: int, profile: Path | None) -> di
         "gemm_flop_per_s": None if before is None or after is None else [before, after],
         "peak_memory_gib": peak_memory,
         "device_memory_gib": (whole - free) / 2**30 if cuda else None,
+        "watched": None if watched is None else watched.since(first),
+        "watch_trouble": None if watched is None else watched.trouble,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
         "active": engine.active | dispatch.active(),
@@ -191,6 +214,8 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from megascale.bench import watch as watching
+
     table = Table.grid(padding=(0, 2))
     low, high = result["step_seconds_min_max"]
     rows = [
@@ -207,6 +232,9 @@ def show(result: dict[str, Any]) -> None:
         rows.append(("sustained GEMM", f"{before:.0f} TFLOP/s before, {after:.0f} after, in the same run"))
         memory = f"{result['peak_memory_gib']:.1f} GiB in tensors, {result['device_memory_gib']:.1f} GiB of the device"
         rows.append(("peak memory", f"{memory} (as NVML has it: the allocator's reserve, CUDA, NCCL)"))
+    if result["watched"] is not None:
+        rows.append(("watched", f"{watching.summary(result['watched'])} (medians of the first and last tenth)"))
+        rows += [("", result["watch_trouble"])] if result["watch_trouble"] else []
     rows += [("active", f"{op}: {what}") for op, what in result["active"].items()]
     for label, value in rows:
         table.add_row(f"[dim]{label}[/dim]", value)

@@ -21,6 +21,7 @@ BENCHES: tuple[str, ...] = (
     "peers",
     "restarts",
     "schedules",
+    "targets",
     "tokenize",
     "train",
     "checkpoint",

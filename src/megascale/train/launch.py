@@ -51,8 +51,10 @@ def started_by_launcher() -> bool:
     return "RANK" in os.environ
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan trains on
+def die_with_parent() -> None:
+    """For a process that is about to start: end with the one that starts it, so that no orphan trains on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _free_port() -> int:
@@ -108,7 +110,7 @@ def launch(words: list[str], world: int, config: Config) -> int:
                     stdout=out,
                     stderr=subprocess.STDOUT if out else None,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=die_with_parent,
                 )
             )
             if out is not None:
