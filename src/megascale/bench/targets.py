@@ -18,10 +18,11 @@ from megascale.bench.targets_cases import Case, load
 
 def register(app: typer.Typer) -> None:
     """Add the bench."""
-    app.command("targets")(targets)
+    app.command("targets", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(targets)
 
 
 def targets(
+    context: typer.Context,
     listed: bool = typer.Option(False, "--list", help="Print the cases, what they need and what they stand for."),
     only: list[str] = typer.Option(
         [], help="Only these cases (and those they compare with), such as --only T1; may be given again."
@@ -37,7 +38,7 @@ def targets(
 
     A case is a model in a layout. It runs with as many replicas as there is room for, up to those that its target is
     stated for ("DP1 of 2": half of them). Small cases run side by side. A failed one leaves the others alone; called
-    again, only what is missing is run.
+    again, only what is missing is run. Any setting can be given as --section.key=value; it holds for all cases.
 
     Exit codes: 0 done or out of time, whatever was reached; 1 if a run failed; 130 interrupted.
 
@@ -48,13 +49,15 @@ def targets(
       megascale bench targets --only T1 --only F2 --repeats 3 --alone
 
       megascale bench targets --seconds 1800 --out targets.json
+
+      megascale bench targets --only T3 --overlap.products=true --out products.json
     """
     from megascale.bench.targets_runs import Record, missing, run_all
     from megascale.bench.targets_table import show
     from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 
     began = time.monotonic()
-    every = load(file)
+    every = [case.model_copy(update={"arguments": [*case.arguments, *context.args]}) for case in load(file)]
     by_name = {case.name: case for case in every}
     cases = _chosen(every, only)
     for case in cases:
