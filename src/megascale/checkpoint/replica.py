@@ -77,25 +77,40 @@ class Replicas:
             sock.settimeout(_TIMEOUT)
             wire.prove(sock, self._token, server=True)
             message = wire.receive(sock, max_body=1 << 30)
-            slot = self._room(message["rank"], message["size"], Index.from_bytes(bytes(message.body)))
-            wire.receive_into(sock, slot.memory.view[: message["size"]])
-            whole = _checked(slot, message["crcs"])
-            if whole:
-                slot.become(message, message["crcs"])
+            index = Index.from_bytes(bytes(message.body))
+            slot = self._room(message, index)
+            try:
+                wire.receive_into(sock, slot.memory.view[: message["size"]])
+                whole = _checked(slot, message["crcs"])
+                if whole:
+                    slot.become(message, message["crcs"])
+            finally:
+                slot.busy.release()
             wire.send(sock, {"whole": whole})
 
-    def _room(self, rank: int, size: int, index: Index) -> Slot:
-        """Memory for a copy: two a process, the older of which is overwritten, so one is whole at any time."""
+    def _room(self, message: dict[str, Any], index: Index) -> Slot:
+        """Memory for a copy, its lock held.
+
+        Each slot of a process has its own copy, so that a copy is given up only where the image is; of a single slot
+        there are two, the older of which is overwritten. What a run began from stays until it has made one itself.
+        OSError while another copy comes into that memory, of a sender that has died.
+        """
+        size, count, number = max(message["size"], 1), max(2, message["slots"]), message["slot"]
         with self._lock:
-            slots = self._slots.setdefault(rank, [])
-            if any(slot.memory.size != max(size, 1) for slot in slots):
+            slots = self._slots.setdefault(message["rank"], [])
+            if [slot.memory.size for slot in slots] != [size] * count:
                 for slot in slots:
                     slot.memory.close()
-                slots.clear()
-            if len(slots) < 2:
-                slots.append(Slot(Memory(max(size, 1)), index))
-                return slots[-1]
-            slot = min(slots, key=lambda s: s.generation)
+                slots[:] = [Slot(Memory(size), index) for _ in range(count)]
+            if message["slots"] == 1:
+                number = min(range(count), key=lambda i: slots[i].generation)
+            begun = any(slot.generation[9:] == message["generation"][9:] for slot in slots)
+            if not begun and slots[number].generation.startswith(f"{message['above']:08d}-"):
+                other = (number + 1) % count
+                slots[number], slots[other] = slots[other], slots[number]
+            slot = slots[number]
+            if not slot.busy.acquire(blocking=False):
+                raise BlockingIOError("another copy of this process is on its way")
             slot.generation, slot.index = "", index
             return slot
 
@@ -109,13 +124,17 @@ def _checked(slot: Slot, crcs: Sequence[int]) -> bool:
     return len(crcs) == len(index)
 
 
-def push(host: str, port: int, token: bytes, rank: int, slot: Slot, size: int) -> None:
-    """Copy an image to a peer; OSError if it did not arrive whole."""
+def push(host: str, port: int, token: bytes, whose: dict[str, int], slot: Slot) -> None:
+    """Copy an image to a peer; OSError if it did not arrive whole.
+
+    whose: rank, slot (its number), slots (how many that process has), size of the image in bytes, and above, the
+    number of the save that the run began from (0: none).
+    """
     with socket.create_connection((host, port), timeout=_TIMEOUT) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wire.prove(sock, token, server=False)
-        wire.send(sock, {"rank": rank, "size": size, "crcs": slot.crcs, **slot.label()}, slot.index.to_bytes())
-        sock.sendall(slot.memory.view[:size])
+        wire.send(sock, {**whose, "crcs": slot.crcs, **slot.label()}, slot.index.to_bytes())
+        sock.sendall(slot.memory.view[: whose["size"]])
         try:
             answer = wire.receive(sock)
         except EOFError:

@@ -124,7 +124,7 @@ class Service:
     def on_staged(self, sock: socket.socket, message: wire.Message) -> None:
         """A slot is filled, or with "follow" is being filled: complete it, copy it to the peer, write it meanwhile.
 
-        Answers when the image is whole, and again when the slot may be filled anew.
+        Answers when the image is whole here and at the peer, and again when the slot may be filled anew.
         """
         started = time.monotonic()
         rank = message["rank"]
@@ -142,10 +142,10 @@ class Service:
                     for _ in staged:  # the trainer's next question comes after these
                         pass
                 slot.become(message, crcs.tolist())
-                with contextlib.suppress(OSError):  # copies and files are made without the trainer too
-                    wire.send(sock, {})
                 if message.get("peer"):
                     problem = self._replicate(message, slot)
+                with contextlib.suppress(OSError):  # copies and files are made without the trainer too
+                    wire.send(sock, {})
             finally:
                 if writing:
                     writing.finish(crc)
@@ -154,7 +154,9 @@ class Service:
     def _replicate(self, message: wire.Message, slot: Slot) -> str | None:
         host, port = message["peer"]
         try:
-            replica.push(host, port, bytes.fromhex(message["token"]), message["rank"], slot, message["size"])
+            whose = {name: message[name] for name in ("rank", "slot", "size", "above")}
+            whose["slots"] = len(self.slots[message["rank"]])
+            replica.push(host, port, bytes.fromhex(message["token"]), whose, slot)
         except OSError as error:
             log.warning("the copy of process %s to %s:%s failed: %s", message["rank"], host, port, error)
             return f"{host}:{port}: {error}"

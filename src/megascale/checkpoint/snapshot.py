@@ -71,7 +71,7 @@ class Snapshots:
         domain: str = "",
         linger: float = 60.0,
     ) -> None:
-        self.peers, self.keep, self.slots_wanted = peers, keep, slots
+        self.peers, self.keep, self.slots_wanted, self._above = peers, keep, slots, above
         self.storage = open_storage(folder)
         self._linger, self._place, self._log = linger, wire.private_folder(run), run / "logs" / "checkpoint-service.log"
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -149,6 +149,7 @@ class Snapshots:
             "storage": self.storage.url,
             "needed": self.needed,
             "keep": self.keep,
+            "above": self._above,
             "local": self._local,
             "leader": self.peers.rank == 0,
             "plan": self._plan_name,
@@ -174,9 +175,12 @@ class Snapshots:
         """The slot of the next image, the same on all; None if memory is in use. `wait`: until it is not."""
         for slot in self._slots if wait else ():
             slot.free.wait()
-        count = len(self._slots)
-        flags = self.peers.each([s.free.is_set() for s in self._slots] + [s.whole for s in self._slots])
-        return next_slot(flags[:count], flags[count:], [s.filled for s in self._slots])
+        slots, origin = self._slots, f"{self._above:08d}-"
+        free, whole = [s.free.is_set() for s in slots], [s.whole for s in slots]
+        flags = self.peers.each([*free, *whole, *(not (s.whole and s.filled.startswith(origin)) for s in slots)])
+        count = len(slots)
+        free, whole, other = flags[:count], flags[count : 2 * count], flags[2 * count :]
+        return next_slot(free, whole, [s.filled for s in slots], [not flag for flag in other])
 
     def before_update(self) -> None:
         """Let the copy under way finish before the shards change: call it before each optimizer update.

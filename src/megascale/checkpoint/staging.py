@@ -110,7 +110,7 @@ class Staging:
             self.map.close()
 
 
-def next_slot(free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str]) -> int | None:
+def next_slot(free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str], origin: Sequence[bool]) -> int | None:
     """Which slot the next image goes to, None if none may be given up yet.
 
     Each process must take the same one, and an image that is whole everywhere must stay until another is: else a kill
@@ -119,13 +119,13 @@ def next_slot(free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str]
     Args:
         free, whole: of each slot whether on every process nobody works on it, and whether its image is whole.
         filled: generation of each slot's image, as this process has it; the same on all where it is whole on all.
+        origin: of each slot whether some process has in it what the run began from (others may have it from a peer).
     """
     slots = range(len(free))
-    usable = [
-        i for i in slots if free[i] and (len(free) == 1 or not whole[i] or any(whole[j] for j in slots if j != i))
-    ]
-    # The oldest whole image goes first, before it what is not whole.
-    return min(usable, key=lambda i: (whole[i], filled[i] if whole[i] else ""), default=None)
+    worth = [a or b for a, b in zip(whole, origin, strict=True)]
+    usable = [i for i in slots if free[i] and (not worth[i] or len(free) == 1 or any(whole[:i]) or any(whole[i + 1 :]))]
+    # What is worth nothing goes first, then the oldest.
+    return min(usable, key=lambda i: (worth[i], filled[i] if whole[i] else ""), default=None)
 
 
 def _pin(memory: mmap.mmap, size: int) -> bool:
