@@ -15,7 +15,7 @@ from megascale.errors import ConfigError, DataError, FitError
 from megascale.simulate.calibrating import calibrate
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.runs import load_predictions, matching, measure
+from megascale.simulate.runs import load_predictions, matching, measure, measures
 from megascale.simulate.search import best, divisors, fewest, search, sensitivities
 from megascale.simulate.series import parse_vary
 from megascale.simulate.software import MEGASCALE, stack, switch
@@ -73,6 +73,18 @@ def test_a_bench_is_a_measurement_too(tmp_path, megascale):
     rows = json.loads(megascale("simulate", "compare", file, "--json").stdout)
     assert rows[0]["value"] == measured.seconds
     told = json.loads(file.read_text())
+    # All that `bench targets` has timed on links as they are.
+    run = {"told": told, "command": "megascale bench train tiny"}
+    slow, failed = {**run, "command": "NCCL_P2P_DISABLE=1 megascale bench train tiny"}, {**run, "told": None}
+    traced = {**run, "told": {"ranks": []}}
+    cases = {"T1": {"0": run, "1": run}, "T4": {"0": slow}, "T5": {"0": traced}, "F1": {"1": failed}}
+    every = tmp_path / "all.json"
+    every.write_text(json.dumps({"gpus": 1, "cases": cases}))
+    assert [one.folder.name for one in measures(every)] == [f"all.json, T1, repeat {n}" for n in (1, 2)]
+    every.write_text(json.dumps({"gpus": 1, "cases": {"T4": {"0": slow}}}))
+    with pytest.raises(DataError, match="holds no timed run"):
+        measures(every)
+    assert measures(file) == [measured]
     for damage in ({"all_step_seconds": [1.0]}, {"settings": {"model": {"layers": -1}}}, {"processes": None}):
         file.write_text(json.dumps(told | damage))
         with pytest.raises(DataError, match=r"tiny\.json"):

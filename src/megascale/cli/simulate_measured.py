@@ -24,7 +24,7 @@ def _console() -> Any:
 
 def calibrate(
     run: list[Path] = typer.Option(
-        [], "--run", metavar="RUN", help="Run folder, or a file of `bench train --out`, to fit to; may be repeated."
+        [], "--run", metavar="RUN", help="Run folder, or a file of `bench train` or `bench targets`, to fit to; repeat."
     ),
     anchor: str | None = typer.Option(None, "--anchor", help="Fit to a shipped table instead: paper or h200-peers."),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs ran on."),
@@ -43,6 +43,8 @@ def calibrate(
     Examples:
 
       megascale bench train gpt-13b --parallel.tensor=2 --out tp2.json; megascale simulate calibrate --run tp2.json
+
+      megascale bench targets --out all.json; megascale simulate calibrate --run all.json --fit compute,tp_residual
 
       megascale simulate calibrate --run runs/a7-1.3b-mb4 --run runs/a7-13b-tp2 --fit compute,fixed --out mine.toml
 

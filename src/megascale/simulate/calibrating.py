@@ -14,7 +14,7 @@ from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fitting import fit
-from megascale.simulate.runs import measure
+from megascale.simulate.runs import measures
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, own_software
 from megascale.simulate.validation.anchors import h200_peers, strong_scaling
@@ -45,7 +45,7 @@ def calibrate(
         labels, cases, seconds = list(rows.names), rows.cases, rows.seconds
         how = f"--anchor {anchor}"
     elif runs:
-        measured = [measure(folder, gpus) for folder in runs]
+        measured = [one for source in runs for one in measures(source, gpus)]
         base = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
         uncalibrated = Calibration("uncalibrated", machine.name)
         scenarios = [

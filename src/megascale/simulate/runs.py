@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from megascale import config as configuration
 from megascale.config import Config
@@ -72,7 +73,11 @@ def measure(folder: Path, gpus: int | None = None) -> Measured:
     no run, too short, or does not tell on how many ranks it ran.
     """
     if folder.is_file():
-        return _benched(folder)
+        try:
+            told = json.loads(folder.read_text())
+        except ValueError as error:
+            raise DataError(f"{folder} is no JSON: {error}; name a file of `bench train --out`") from None
+        return _benched(folder, told)
     try:
         config = configuration.load(folder / "config.toml")
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -111,20 +116,39 @@ def _measured(source: Path, config: Config, gpus: int, steps: list[float]) -> Me
     return Measured(source, config, gpus, middle, (high - low) / (2 * middle), len(steps))
 
 
-def _benched(file: Path) -> Measured:
-    """The timed steps of a bench; it has warmed up before them."""
+def measures(source: Path, gpus: int | None = None) -> list[Measured]:
+    """As `measure`; of what `bench targets --out FILE.json` wrote, every timed run on links as they are."""
     try:
-        told = json.loads(file.read_text())
+        cases = json.loads(source.read_text())["cases"] if source.is_file() else None
+    except (ValueError, KeyError, TypeError):
+        cases = None
+    if cases is None:
+        return [measure(source, gpus)]
+    found = []
+    for name, runs in cases.items():
+        for repeat, run in runs.items():
+            told = run["told"]
+            # A line that begins with variables is of other links, which no calibration is for.
+            if told is not None and "all_step_seconds" in told and run["command"].startswith("megascale "):
+                found.append(_benched(Path(f"{source.name}, {name}, repeat {int(repeat) + 1}"), told))
+    if not found:
+        raise DataError(f"{source} holds no timed run that ended; run `megascale bench targets --out {source}`")
+    return found
+
+
+def _benched(source: Path, told: Any) -> Measured:
+    """The timed steps that a bench tells of; it has warmed up before them."""
+    try:
         config = configuration.from_tree(told["settings"])
         steps = [float(seconds) for seconds in told["all_step_seconds"]]
         gpus = int(told["processes"])
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise DataError(
-            f"{file} is not what `megascale bench train --out` writes: {type(error).__name__}: {error}"
+            f"{source} is not what `megascale bench train --out` writes: {type(error).__name__}: {error}"
         ) from None
     if len(steps) < LEAST_STEPS:
-        raise DataError(f"{file} has {len(steps)} timed steps; a measurement needs at least --steps {LEAST_STEPS}")
-    return _measured(file, config, gpus, steps)
+        raise DataError(f"{source} has {len(steps)} timed steps; a measurement needs at least --steps {LEAST_STEPS}")
+    return _measured(source, config, gpus, steps)
 
 
 def _world(events: Path) -> int | None:
