@@ -152,6 +152,6 @@ def test_weights_and_biases_gets_every_step_and_goes_on_after_a_resume(tiny, meg
 
 def test_weights_and_biases_missing_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"observe\.wandb='mine'.*megascale\[wandb\]"):
+    with pytest.raises(ConfigError, match=r"observe\.wandb='mine'.*\[wandb\]"):
         Wandb("mine", tmp_path, {})
     assert not os.listdir(tmp_path)
