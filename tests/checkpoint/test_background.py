@@ -395,12 +395,17 @@ class Hosts:
 
     def play(self, moves: list[int], check: Callable[[], None]) -> None:
         """Go on with one of the events under way, or begin a save on all, as each move says."""
-        for move in moves:
-            if self.under_way and move % 3:
-                self._go_on(*self.under_way.pop(move % len(self.under_way)))
-            else:
-                self._save(check)
-            check()
+        try:
+            for move in moves:
+                if self.under_way and move % 3:
+                    self._go_on(*self.under_way.pop(move % len(self.under_way)))
+                else:
+                    self._save(check)
+                check()
+        finally:
+            for slots in self.copies._slots.values():
+                for slot in slots:
+                    slot.memory.close()
 
     def _go_on(self, rank: int, slot: int, event: str, room: Any) -> None:
         generation = self.filled[rank][slot]
@@ -423,7 +428,7 @@ class Hosts:
     def _save(self, check: Callable[[], None]) -> None:
         begun = np.array([[g[:8] == f"{self.above:08d}" for g in of_rank] for of_rank in self.filled]) & self.whole
         free, whole, origin = (list(flags) for flags in (self.free.all(0), self.whole.all(0), begun.any(0)))
-        chosen = {next_slot(free, whole, filled, origin) for filled in self.filled}
+        chosen = {next_slot(free, whole, filled, origin, self.above > 0) for filled in self.filled}
         assert len(chosen) == 1, "each takes another"
         slot = chosen.pop()
         if slot is None:
@@ -454,7 +459,7 @@ def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slot
     hosts.play(moves, check)
     if not hosts.under_way:
         free, whole = [True] * slots, list(hosts.whole.all(0))
-        assert next_slot(free, whole, hosts.filled[0], [False] * slots) is not None
+        assert next_slot(free, whole, hosts.filled[0], [False] * slots, False) is not None
 
 
 @settings(max_examples=300, deadline=None)

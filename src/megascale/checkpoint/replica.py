@@ -105,12 +105,12 @@ class Replicas:
             if message["slots"] == 1:
                 number = min(range(count), key=lambda i: slots[i].generation)
             begun = any(slot.generation[9:] == message["generation"][9:] for slot in slots)
-            if not begun and slots[number].generation.startswith(f"{message['above']:08d}-"):
-                other = (number + 1) % count
-                slots[number], slots[other] = slots[other], slots[number]
-            slot = slots[number]
+            origin = not begun and slots[number].generation.startswith(f"{message['above']:08d}-")
+            place = (number + 1) % count if origin else number
+            slot = slots[place]
             if not slot.busy.acquire(blocking=False):
                 raise BlockingIOError("another copy of this process is on its way")
+            slots[place], slots[number] = slots[number], slot
             slot.generation, slot.index = "", index
             return slot
 

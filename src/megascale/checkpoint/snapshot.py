@@ -180,7 +180,7 @@ class Snapshots:
         flags = self.peers.each([*free, *whole, *(not (s.whole and s.filled.startswith(origin)) for s in slots)])
         count = len(slots)
         free, whole, other = flags[:count], flags[count : 2 * count], flags[2 * count :]
-        return next_slot(free, whole, [s.filled for s in slots], [not flag for flag in other])
+        return next_slot(free, whole, [s.filled for s in slots], [not flag for flag in other], self._above > 0)
 
     def before_update(self) -> None:
         """Let the copy under way finish before the shards change: call it before each optimizer update.

@@ -110,7 +110,9 @@ class Staging:
             self.map.close()
 
 
-def next_slot(free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str], origin: Sequence[bool]) -> int | None:
+def next_slot(
+    free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str], origin: Sequence[bool], resumed: bool
+) -> int | None:
     """Which slot the next image goes to, None if none may be given up yet.
 
     Each process must take the same one, and an image that is whole everywhere must stay until another is: else a kill
@@ -120,7 +122,10 @@ def next_slot(free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str]
         free, whole: of each slot whether on every process nobody works on it, and whether its image is whole.
         filled: generation of each slot's image, as this process has it; the same on all where it is whole on all.
         origin: of each slot whether some process has in it what the run began from (others may have it from a peer).
+        resumed: the run began from memory. As long as nothing newer is whole everywhere, one image is made at a time.
     """
+    if resumed and not any(whole) and not all(free):
+        return None
     slots = range(len(free))
     worth = [a or b for a, b in zip(whole, origin, strict=True)]
     usable = [i for i in slots if free[i] and (not worth[i] or len(free) == 1 or any(whole[:i]) or any(whole[i + 1 :]))]
