@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import ssl
 import subprocess
@@ -74,7 +75,7 @@ def test_restart_without_memory_while_others_wait(redis_server, opened):
 
 
 def test_restart_with_memory_changes_nothing(redis_server, opened):
-    server = redis_server("--appendonly", "yes")
+    server = redis_server("--appendonly", "yes", "--appendfsync", "always")
     a, b = opened(server), opened(server)
     a.set("k", "1")
     for _ in range(5):
@@ -87,6 +88,34 @@ def test_restart_with_memory_changes_nothing(redis_server, opened):
     a.set("late", "x")
     thread.join(10)
     assert answers == [b"x"]
+    assert a.link.restarts == b.link.restarts == 0
+
+
+def test_what_a_log_had_not_got_yet_is_made_again(redis_server, opened):
+    """The log is written once a second, and later while the disk is busy: a killed server forgets its last changes."""
+    server = redis_server("--appendonly", "yes", "--appendfsync", "always")
+    a, b = opened(server), opened(server)
+    a.set("k", "old")
+    assert [a.add("n", 1), b.add("n", 1)] == [1, 2]
+    a.set("gone", "1")
+    logged = server.folder / "logged"
+    shutil.copytree(server.folder / "appendonlydir", logged)
+    a.delete_key("gone")
+    b.set("k", "new")
+    assert [b.add("n", 1), a.add("n", 5), b.add("m", 2)] == [3, 8, 2]
+    server.kill()
+    shutil.rmtree(server.folder / "appendonlydir")
+    logged.rename(server.folder / "appendonlydir")
+    server.start()
+    deadline = time.monotonic() + 10
+    while a.add("n", 0) < 8 or b.add("m", 0) < 2:  # both reconnect by themselves
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (a.get("k"), a.add("n", 0), a.add("m", 0)) == (b"new", 8, 2)
+    assert not b.check(["gone"])
+    # Once more, with a log that has it all.
+    server.restart()
+    assert (a.get("k"), a.add("n", 0), b.add("m", 0)) == (b"new", 8, 2)
     assert a.link.restarts == b.link.restarts == 0
 
 

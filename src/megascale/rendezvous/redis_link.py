@@ -12,6 +12,7 @@ import random
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ _CHANGE_SHA = hashlib.sha1(CHANGE.encode(), usedforsecurity=False).hexdigest()  
 _ANSWER = 20.0
 _COMPLAIN = 5.0  # after this long without a server the user is told what is waited for
 _PIPELINE = 128  # waits sent at once
+# A server that logs its changes writes them once a second, twice that late if the disk is slow; with ample reserve.
+_AT_RISK = 60.0
 
 
 @dataclass
@@ -41,6 +44,18 @@ class _Journal:
 
     values: dict[str, bytes] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Change:
+    """A change that the server has made: which of a slot, and when."""
+
+    slot: _Slot
+    count: int
+    at: float
+    op: str
+    keys: Sequence[str]
+    words: Sequence[Any]
 
 
 class _Slot:
@@ -81,6 +96,7 @@ class Link:
         self.restarts = 0
         self.door_open = False
         self._journal = _Journal()
+        self._recent: deque[_Change] = deque()
         self._free: list[_Slot] = []
         self._all: list[_Slot] = []
         self._lock = threading.Lock()
@@ -112,7 +128,13 @@ class Link:
         """One run of the script, which happens exactly once even if the answer is lost and it is sent again."""
         with self._slot() as slot:
             slot.count += 1
-            return self._persist(slot, lambda c: self._change(c, slot, op, keys, words, deadline), deadline)
+            answer = self._persist(slot, lambda c: self._change(c, slot, op, keys, words, deadline), deadline)
+            now = time.monotonic()
+            with self._lock:
+                self._recent.append(_Change(slot, slot.count, now, op, keys, words))
+                while self._recent[0].at < now - _AT_RISK:
+                    self._recent.popleft()
+            return answer
 
     def take(self, deadline: float, keys: Sequence[str]) -> list[bytes]:
         """The values of `keys` (full names), waiting for those that are not there; DistStoreError at `deadline`."""
@@ -172,7 +194,7 @@ class Link:
 
     def heal(self) -> None:
         """Called by the watcher when a connection broke: reach the server again and give back what it forgot."""
-        if self.closed or not (self.door_open or self._journal.values or self._journal.sums):
+        if self.closed or not (self.door_open or self._journal.values or self._journal.sums or self._recent):
             return
         try:
             self.command(time.monotonic() + 60.0, "PING")
@@ -243,7 +265,8 @@ class Link:
             if run_id == self.run_id:
                 return
             if facts.get("aof_enabled") == "1" and token == self.names.token.encode():
-                self.run_id = run_id  # it restarted, and its log kept everything
+                self._repeat_lost(connection, deadline)
+                self.run_id = run_id
                 return
             self._revive(connection, run_id, deadline)
             self.run_id = run_id
@@ -265,6 +288,25 @@ class Link:
         for key, number in sums.items():
             slot.count += 1
             self._change(connection, slot, "add", [names.value(key)], (number,), deadline)
+
+    def _repeat_lost(self, connection: Connection, deadline: float) -> None:
+        """The server restarted from its log: make those changes again that it had made and not yet logged."""
+        with self._lock:
+            recent = list(self._recent)
+        if not recent:
+            return
+        names = list({change.slot.name for change in recent})
+        connection.send(("HMGET", self.names.done, *names))
+        answers = dict(zip(names, _answer(connection, deadline), strict=True))
+        logged = {name: int(answer.split(b" ", 1)[0]) if answer else 0 for name, answer in answers.items()}
+        lost = [change for change in recent if change.count > logged[change.slot.name]]
+        for change in lost:
+            slot = _Slot()
+            slot.count += 1
+            self._change(connection, slot, change.op, change.keys, change.words, deadline)
+            change.slot, change.count = slot, slot.count
+        if lost:
+            log.warning("the Redis server at %s had not logged %d changes; made again", self.address, len(lost))
 
     def _change(
         self, connection: Connection, slot: _Slot, op: str, keys: Sequence[str], words: Sequence[Any], deadline: float
