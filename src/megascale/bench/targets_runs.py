@@ -250,19 +250,13 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
     A second interruption changes nothing meanwhile: `timeout` sends each twice.
     """
+    from megascale.train.launch import end
+
     if not processes:
         return
     old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for process in processes:
-            process.terminate()
-        deadline = time.monotonic() + PATIENCE
-        for process in processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(processes, PATIENCE)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

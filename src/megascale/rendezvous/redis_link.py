@@ -282,6 +282,7 @@ class Link:
         slot = _Slot()
         with self._lock:
             values, sums = dict(self._journal.values), dict(self._journal.sums)
+            self._recent.clear()  # what follows has all that is left of them
         if values:
             slot.count += 1
             self._change(connection, slot, "fill", [names.value(k) for k in values], tuple(values.values()), deadline)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +25,8 @@ GRACE_SECONDS = 10.0
 IMPATIENT_SECONDS = 5.0
 # A signal this soon after the first is the first once more: `timeout` sends each to the process and to its group.
 SECOND_AFTER = 1.0
+# Ranks that are told to end, since another failed or training was interrupted, have this long.
+END_SECONDS = 3.0
 
 
 def processes_wanted(config: Config, gpus: int) -> int:
@@ -117,7 +120,7 @@ def launch(words: list[str], world: int, config: Config) -> int:
                 out.close()
         return _watch(ranks, logs, interruptions)
     finally:
-        _end(ranks)
+        end(ranks, END_SECONDS)
         if loader is not None:
             loader.stop()
         for number, handler in old.items():
@@ -165,12 +168,13 @@ def _named(code: int) -> str:
     return f"signal {signal.Signals(-code).name}{hint}"
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for process in ranks:
+def end(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
+    """Tell processes to end, and kill those that are there after so many seconds."""
+    for process in processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + 3.0
-    for process in ranks:
+    deadline = time.monotonic() + patience
+    for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
