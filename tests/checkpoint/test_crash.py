@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megascale.bench.checkpoint_chaos import KINDS, check, shards_of, state_of, strike
 from megascale.bench.checkpoint_crash import FaultyDisk, JournalDisk, after_power_cut
+from megascale.checkpoint import folder as folders
 from megascale.checkpoint import steps
-from megascale.checkpoint.local import LocalStorage
+from megascale.checkpoint.local import Disk, LocalStorage
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.saver import save_to
 from megascale.errors import DataError, TrainingError
@@ -107,3 +109,59 @@ def test_steps_survive_every_prefix_of_changes(tmp_path: Path) -> None:
         least = sum(changes <= cut for changes in returned) - 1
         assert check(target, least) >= least
         assert steps(target)
+
+
+class _Meanwhile(Disk):
+    """Before its n-th change, something else happens."""
+
+    def __init__(self, when: int, what: Callable[[], object]) -> None:
+        self.when, self.what, self.count = when, what, 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name in vars(Disk) and not name.startswith("_"):
+            self.count += 1
+            if self.count == self.when:
+                self.what()
+        return super().__getattribute__(name)
+
+
+def _old_steps(root: Path, leftover: bool) -> None:
+    """Two checkpoints of which one goes at the next pruning, and what a save of step 3 left when it was killed."""
+    if leftover:
+        LocalStorage(root).write("step-3/00000001-abcdabcd-00000.distcp", b"half")
+    for step in (1, 2):
+        save_to(LocalStorage(root), step, shards_of(state_of(step)), {"step": step}, 3, Peers())
+
+
+@pytest.mark.parametrize("leftover", [False, True])
+def test_older_ones_are_removed_while_a_save_is_under_way(tmp_path: Path, leftover: bool) -> None:
+    """At each single change that the save makes: it never notices."""
+    for when in range(1, 80):
+        root = tmp_path / str(when)
+        _old_steps(root, leftover)
+        disk = _Meanwhile(when, lambda root=root: folders.prune(root, 1))
+        _save(LocalStorage(root, disk), 3)
+        assert check(root, 3) == 3
+        if disk.count < when:
+            break
+    else:
+        pytest.fail("the save makes more changes than were tried")
+    assert when > 20
+
+
+@pytest.mark.parametrize("leftover", [False, True])
+def test_a_save_begins_while_older_ones_are_removed(tmp_path: Path, leftover: bool) -> None:
+    """At each single change that removing makes: what is written by then stays."""
+    name = "step-3/00000009-abcdabcd-00000.distcp"
+    for when in range(1, 30):
+        root = tmp_path / str(when)
+        _old_steps(root, leftover)
+        disk = _Meanwhile(when, lambda root=root: LocalStorage(root).write(name, b"new"))
+        folders.prune(LocalStorage(root, disk), 1)
+        assert steps(root) == [2]
+        if disk.count < when:
+            break
+        assert bytes(LocalStorage(root).read(name)) == b"new"
+    else:
+        pytest.fail("removing makes more changes than were tried")
+    assert when > 5

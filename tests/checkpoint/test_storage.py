@@ -94,6 +94,14 @@ def test_storage_keeps_its_promises(place: str) -> None:
     storage.remove("a/b")
     storage.remove("a/never")
     assert storage.list("a") == ["large"]
+    storage.write("a/c", b"1")
+    storage.clear("a", ["large", "never"])
+    assert storage.list("a") == ["c"]
+    storage.write("a/d", b"1")
+    storage.clear("a", ["c", "d"])
+    assert storage.list() == []
+    storage.clear("a", ["c"])
+    storage.write("a/b/c", b"1")
     storage.remove("a")
     assert storage.list() == []
 

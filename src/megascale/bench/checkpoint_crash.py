@@ -94,8 +94,12 @@ class JournalDisk(Disk):
     def remove_folder(self, path: Path) -> None:
         for name in sorted(os.listdir(path)):
             self.remove(path / name)
-        path.rmdir()
-        self.journal.append(("remove", path))
+        self.drop_folder(path)
+
+    def drop_folder(self, path: Path) -> None:
+        super().drop_folder(path)
+        if not path.exists():
+            self.journal.append(("remove", path))
 
 
 def after_power_cut(journal: list[tuple], root: Path, target: Path, rng: random.Random) -> None:

@@ -214,18 +214,18 @@ def withdraw(storage: Storage, step: int, generation: str) -> None:
         if commit is not None and commit.generation == generation:
             return
     names = storage.list(place)
-    if COMMIT not in names and all(name.startswith(generation) or name == METADATA for name in names):
-        storage.remove(place)
-        return
-    for name in names:
-        if name.startswith(generation):
-            storage.remove(f"{place}/{name}")
+    mine = [name for name in names if name.startswith(generation)]
+    alone = all(name in mine or name == METADATA for name in names)
+    storage.clear(place, names if alone else mine)
 
 
-def remove_step(storage: Storage, step: int) -> None:
-    """Delete a checkpoint: its COMMIT first, so that what an interruption leaves never counts as whole."""
-    storage.remove(f"{step_name(step)}/{COMMIT}")
-    storage.remove(step_name(step))
+def remove_step(storage: Storage, step: int, names: list[str]) -> None:
+    """Delete what was seen of a checkpoint: its COMMIT first, so that what an interruption leaves never counts as
+    whole. What a save of the same step has begun to write since stays."""
+    place = step_name(step)
+    if COMMIT in names:
+        storage.remove(f"{place}/{COMMIT}")
+    storage.clear(place, [name for name in names if name != COMMIT])
 
 
 def prune(folder: Place, keep: int) -> list[int]:
@@ -242,6 +242,8 @@ def prune(folder: Place, keep: int) -> list[int]:
     removed = []
     for step in step_folders(storage):
         names = storage.list(step_name(step))
+        if not names:  # a save begins here just now
+            continue
         newest = max((int(m.group(1)) for name in names if (m := _GENERATION.match(name))), default=0)
         if step in kept:
             _sweep(storage, kept[step], names, good[0].sequence)
@@ -251,16 +253,15 @@ def prune(folder: Place, keep: int) -> list[int]:
             except Damaged:
                 continue
             removed += [step] if committed else []
-            remove_step(storage, step)
+            remove_step(storage, step, names)
     return removed
 
 
 def _sweep(storage: Storage, commit: Commit, names: list[str], below: int) -> None:
     """Remove from a committed step's folder what belongs to saves up to number `below` and not to the commit."""
-    for name in names:
-        match = _GENERATION.match(name)
-        if match and int(match.group(1)) <= below and name not in commit.files:
-            storage.remove(f"{step_name(commit.step)}/{name}")
+    old = [name for name in names if (m := _GENERATION.match(name)) and int(m.group(1)) <= below]
+    if left := [name for name in old if name not in commit.files]:
+        storage.clear(step_name(commit.step), left)
 
 
 def _sizes_hold(storage: Storage, commit: Commit) -> bool:

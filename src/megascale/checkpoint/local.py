@@ -12,12 +12,15 @@ import queue
 import secrets
 import shutil
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from megascale.checkpoint.storage import PAGE, UNFINISHED, Buffer, Sink
 
+Made = TypeVar("Made")
 _BLOCK = 16 << 20
 _BLOCKS = 4
 # Blocks of files that are done, for the next: fresh memory costs a virtual machine a quarter of a disk's rate.
@@ -67,6 +70,11 @@ class Disk:
         """Delete a folder with all in it."""
         shutil.rmtree(path, ignore_errors=True)
 
+    def drop_folder(self, path: Path) -> None:
+        """Delete a folder if it is empty."""
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
 
 class LocalStorage:
     """See `storage.Storage`. Local disks, NFS, Lustre, mounted buckets."""
@@ -103,10 +111,9 @@ class LocalStorage:
 
     def write(self, path: str, data: bytes) -> None:
         target = self.root / path
-        self._make(target.parent)
         # Two that write the same file at once (a commit) must not take each other's away.
         temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
-        handle, _ = self.disk.create(temporary, direct=False)
+        handle, _ = self._in_folder(target.parent, lambda: self.disk.create(temporary, direct=False))
         try:
             try:
                 _write_all(self.disk, handle, memoryview(data), 0)
@@ -122,8 +129,7 @@ class LocalStorage:
 
     def create(self, path: str) -> Sink:
         target = self.root / path
-        self._make(target.parent)
-        return _FileSink(self.disk, target)
+        return self._in_folder(target.parent, lambda: _FileSink(self.disk, target))
 
     def remove(self, path: str) -> None:
         target = self.root / path
@@ -135,11 +141,33 @@ class LocalStorage:
         with contextlib.suppress(FileNotFoundError):
             self.disk.sync_folder(target.parent)
 
+    def clear(self, path: str, names: Iterable[str]) -> None:
+        folder = self.root / path
+        for name in names:
+            target = folder / name
+            (self.disk.remove_folder if target.is_dir() and not target.is_symlink() else self.disk.remove)(target)
+        with contextlib.suppress(FileNotFoundError):
+            self.disk.sync_folder(folder)
+            self.disk.drop_folder(folder)
+            self.disk.sync_folder(folder.parent)
+
     def free(self) -> int | None:
         place = self.root.absolute()
         while not place.exists():
             place = place.parent
         return shutil.disk_usage(place).free
+
+    def _in_folder(self, folder: Path, action: Callable[[], Made]) -> Made:
+        """Make the folder if there is none, and something in it; again if it, still empty, was cleared away between."""
+        tries = 3
+        while True:
+            self._make(folder)
+            try:
+                return action()
+            except FileNotFoundError:
+                tries -= 1
+                if not tries:
+                    raise
 
     def _make(self, folder: Path) -> None:
         """Make a folder and those above it, and let their entries last."""

@@ -7,7 +7,7 @@ all and lastingly; a large file written piece by piece is lasting once `finish` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,9 @@ class Storage(Protocol):
 
     def remove(self, path: str) -> None:
         """Delete a file or a folder with all in it; nothing happens if there is none."""
+
+    def clear(self, path: str, names: Iterable[str]) -> None:
+        """Delete these in a folder, and the folder if nothing else is in it: what others put there just now stays."""
 
     def free(self) -> int | None:
         """Bytes that still fit, None where nobody knows."""
@@ -129,6 +132,18 @@ class FsspecStorage:
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path(path), recursive=True)
+
+    def clear(self, path: str, names: Iterable[str]) -> None:
+        self._fs.invalidate_cache()
+        if paths := [self._path(f"{path}/{name}") for name in names]:
+            try:
+                self._fs.rm(paths, recursive=True)
+            except FileNotFoundError:  # some are gone already
+                for one in paths:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.rm(one, recursive=True)
+        with contextlib.suppress(OSError):  # there is more in it, or there are no folders here
+            self._fs.rmdir(self._path(path))
 
     def free(self) -> int | None:
         return None

@@ -153,7 +153,8 @@ class Writer:
         with self._work():
             while True:
                 try:
-                    found = pending.try_commit(storage, step, generation)
+                    with self._pruning:  # an older commit of this step may just be on its way out
+                        found = pending.try_commit(storage, step, generation)
                     if found is not None:
                         return self._committed(storage, step, generation, *found)
                 except (Failed, OSError, ValueError) as error:
