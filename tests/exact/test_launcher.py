@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -44,6 +45,23 @@ def test_an_interruption_stops_every_rank_after_the_same_step_and_saves(tiny, tm
     assert checkpoint.latest(run / "checkpoints") == last
     status = [read_status(run / "status" / f"rank-{rank}.status") for rank in range(4)]
     assert [s.step for s in status if s is not None] == [last] * 4
+
+
+@pytest.mark.parametrize("started", [1, 2, 4])
+def test_an_interruption_while_ranks_are_started_reaches_them_all(tiny, started):
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *FOUR]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        try:
+            while len(ranks := psutil.Process(launcher.pid).children()) < started:
+                assert launcher.poll() is None
+            launcher.send_signal(signal.SIGINT)
+            ended = end(launcher)
+        finally:
+            launcher.kill()
+    assert ended.code == 130, ended
+    assert "Traceback" not in ended.said
+    assert "first to end" not in ended.said
+    assert not psutil.wait_procs(ranks, timeout=LIMIT)[1]
 
 
 def test_no_orphan_outlives_a_killed_launcher(tiny):

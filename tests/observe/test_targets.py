@@ -364,5 +364,5 @@ def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
     assert [*json.loads(out.read_text())["cases"]] == ["done"]
     assert "endless" in said.partition("missing")[2]
     assert len(ranks) == 3
-    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    assert not psutil.wait_procs(ranks, timeout=60)[1]  # a killed one takes a moment to be gone
     assert {p.name for p in tmp_path.iterdir()} == {"cases.toml", "out.json"}

@@ -76,17 +76,16 @@ def launch(words: list[str], world: int, config: Config) -> int:
 
     The host's data loader, where `config` (resolved) wants one, is started before them and ended after them.
 
-    SIGINT and SIGTERM are passed on; after the second, ranks that are still there are ended. When a rank fails the
-    others are ended too. Returns the exit code of the first failure, 130 after an interruption, else 0.
+    The first SIGINT or SIGTERM is a SIGTERM to each rank, which one that has not come up yet heeds in silence; the
+    second is passed on as it is, and ranks that are still there then are ended. When a rank fails the others are ended
+    too. Returns the exit code of the first failure, 130 after an interruption, else 0.
     """
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
     command = [sys.executable, "-m", "megascale.cli.main", *words]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
     common["LOCAL_WORLD_SIZE"] = str(world)
-    if loader is not None:
-        common |= loader.environment
+    loader: host_loader.Started | None = None
     ranks: list[subprocess.Popen[bytes]] = []
     interruptions: list[float] = []
 
@@ -95,13 +94,17 @@ def launch(words: list[str], world: int, config: Config) -> int:
         if interruptions and now - interruptions[0] < SECOND_AFTER:
             return
         interruptions.append(now)
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(number)
+        _tell(ranks, number if len(interruptions) > 1 else signal.SIGTERM)
 
     old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
+        if loader is not None:
+            common |= loader.environment
         for rank in range(world):
+            if interruptions:
+                print("interrupted", file=sys.stderr)
+                return EXIT_INTERRUPTED
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             out = None
             if rank > 0:
@@ -118,6 +121,8 @@ def launch(words: list[str], world: int, config: Config) -> int:
             )
             if out is not None:
                 out.close()
+        if interruptions:
+            _tell(ranks, signal.SIGTERM)  # the last was not in the list yet
         return _watch(ranks, logs, interruptions)
     finally:
         end(ranks, END_SECONDS)
@@ -125,6 +130,12 @@ def launch(words: list[str], world: int, config: Config) -> int:
             loader.stop()
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _tell(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(number)
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list[float]) -> int:
@@ -145,7 +156,9 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list
     if first is None:
         return 0
     rank, code = first
-    if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED) for p in ranks):
+    if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED, -signal.SIGTERM) for p in ranks):
+        if ranks[0].returncode < 0:
+            print("interrupted", file=sys.stderr)  # by then rank 0 says so itself
         return EXIT_INTERRUPTED
     # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
     if code < 0 or (rank > 0 and ranks[0].returncode != code):
