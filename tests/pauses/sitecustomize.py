@@ -15,22 +15,21 @@ import random
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
+from time import sleep
 from typing import Any
 
 _FILES = ("replace", "rename", "unlink", "mkdir", "rmdir", "link", "symlink", "open", "fsync", "listdir", "kill")
 _SOCKETS = ("connect", "send", "sendall")
 _TURN = 1e-4  # seconds; Python's own: 5e-3
 _rng = random.Random(os.urandom(8))
-_sleep = time.sleep
 
 
 def _pause(share: float) -> None:
     """With the probability of `share` up to 10 ms; a fifth of these longer, a few much longer."""
     drawn = _rng.random() / share
     if drawn < 1.0:
-        _sleep(_rng.random() * (0.01 if drawn < 0.8 else 0.06 if drawn < 0.99 else 0.4))
+        sleep(_rng.random() * (0.01 if drawn < 0.8 else 0.06 if drawn < 0.99 else 0.4))
 
 
 def _with_pauses(function: Callable[..., Any], share: float) -> Callable[..., Any]:
@@ -47,7 +46,11 @@ def _with_pauses(function: Callable[..., Any], share: float) -> Callable[..., An
 def _begin() -> None:
     sys.setswitchinterval(_TURN)
     for name in _FILES:
-        setattr(os, name, _with_pauses(getattr(os, name), 0.04 if name in ("open", "listdir") else 0.18))
+        plain = getattr(os, name)
+        paused = _with_pauses(plain, 0.04 if name in ("open", "listdir") else 0.18)
+        for able in (os.supports_dir_fd, os.supports_fd):
+            able |= {paused} if plain in able else set()
+        setattr(os, name, paused)
     for name in _SOCKETS:
         setattr(socket.socket, name, _with_pauses(getattr(socket.socket, name), 0.01))
     threading.Thread.run = _with_pauses(threading.Thread.run, 0.18)  # type: ignore[method-assign]

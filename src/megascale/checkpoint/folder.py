@@ -214,9 +214,8 @@ def withdraw(storage: Storage, step: int, generation: str) -> None:
         if commit is not None and commit.generation == generation:
             return
     names = storage.list(place)
-    mine = [name for name in names if name.startswith(generation)]
-    alone = all(name in mine or name == METADATA for name in names)
-    storage.clear(place, names if alone else mine)
+    alone = all(name.startswith(generation) or name == METADATA for name in names)
+    storage.clear(place, names if alone else [name for name in names if name.startswith(generation)])
 
 
 def remove_step(storage: Storage, step: int, names: list[str]) -> None:

@@ -133,19 +133,14 @@ class LocalStorage:
 
     def remove(self, path: str) -> None:
         target = self.root / path
-        if target.is_dir() and not target.is_symlink():
-            self.disk.remove_folder(target)
-        else:
-            with contextlib.suppress(NotADirectoryError):
-                self.disk.remove(target)
+        self._delete(target)
         with contextlib.suppress(FileNotFoundError):
             self.disk.sync_folder(target.parent)
 
     def clear(self, path: str, names: Iterable[str]) -> None:
         folder = self.root / path
         for name in names:
-            target = folder / name
-            (self.disk.remove_folder if target.is_dir() and not target.is_symlink() else self.disk.remove)(target)
+            self._delete(folder / name)
         with contextlib.suppress(FileNotFoundError):
             self.disk.sync_folder(folder)
             self.disk.drop_folder(folder)
@@ -156,6 +151,13 @@ class LocalStorage:
         while not place.exists():
             place = place.parent
         return shutil.disk_usage(place).free
+
+    def _delete(self, target: Path) -> None:
+        if target.is_dir() and not target.is_symlink():
+            self.disk.remove_folder(target)
+        else:
+            with contextlib.suppress(NotADirectoryError):
+                self.disk.remove(target)
 
     def _in_folder(self, folder: Path, action: Callable[[], Made]) -> Made:
         """Make the folder if there is none, and something in it; again if it, still empty, was cleared away between."""

@@ -57,7 +57,7 @@ class Storage(Protocol):
         """Delete a file or a folder with all in it; nothing happens if there is none."""
 
     def clear(self, path: str, names: Iterable[str]) -> None:
-        """Delete these in a folder, and the folder if nothing else is in it: what others put there just now stays."""
+        """Delete these files in a folder, and it if nothing else is in it: what others put there just now stays."""
 
     def free(self) -> int | None:
         """Bytes that still fit, None where nobody knows."""
@@ -137,11 +137,11 @@ class FsspecStorage:
         self._fs.invalidate_cache()
         if paths := [self._path(f"{path}/{name}") for name in names]:
             try:
-                self._fs.rm(paths, recursive=True)
+                self._fs.rm(paths)  # object stores delete them by the thousand
             except FileNotFoundError:  # some are gone already
                 for one in paths:
                     with contextlib.suppress(FileNotFoundError):
-                        self._fs.rm(one, recursive=True)
+                        self._fs.rm(one)
         with contextlib.suppress(OSError):  # there is more in it, or there are no folders here
             self._fs.rmdir(self._path(path))
 

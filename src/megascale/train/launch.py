@@ -158,7 +158,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list
     rank, code = first
     if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED, -signal.SIGTERM) for p in ranks):
         if ranks[0].returncode < 0:
-            print("interrupted", file=sys.stderr)  # by then rank 0 says so itself
+            print("interrupted", file=sys.stderr)  # rank 0, once it has come up, says so itself
         return EXIT_INTERRUPTED
     # Ranks that are told of the same mistake print the same; the terminal has it from rank 0 then.
     if code < 0 or (rank > 0 and ranks[0].returncode != code):
