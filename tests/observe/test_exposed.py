@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megascale.bench import exposed
 from megascale.bench.exposed import COMPUTE, IDLE, KINDS, Busy
+from megascale.errors import TrainingError
 
 
 def event(name: str, start: float, duration: float, purpose: str = "", category: str = "kernel") -> dict:
@@ -97,6 +98,30 @@ def test_the_meeting_before_the_step_does_not_count():
     assert exposed.after_meeting([]) == []
 
 
+def test_a_step_is_what_lies_between_two_norms():
+    """LAMB's step on the last stage: the tied embedding, the norm, then the trust ratios, whose end is no end."""
+    others = ["embedding/0", "world", "stage/1"]
+    one = [
+        Busy(0.0, 4.0, COMPUTE), Busy(4.0, 5.0, "other", "embedding/0"), Busy(5.0, 5.5, "other" + exposed.WAITS, "0"),
+        Busy(5.5, 6.0, "other", "0"), Busy(6.0, 7.0, "other", "stage/1"), Busy(6.5, 8.0, "data gather", "gather"),
+    ]  # fmt: skip
+    two = [exposed.replace(b, start=b.start + 8.0, stop=b.stop + 8.0) for b in one]
+    step = exposed.between_norms([*one, *two], others)
+    assert max(b.stop for b in step) == 8.0
+    times = exposed.shares(step)
+    assert times[COMPUTE]["busy"] == 4.0
+    assert times["data gather"]["busy"] == times["data gather"]["exposed"] + 0.25 == 1.5  # shared with the ratios
+    assert (times["other"]["busy"], times["other waits"]["busy"]) == (2.5, 0.5)
+    assert sum(t["exposed"] for t in times.values()) + times[COMPUTE]["busy"] + times[IDLE]["busy"] == 8.0
+    running = Busy(5.0, 9.0, "data reduce")  # over the edge: only its part
+    assert exposed.between_norms([running, *one, *two][:-1], others)[0].start == 0.0
+    for wrong in ([*one, *two[:-2]], one):
+        with pytest.raises(TrainingError, match="two steps"):
+            exposed.between_norms(wrong, others)
+    with pytest.raises(TrainingError, match="two steps"):
+        exposed.between_norms([*one, *two], ["embedding/0", "stage/1", "stage/1"])
+
+
 ms = st.integers(0, 200)
 
 
@@ -146,6 +171,15 @@ def test_waiting_for_another_ranks_compute_is_no_transfer_time():
     assert rows["tensor"]["share"] == 0.0
 
 
+def test_the_stage_that_computes_most_bounds_the_step():
+    told = record()
+    told["ranks"][1]["times"][COMPUTE]["busy"] += 1.0
+    found = exposed.bounding(told)
+    exposed_there = told["ranks"][1]["times"]["pipeline"]["exposed"]
+    assert found == {"stage": 1, "exposed": exposed_there, "share": exposed_there / 2.0}
+    assert exposed.bounding(told | {"ranks": told["ranks"][:1]}) is None
+
+
 def test_the_timeline_has_a_panel_a_stage(tmp_path):
     exposed.draw(record(), tmp_path / "deep" / "timeline.png")
     assert (tmp_path / "deep" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
@@ -165,3 +199,6 @@ def test_calls_are_counted_by_communicator_operation_and_size():
         ["data_reduce/0", "reduce_scatter", 8, 2],
         ["data_reduce/0", "reduce_scatter", 16, 1],
     ]
+    counting.begin("world", "all_reduce", 24)
+    counting.begin("tensor/1", "all_gather", 24)
+    assert counting.others == ["world"]

@@ -1,10 +1,11 @@
 """`megascale bench exposed`: how much of each kind of communication shows in a step, against the same run alone.
 
-One step is traced on every rank. Exposed is the time in which a kind's kernels or copies run and no product, norm or
-other computation does; where several kinds run at once they share it. A kernel that has begun before its other members
-have moves nothing yet: until the last of them has come it waits, for their compute and not for a network (a pipeline's
-bubble, uneven stages, uneven cards). Then the collectives that the step made are made again with nothing beside them:
-the share that shows is what overlap leaves (MegaScale section 3.2).
+One step is traced on every rank, as it is between others: from the sum of one step's gradient norm, after which weights
+change and the first of them are gathered, to the next one's. Exposed is the time in which a kind's kernels or copies
+run and no product, norm or other computation does; where several kinds run at once they share it. A kernel that has
+begun before its other members have moves nothing yet: until the last of them has come it waits, for their compute and
+not for a network (a pipeline's bubble, uneven stages, uneven cards). Then the collectives that the step made are made
+again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core.calls import NoCalls
+from megascale.errors import TrainingError
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -97,13 +99,21 @@ def exposed(
 
 
 class Counting(NoCalls):
-    """Counts what a step asks of each communicator: (group, operation, bytes) -> times."""
+    """Counts what a step asks of each communicator.
+
+    Attributes:
+        made: (group, operation, bytes) -> times.
+        others: the groups of calls of the kind "other", in order.
+    """
 
     def __init__(self) -> None:
         self.made: Counter[tuple[str, str, int]] = Counter()
+        self.others: list[str] = []
 
     def begin(self, group: str, op: str, size: int) -> int:
         self.made[group, op, size] += 1
+        if _kind_of(group) == "other":
+            self.others.append(group)
         return -1
 
 
@@ -132,13 +142,16 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     garbage = Garbage(train.gc_interval)
 
     def step(number: int) -> None:
-        torch.cuda.synchronize(place.device)
         began = time.perf_counter()
-        engine.start_gather()  # in the traced step, though training sends for it behind the update before
-        engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4)
+        engine.start_gather()
+        result = engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4, more=True)
         garbage.after(number)  # as in training
-        torch.cuda.synchronize(place.device)
+        float(result.loss)  # waits for the update, not for what goes on under the next step
         seconds.append(time.perf_counter() - began)
+
+    def steps(first: int) -> None:
+        step(first)
+        step(first + 1)
 
     counting = Counting()
     for number in range(1, warmup + 1):
@@ -150,14 +163,16 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     device, host = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
     # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.
     serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
-    stretches = after_meeting(busy(_traced(lambda: step(warmup + 2), [device]), serves))
-    mine = (engine.pipeline.stage, alone(engine, counting), stretches)
+    stretches = after_meeting(busy(_traced(lambda: steps(warmup + 2), [device]), serves))
+    engine.settle()
+    mine = (engine.pipeline.stage, alone(engine, counting), stretches, counting.others)
     told: list[Any] = [None] * place.world
     dist.all_gather_object(told, mine)
     shutdown(groups)
     if place.rank:
         return None
-    stages, by_itself, traces = zip(*told, strict=True)
+    stages, by_itself, both, others = zip(*told, strict=True)
+    traces = [between_norms(trace, calls_) for trace, calls_ in zip(with_waits(both), others, strict=True)]
     return {
         "date": date.today().isoformat(),
         **machine(config),
@@ -167,7 +182,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         "micro_batch": train.micro_batch,
         "global_batch": train.global_batch,
         "step_seconds": plain,
-        "traced_step_seconds": seconds[-1],
+        "traced_step_seconds": statistics.mean(max(b.stop for b in trace) for trace in traces),
         "active": engine.active,
         "ranks": [
             {
@@ -176,7 +191,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
                 "alone": alone_,
                 "stretches": [(round(b.start, 7), round(b.stop, 7), b.kind) for b in trace],
             }
-            for stage, alone_, trace in zip(stages, by_itself, with_waits(traces), strict=True)
+            for stage, alone_, trace in zip(stages, by_itself, traces, strict=True)
         ],
     }
 
@@ -186,6 +201,7 @@ def _traced(step: Callable[[], None], activities: list[Any]) -> list[dict[str, A
     import torch
     import torch.distributed as dist
 
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as recorded:
         # Profilers come up one after another: the first collective would wait for the last of them.
         dist.barrier()
@@ -239,10 +255,38 @@ def _kind(event: dict[str, Any], serves: dict[int, str]) -> tuple[str, str]:
     name = event["name"]
     if "nccl" in name.lower():
         group = _group(event) or serves.get(event.get("args", {}).get("stream", -1), "")
-        return _KIND_OF.get(group.split("/")[0], "other"), group
+        return _kind_of(group), group
     if "PtoP" in name:
         return "tensor", ""  # the exchange's copies from peers
     return COMPUTE, ""
+
+
+def _kind_of(group: str) -> str:
+    return _KIND_OF.get(group.split("/")[0], "other")
+
+
+def between_norms(stretches: list[Busy], others: Sequence[str]) -> list[Busy]:
+    """One step of a trace of two: from the end of the first sum of gradient norms to that of the second.
+
+    others: the groups of a step's calls of the kind "other", in order; the norm is the one over the "world".
+    TrainingError if the trace does not have two steps of them.
+    """
+    ends: list[float] = []
+    for stretch in stretches:
+        if stretch.kind == "other":
+            ends.append(stretch.stop)
+    if len(ends) != 2 * len(others) or others.count("world") != 1:
+        raise TrainingError(
+            f"the trace has {len(ends)} collectives beside those of the known kinds; two steps make {2 * len(others)} "
+            f"({', '.join(others)}), one a step over the world"
+        )
+    norm = others.index("world")
+    start, stop = ends[norm], ends[len(others) + norm]
+    return [
+        replace(b, start=max(b.start, start) - start, stop=min(b.stop, stop) - start)
+        for b in stretches
+        if b.stop > start and b.start < stop
+    ]
 
 
 def with_waits(traces: Sequence[list[Busy]]) -> list[list[Busy]]:
@@ -412,6 +456,24 @@ def table(record: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def bounding(record: dict[str, Any]) -> dict[str, Any] | None:
+    """What transfers between stages show on the stage that computes most: the others wait for it in any case, so that
+    what shows there need not make the step longer. None for one stage."""
+    stages: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for rank in record["ranks"]:
+        stages[rank["stage"]].append(rank)
+    if len(stages) < 2:
+        return None
+
+    def mean(stage: int, kind: str, what: str) -> float:
+        return statistics.mean(rank["times"][kind][what] for rank in stages[stage])
+
+    most = max(stages, key=lambda stage: mean(stage, COMPUTE, "busy"))
+    shown = mean(most, "pipeline", "exposed")
+    by_itself = statistics.mean(rank["alone"].get("pipeline", 0.0) for rank in stages[most])
+    return {"stage": most, "exposed": shown, "share": shown / by_itself if by_itself else None}
+
+
 def show(record: dict[str, Any]) -> None:
     """The table."""
     from rich import box
@@ -445,6 +507,11 @@ def show(record: dict[str, Any]) -> None:
         "exposed: bytes move and nothing computes. waits: nothing computes, and a transfer that has begun here has not "
         "on its other ranks, which still compute (bubble, uneven stages or devices)."
     )
+    if (most := bounding(record)) is not None and most["share"] is not None:
+        console.print(
+            f"pipeline on stage {most['stage']}, which computes most and so bounds the step: "
+            f"{1e3 * most['exposed']:,.1f} ms, {100 * most['share']:.1f}% of alone"
+        )
     for what, choice in record["active"].items():
         console.print(f"{what}: {choice}")
 

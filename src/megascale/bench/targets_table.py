@@ -202,7 +202,7 @@ def _about(cases: Sequence[Case], record: Record) -> str:
 
 def notes(cases: Sequence[Case], rows: Sequence[Row], record: Record) -> list[str]:
     """What the table's words mean, and what of a run has no column."""
-    from megascale.bench.exposed import table
+    from megascale.bench.exposed import bounding, table
     from megascale.bench.watch import summary
 
     said = []
@@ -226,15 +226,20 @@ def notes(cases: Sequence[Case], rows: Sequence[Row], record: Record) -> list[st
         said.append("smaller run: fewer replicas than the target is stated for, so it says nothing for certain of it")
     for case in cases:
         waits: dict[str, list[str]] = {}
+        most: list[str] = []
         for repeat, run in record.runs(case, case.replicas(record.gpus)).items():
             if run.told is None:
                 said.append(f"{case.name}, repeat {repeat + 1}: failed with " + "\n  ".join(run.failed))
             elif case.bench == "exposed":
+                if (bound := bounding(run.told)) is not None and bound["share"] is not None:
+                    most.append(f"{bound['share']:.1%} (stage {bound['stage']})")
                 for one in table(run.told):
                     if one["waits"]:
                         waits.setdefault(one["kind"], []).append(f"{1e3 * one['waits']:.1f}")
             elif run.told.get("watched") is not None:
                 said.append(f"{case.name}, repeat {repeat + 1}: {summary(run.told['watched'])}")
+        if most:
+            said.append(f"{case.name}: pipeline on the stage that computes most: {', '.join(most)}")
         if waits:
             each = "; ".join(f"{kind} {', '.join(times)}" for kind, times in waits.items())
             said.append(f"{case.name}: waits for other ranks' compute, not counted, ms: {each}")
