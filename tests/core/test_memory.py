@@ -301,3 +301,23 @@ def test_messages_that_wait_for_their_turn_take_memory():
     for stage in (0, 1):
         short, long = (memory_of(configure(SMALL, parallel, train), 2, stage) for parallel in layouts)
         assert long.pipeline_buffers - short.pipeline_buffers == 6 * 128 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "micro_batch", "gib"),
+    [
+        # Peaks measured on H200s with and without (docs/log.md, 2026-11-22): what 8 layers took more.
+        ("gpt-13b", {"tensor": 2}, 2, 0.1), ("gpt-13b", {"tensor": 2}, 4, 0.3), ("gpt-13b", {}, 1, 0.2),
+        ("gpt-13b", {"pipeline": 2}, 2, 0.2), ("llama-8b", {}, 1, 0.3), ("gpt-1.3b", {}, 8, 0.4),
+    ],
+)  # fmt: skip
+def test_what_products_beside_others_keep_is_counted(preset, layout, micro_batch, gib):
+    told = {"preset": preset, "layers": 8, "vocab_size": 50304}
+    config = configure(told, layout, {"micro_batch": micro_batch, "global_batch": micro_batch, "precision": "bfloat16"})
+    grid = lay_out(config, layout.get("tensor", 1) * layout.get("pipeline", 1))
+    both = [
+        stage_memory(config.model, config.parallel, grid.grid, grid.schedule(), 0, micro_batch, "bfloat16", beside)
+        for beside in (False, True)
+    ]
+    more = (both[1].total - both[0].total) / 2**30
+    assert gib - 0.05 <= more <= gib + 0.5

@@ -138,7 +138,7 @@ def test_plot_is_drawn(tmp_path, suffix):
             3,
             ["pipeline=1 does not go with parallel.zero=2", "--parallel.zero=1"],
         ),
-        (["--device-gib", "20"], 3, ["29.7 GiB", "20 GiB"]),
+        (["--device-gib", "20"], 3, ["29.8 GiB", "20 GiB"]),
         (["--parallel.tensr=8"], 2, ["parallel.tensr", "parallel.tensor"]),
         (["--device", "abacus"], 2, ["'abacus'", "--device-gib"]),
         (["--gpus", "0"], 2, ["--gpus"]),

@@ -129,9 +129,9 @@ def test_the_list_says_what_to_type(tmp_path):
 
 
 def test_settings_hold_for_all_cases_and_wrong_ones_are_named():
-    found = invoke("--list", "--only", "T3", "--overlap.products=true")
-    assert "--overlap.products=true --parallel.data=2" in found.stdout
-    assert "did you mean 'overlap'" in str(invoke("--only", "T3", "--overlp.products=true").exception)
+    found = invoke("--list", "--only", "T3", "--overlap.products=off")
+    assert "--overlap.products=off --parallel.data=2" in found.stdout
+    assert "did you mean 'overlap'" in str(invoke("--only", "T3", "--overlp.products=off").exception)
 
 
 def test_names_of_gpus_are_those_that_this_process_sees(monkeypatch):

@@ -188,6 +188,7 @@ def stage_memory(
     stage: int,
     micro_batch: int,
     precision: str,
+    beside: bool = False,
 ) -> Memory:
     """Memory of a rank of pipeline stage `stage` at its peak, in bytes by kind.
 
@@ -197,6 +198,7 @@ def stage_memory(
         schedule: gives micro-batches in flight and send buffers.
         micro_batch: sequences in a micro-batch.
         precision: float32, bfloat16 or float64.
+        beside: whether weights' gradients are made beside what follows (Config.products_beside).
     """
     t, a = grid.tensor, BYTES[precision]
     master = max(4, a)
@@ -220,6 +222,9 @@ def stage_memory(
     attention, mlp = q + (q + 2 * k), f + f * (2 if model.gated else 1)
     # A parallel block's two branches go backward through one product, so both gradients live at once.
     inside = attention + mlp if model.block == "parallel" else max(attention, mlp)
+    # Two of them may be under way, whose factors then live on (ops/beside.py): the two with the widest.
+    wide = (q + 2 * k if model.block == "parallel" else 0) + f * (2 if model.gated else 1)
+    factors = (h + wide) + (h + f) if beside else 0
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
     return Memory(
@@ -228,7 +233,7 @@ def stage_memory(
         optimizer=state * (shard if parallel.zero else count),
         activations=_peak(model, parallel, schedule, stage, micro_batch, precision, kept),
         logits=min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0,
-        workspace=s * b * inside * a + restored,
+        workspace=s * b * (inside + factors) * a + restored,
         tensor_buffers=3 * s * b * h * a if t > 1 else 0,
         # A received activation becomes the saved input; a gradient is in use while others are posted.
         pipeline_buffers=message

@@ -86,7 +86,16 @@ class Plan:
         """Memory of a rank of each stage."""
         config, grid, train = self.config, self.layout.grid, self.config.train
         return [
-            stage_memory(config.model, config.parallel, grid, self.schedule, s, train.micro_batch, train.precision)
+            stage_memory(
+                config.model,
+                config.parallel,
+                grid,
+                self.schedule,
+                s,
+                train.micro_batch,
+                train.precision,
+                config.products_beside,
+            )
             for s in range(grid.pipeline)
         ]
 

@@ -73,7 +73,14 @@ class Scenario:
         model = config.model.model_copy(update={"block": "parallel" if self.software.parallel_block else "serial"})
         most = max(
             stage_memory(
-                model, config.parallel, layout.grid, schedule, s, config.train.micro_batch, config.train.precision
+                model,
+                config.parallel,
+                layout.grid,
+                schedule,
+                s,
+                config.train.micro_batch,
+                config.train.precision,
+                config.products_beside,
             ).total
             for s in stages
         )

@@ -59,7 +59,7 @@ class Engine:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
         dispatch.configure(config.kernels.mode, config.kernels.attention)
-        products = beside.configure(config.overlap.products, device)
+        products = beside.configure(config.products_beside, device)
         at = grid.coordinate(rank)
         self.data_rank = at.data
         self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
@@ -67,7 +67,7 @@ class Engine:
         self.before_update: list[Callable[[int], None]] = []
         self.after_update: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
-        if config.overlap.products:
+        if config.products_beside and (device.type == "cuda" or config.overlap.products == "on"):
             self.active["independent products"] = products
         self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(groups, "world", grid.world, rank)
@@ -144,7 +144,7 @@ class Engine:
         model, train = config.model, config.train
         element = torch.empty(0, dtype=DTYPES[train.precision]).element_size()
         part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-        found = symmetric.prepare(axis, part, self.device, config.overlap.products)
+        found = symmetric.prepare(axis, part, self.device, config.products_beside)
         if isinstance(found, symmetric.Exchange):
             self.active["tensor overlap"] = "fused"
             return replace(axis, overlap="fused", exchange=found)
