@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from megascale.errors import ConfigError, FitError
 
@@ -263,6 +263,12 @@ class OverlapConfig(Section):
     data_channels: int = Field(
         12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"
     )
+
+    @field_validator("products", mode="before")
+    @classmethod
+    def _products(cls, told: Any) -> Any:
+        # It was a switch once: records and configurations of older runs have true or false.
+        return {True: "on", False: "off"}[told] if isinstance(told, bool) else told
 
     def channels(self, axis: str) -> int | None:
         """Most NCCL channels of `axis`, pipeline or data; None, NCCL's own choice, where no compute runs beside it."""
