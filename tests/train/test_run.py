@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,20 @@ def test_evaluate_and_plot(tiny, megascale, tmp_path):
     missing = megascale("evaluate", tmp_path / "nowhere")
     assert missing.returncode == 4
     assert "run folder" in missing.stderr
+
+
+def test_an_interruption_while_the_command_line_loads_ends_quietly(tmp_path):
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "megascale", "--help"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_the_installed_command_is_the_module(megascale):
+    with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
+        scripts = tomllib.load(file)["project"]["scripts"]
+    assert scripts == {"megascale": "megascale.__main__:main"}
+    command = [sys.executable, "-m", "megascale", "--version"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told == megascale("--version").stdout != ""

@@ -1,0 +1,19 @@
+"""`megascale` and `python -m megascale`: loads the command line, and ends quietly if it is interrupted meanwhile."""
+
+import sys
+
+
+def main() -> None:
+    """Entry point. Loading takes some tenths of a second, in which people press Ctrl-C, too."""
+    try:
+        from megascale.cli.main import main as run
+    except KeyboardInterrupt:
+        from megascale.errors import EXIT_INTERRUPTED
+
+        sys.stderr.write("interrupted\n")
+        sys.exit(EXIT_INTERRUPTED)
+    run()
+
+
+if __name__ == "__main__":
+    main()
