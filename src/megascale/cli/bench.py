@@ -11,6 +11,7 @@ import typer
 # Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
 BENCHES: tuple[str, ...] = (
     "ablation",
+    "alternate",
     "convergence",
     "exposed",
     "init",

@@ -64,6 +64,7 @@ class Beside(InOrder):
 
 
 current: InOrder = InOrder()
+_made: dict[torch.device, Beside] = {}  # one a device: cuBLAS has a workspace for each stream
 
 
 def configure(wanted: bool, device: torch.device) -> str:
@@ -71,7 +72,9 @@ def configure(wanted: bool, device: torch.device) -> str:
     global current
     current.settle()
     if wanted and device.type == "cuda":
-        current = Beside(device)
+        if device not in _made:
+            _made[device] = Beside(device)
+        current = _made[device]
         return "on a second stream"
     current = InOrder()
     return "one after another" + (f": {device.type} has no streams" if wanted else "")

@@ -60,7 +60,8 @@ class Exchange:
         shard_bytes: the largest part of one rank that will be gathered or scattered.
         streams: of this rank's device.
         keep: what must live as long as the exchange, such as the memory's owner.
-        beside: consume every other part beside the one before it, each in what the other leaves of the device.
+        beside: consume every other part beside the one before it, each in what the other leaves of the device; may be
+            changed between steps.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Exchange:
         keep: Any = None,
         beside: bool = False,
     ) -> None:
-        self._keep, self._beside = keep, beside
+        self._keep, self.beside = keep, beside
         self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
         self._memory, self._streams = memory, streams
         self._number = self._gathers = self._scatters = 0
@@ -158,12 +159,12 @@ class Exchange:
             peer = (self.rank + step) % self.size
             streams.hear(peer, number)
             streams.copy(whole[peer], parts[peer])
-            queue = "beside" if self._beside and step % 2 else "main"
+            queue = "beside" if self.beside and step % 2 else "main"
             streams.follow(queue, streams.mark("side"))
             streams.compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
         if keep:
             streams.copy(whole[self.rank], x)
-        if self._beside:
+        if self.beside:
             streams.follow("main", streams.mark("beside"))
         streams.follow("main", self._end())
         return whole.flatten(0, 1)

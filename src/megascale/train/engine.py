@@ -156,6 +156,19 @@ class Engine:
         self.active["tensor overlap"] = f"async (not fused: {found})"
         return replace(axis, overlap="async")
 
+    def run_products_beside(self, on: bool) -> None:
+        """From the next step on, run independent products on two streams, or one after another."""
+        beside.configure(on, self.device)
+        if self.tensor.exchange is not None:
+            self.tensor.exchange.beside = on
+
+    def recompute(self, what: str) -> None:
+        """From the next step on, let backward compute again what parallel.recompute=`what` names."""
+        for chunk in self.chunks:
+            chunk.recompute = what
+            for block in chunk.blocks:
+                block.recompute = what  # type: ignore[assignment]
+
     def load_kernels(self) -> None:
         """Run every chunk once by itself, forward and backward, and forget what came of it.
 
