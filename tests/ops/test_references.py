@@ -172,6 +172,12 @@ def test_linear_accumulates_into_main_grad(dtype):
     torch.testing.assert_close(w.main_grad.double(), exact_w, rtol=rtol, atol=rtol)
     torch.testing.assert_close(b.main_grad.double(), exact_b, rtol=rtol, atol=rtol)
     torch.testing.assert_close(x.grad, 2 * want[0])
+    # What an unset gradient holds is nobody's business: the first product writes it, the next one adds.
+    w.main_grad.fill_(float("nan"))
+    w.grad_unset = True
+    for _ in range(2):
+        linear(x, w, b).backward(dy)
+    torch.testing.assert_close(w.main_grad.double(), exact_w - 1, rtol=rtol, atol=rtol)
 
 
 @settings(max_examples=25, deadline=None)

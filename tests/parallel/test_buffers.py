@@ -71,6 +71,39 @@ def test_parameters_and_gradients_are_views_of_the_buffers(zero):
             assert (shard.grads[extent.start : extent.stop] == 3.0).all()
 
 
+def backward(flat: FlatChunk, last: bool) -> None:
+    """One micro-batch's, of tokens that are always the same."""
+    tokens = torch.arange(8)[:, None]
+    flat.begin_backward(last)
+    flat.module(tokens, tokens).sum().backward()
+    flat.end_backward(last)
+
+
+@pytest.mark.parametrize("options", [{"block": "serial"}, {"block": "parallel", "tied_embeddings": False}])
+def test_a_steps_first_products_write_their_gradients(options):
+    """They are never made zero, whatever the step before left there; all else is."""
+    flat = FlatChunk(chunk(Axis(), **options), torch.device("cpu"))
+    for p in flat.parameters:
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+    once, twice = [], []
+    for sums in (once, twice, once, twice):  # the first step of all finds zeros, and who writes what
+        flat.zero_grads()
+        for micro_batch in range(1 if sums is once else 2):
+            backward(flat, last=sums is once or micro_batch == 1)
+        sums.append(flat.grads.clone())
+        flat.grads.fill_(float("nan"))
+    assert torch.equal(*once)
+    assert torch.equal(*twice)
+    torch.testing.assert_close(twice[0], 2 * once[0])
+    flat.zero_grads()
+    products = sum(p.numel() for block in flat.module.blocks for p in block.parameters() if p.dim() == 2)
+    assert flat.grads.isnan().sum() == products
+    # A step in which nothing comes to them.
+    flat.begin_backward(True)
+    flat.end_backward(True)
+    assert (flat.grads == 0).all()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
     """Parameters arrive under the forward: none is used before its gather is waited for, none waited for early."""

@@ -1,7 +1,9 @@
 """x @ weight.T + bias whose weight gradient accumulates in float32 inside the GEMM.
 
 A parameter may carry `main_grad`, a float32 (or float64) view into a gradient buffer. Then the backward pass
-adds the gradient there, hands None to autograd and calls `parameter.grad_ready()` if that attribute is set.
+adds the gradient there, hands None to autograd and calls `parameter.grad_ready()` if that attribute is set. Where
+`parameter.grad_unset` is true, `main_grad` holds nothing yet: the product writes it and is not added to zeros, which
+saves making them and reading them.
 """
 
 from __future__ import annotations
@@ -19,33 +21,40 @@ from megascale.ops.reduce import bias_gradient, finish
 _wide_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
 
 
-def accumulate_mm(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target [M, N] (float32 or wider) += a [M, K] @ b [K, N], products summed in float32 at least.
+def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, unset: bool = False) -> None:
+    """target [M, N] (float32 or wider) += a [M, K] @ b [K, N], products summed in float32 at least; = where `unset`,
+    whatever target holds.
 
     On CUDA one GEMM with a float32 output does it (a torch without that forms the product in a's type, and
     `dispatch.active` says so); elsewhere the product is formed in target's type.
     """
     global _wide_output
-    if target.dtype == a.dtype:
-        target.addmm_(a, b)
-    elif not (target.is_cuda and target.dtype == torch.float32):
-        target.addmm_(a.to(target.dtype), b.to(target.dtype))
+    if not (target.is_cuda and target.dtype == torch.float32) or target.dtype == a.dtype:
+        a, b = a.to(target.dtype), b.to(target.dtype)
+        torch.mm(a, b, out=target) if unset else target.addmm_(a, b)
     elif _wide_output:
-        torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
+        _add_wide(target, a, b, unset)
     elif _wide_output is None:
         try:
-            torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
+            _add_wide(target, a, b, unset)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError) as error:
             _wide_output = False
             dispatch.note("weight gradient", f"product in {a.dtype}, then added ({error})")
-            target.add_(a @ b)
+            target.copy_(a @ b) if unset else target.add_(a @ b)
         else:
             _wide_output = True
             dispatch.note("weight gradient", "added in float32 inside the GEMM")
     else:
-        target.add_(a @ b)
+        target.copy_(a @ b) if unset else target.add_(a @ b)
+
+
+def _add_wide(target: Tensor, a: Tensor, b: Tensor, unset: bool) -> None:
+    if unset:
+        torch.mm(a, b, out_dtype=torch.float32, out=target)
+    else:
+        torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor], after: Any = None) -> Tensor | None:
@@ -61,7 +70,9 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor]
 
     if main is None:
         return torch.mm(*factors())
-    beside.current.run(lambda: accumulate_mm(main, *factors()), after)
+    unset = getattr(weight, "grad_unset", None)
+    weight.grad_unset = False  # type: ignore[attr-defined]  # it is there: the weight's gradient is made here
+    beside.current.run(lambda: accumulate_mm(main, *factors(), bool(unset)), after)
     finish(weight)
     return None
 

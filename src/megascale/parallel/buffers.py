@@ -1,7 +1,8 @@
 """Flat buffers of one model chunk: where its parameters and gradients live, and how data parallelism moves them.
 
 Parameters of a chunk lie in one contiguous buffer in their own type, gradients in one of float32 (float64 for
-float64 models), in the order of `layout.py`. Weight gradients accumulate straight into the buffer. Buckets are the
+float64 models), in the order of `layout.py`. Weight gradients accumulate straight into the buffer, whose parts for
+products' weights are never made zero: a step's first product writes them. Buckets are the
 unit of communication: a bucket is reduced as soon as the last micro-batch's backward has filled it (ZeRO-2: every
 micro-batch's), and gathered before the chunk's next forward (MegaScale section 3.2).
 """
@@ -168,6 +169,8 @@ class FlatChunk:
         self._calls = [0] * len(self.parameters)  # gradient contributions a micro-batch, learnt in the first one
         self._seen = [0] * len(self.parameters)
         self._left: list[int] = []
+        self._unset: list[int] = []  # parameters whose gradients a step's first product writes
+        self._zeroed: list[torch.Tensor] | None = None  # the parts of the gradients that each step makes zero
         self._reducing: dict[int, Pending] = {}
         self._gathering: dict[int, Pending] = {}
         # Buckets in the order in which a forward first needs them, and those that each unit of it needs.
@@ -198,7 +201,24 @@ class FlatChunk:
     def zero_grads(self) -> None:
         """Forget the gradients of the step before."""
         beside.current.settle()
-        (self.sums if self.zero == 2 else self.grads).zero_()
+        if self.zero == 2:
+            self.sums.zero_()
+            return
+        if self._zeroed is None and any(self._calls):
+            self._learn_who_writes()
+        torch._foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
+        for i in self._unset:
+            self.parameters[i].grad_unset = True  # type: ignore[attr-defined]
+
+    def _learn_who_writes(self) -> None:
+        """Weights with one gradient a micro-batch, made by a product (ops/linear.py), need no zeros to add it to."""
+        self._unset = [i for i, p in enumerate(self.parameters) if self._calls[i] == 1 and hasattr(p, "grad_unset")]
+        self._zeroed, at = [], 0
+        spans = [(self.layout.starts[i], self.layout.starts[i] + self.parameters[i].numel()) for i in self._unset]
+        for start, stop in [*sorted(spans), (self.layout.size, self.layout.size)]:
+            if start > at:
+                self._zeroed.append(self.grads[at:start])
+            at = stop
 
     def begin_backward(self, last: bool) -> None:
         """Say that a micro-batch's backward is next; `last` if it is the step's last of this chunk."""
@@ -218,6 +238,10 @@ class FlatChunk:
         if not last and self.zero < 2:
             return
         beside.current.settle()
+        for i in self._unset:
+            if self.parameters[i].grad_unset:  # type: ignore[attr-defined]  # no product came to it in this step
+                self.parameters[i].main_grad.zero_()  # type: ignore[attr-defined]
+                self.parameters[i].grad_unset = False  # type: ignore[attr-defined]
         start, stop = self.layout.shared
         # Each tensor-parallel rank saw its part of the sequence only.
         all_reduce(self.grads[start:stop], self.axes.tensor).wait()
@@ -248,7 +272,11 @@ class FlatChunk:
     def _accumulate(p: torch.Tensor) -> None:
         if p.grad is None:
             return  # an operator has put it into main_grad and said so
-        p.main_grad.add_(p.grad)  # type: ignore[attr-defined]
+        if getattr(p, "grad_unset", False):
+            p.main_grad.copy_(p.grad)  # type: ignore[attr-defined]
+            p.grad_unset = False  # type: ignore[attr-defined]
+        else:
+            p.main_grad.add_(p.grad)  # type: ignore[attr-defined]
         p.grad = None
         p.grad_ready()  # type: ignore[attr-defined]
 
