@@ -28,7 +28,7 @@ def test_tokens_to_a_loss_lie_between_evaluations():
 
 
 def test_lamb_trains_the_same_tokens_in_larger_batches(tmp_path):
-    variants = {v.name: v for v in bench._variants(64, 4, 1e-3, 1e-2, 256)}
+    variants = {v.name: v for v in bench._variants(64, 4, [1e-3], [1e-2], 256)}
     assert variants["lamb"].batch == 256
     steps = {n: round(64 * 1024 * 400 / (v.batch * 1024)) for n, v in variants.items()}
     assert steps["lamb"] * variants["lamb"].batch == steps["serial"] * variants["serial"].batch
@@ -40,6 +40,7 @@ def test_a_tiny_comparison(tmp_path, tokens):
     """Two real variants on one core: trained, compared, drawn; called again it trains nothing anew."""
     command = ["bench", "convergence", "--data", str(tokens), "--preset", "tiny", "--tokens", "1024", "--batch", "4"]
     command += ["--variant", "serial", "--variant", "lamb", "--seeds", "1", "--times", "2"]
+    command += ["--lamb-peak", "1e-2", "--lamb-peak", "3e-2", "--lamb-micro-batch", "8", "--at-once", "2"]
     command += [
         "--folder",
         str(tmp_path / "runs"),
@@ -61,11 +62,14 @@ def test_a_tiny_comparison(tmp_path, tokens):
         assert done.exit_code == 0, done.output
     record = json.loads((tmp_path / "c.json").read_text())
     runs = {run["variant"]: run for run in record["runs"]}
-    assert set(runs) == {"serial", "lamb"}
-    assert runs["serial"]["tokens"][-1] == runs["lamb"]["tokens"][-1] == 1024
+    assert set(runs) == {"serial", "lamb 0.01", "lamb 0.03"}
+    assert {run["tokens"][-1] for run in runs.values()} == {1024}
+    assert runs["lamb 0.01"]["held_out"] != runs["lamb 0.03"]["held_out"]
+    settings = (tmp_path / "runs" / "lamb-0.01-0" / "config.toml").read_text()
+    assert "micro_batch = 8" in settings
     assert runs["serial"]["held_out"][-1] < runs["serial"]["held_out"][0]
     assert (tmp_path / "c.png").stat().st_size > 10_000
-    steps = [json.loads(x) for x in (tmp_path / "runs" / "serial-0" / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(x) for x in (tmp_path / "runs" / "serial-0.001-0" / "metrics.jsonl").read_text().splitlines()]
     assert len([s for s in steps if "loss" in s]) == 16
 
 

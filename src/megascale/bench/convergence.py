@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -31,12 +31,16 @@ class Variant:
     """One thing to train.
 
     Attributes:
-        name: of VARIANTS.
+        name: in the table: its kind, with the peak learning rate where several are trained.
+        kind: of VARIANTS.
+        peak: learning rate.
         batch: sequences a step.
         settings: what differs from the serial block under AdamW.
     """
 
     name: str
+    kind: str
+    peak: float
     batch: int
     settings: tuple[str, ...]
 
@@ -72,16 +76,20 @@ def convergence(
     tokens: float = typer.Option(60e6, min=1, help="Tokens of each run."),
     batch: int = typer.Option(64, min=1, help="Sequences a step of AdamW."),
     times: int = typer.Option(4, min=1, help="LAMB's batch, in those."),
-    peak: float = typer.Option(1e-3, help="Peak learning rate of AdamW."),
-    lamb_peak: float = typer.Option(1e-2, help="Peak learning rate of LAMB."),
+    peak: list[float] = typer.Option([1e-3], help="Peak learning rate of AdamW; given again, each is trained."),
+    lamb_peak: list[float] = typer.Option([1e-2], help="Peak learning rate of LAMB, likewise."),
+    lamb_micro_batch: int | None = typer.Option(
+        None, min=1, help="LAMB's micro-batch; default: as AdamW's, --train.micro_batch."
+    ),
     window: int | None = typer.Option(None, min=1, help="Of the windowed variant; default: a quarter of the sequence."),
     variants: list[str] = typer.Option(list(VARIANTS), "--variant", help="Which; may be given again."),
     seeds: int = typer.Option(2, min=1, help="Runs of each variant."),
+    at_once: int = typer.Option(1, min=1, help="Runs on one GPU at a time: small models leave most of it idle."),
     folder: Path = typer.Option(Path("runs/convergence"), help="Run folders; finished ones are not run again."),
     plot: Path = typer.Option(Path("convergence.png"), help="PNG to draw."),
     out: Path = typer.Option(Path("convergence.json"), help="JSON file for the figures."),
 ) -> None:
-    """Train variants of a model on the same tokens and compare their held-out losses. One run a GPU at a time.
+    """Train variants of a model on the same tokens and compare their held-out losses. One run a process.
 
     Any setting can be given as --section.key=value. Stopped and called again it goes on.
 
@@ -89,7 +97,9 @@ def convergence(
 
       megascale bench convergence
 
-      megascale bench convergence --variant serial --variant lamb --lamb-peak 5e-3 --tokens 2e7
+      megascale bench convergence --variant serial --variant lamb --lamb-peak 5e-3 --lamb-peak 1e-2 --tokens 2e7
+
+      megascale bench convergence --batch 4 --train.micro_batch=4 --lamb-micro-batch 16 --at-once 3
     """
     from rich.console import Console
 
@@ -107,16 +117,20 @@ def convergence(
         collect(text)
         build(data, use_stdlib=False, inputs=[text], vocab_size=32768, held_out=0.005, progress=True)
     length = _length(context.args, shape(preset))
-    chosen = [v for v in _variants(batch, times, peak, lamb_peak, window or max(1, length // 4)) if v.name in variants]
+    every = _variants(batch, times, peak, lamb_peak, window or max(1, length // 4))
+    chosen = [variant for variant in every if variant.kind in variants]
     work = []
     for variant in chosen:
         steps = max(1, round(tokens / (variant.batch * length)))
         for seed in range(seeds):
-            work.append((variant, seed, _command(folder, data, preset, variant, seed, steps, context.args)))
+            words = list(context.args)
+            if variant.kind == "lamb" and lamb_micro_batch is not None:
+                words.append(f"--train.micro_batch={lamb_micro_batch}")
+            work.append((variant, seed, _command(folder, data, preset, variant, seed, steps, words)))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.toml").touch()
     devices = [str(i) for i in range(api.visible_gpus())] or [""]
-    outcomes = list(_run_all(work, devices, console))
+    outcomes = list(_run_all(work, devices * at_once, console))
     record = {
         "date": date.today().isoformat(),
         "device": _device(),
@@ -128,6 +142,8 @@ def convergence(
     }
     out.write_text(json.dumps(record, indent=1) + "\n")
     show(outcomes, console)
+    if at_once > 1:
+        console.print(f"tokens/s: of one run while up to {at_once} shared its device")
     draw(outcomes, plot, f"{preset}, {length:,} tokens a sequence, {record['device']}")
     console.print(f"figures: {out}; plot: {plot}")
 
@@ -153,13 +169,19 @@ def collect(out: Path) -> int:
     return len(seen)
 
 
-def _variants(batch: int, times: int, peak: float, lamb_peak: float, window: int) -> list[Variant]:
-    adamw = (f"--lr.peak={peak}",)
+def _variants(
+    batch: int, times: int, peaks: Sequence[float], lamb_peaks: Sequence[float], window: int
+) -> list[Variant]:
+    kinds: list[tuple[str, Sequence[float], int, tuple[str, ...]]] = [
+        ("serial", peaks, batch, ()),
+        ("parallel", peaks, batch, ("--model.block=parallel",)),
+        ("window", peaks, batch, ("--model.block=parallel", f"--model.window={window}")),
+        ("lamb", lamb_peaks, batch * times, ("--optimizer.name=lamb",)),
+    ]
     return [
-        Variant("serial", batch, adamw),
-        Variant("parallel", batch, (*adamw, "--model.block=parallel")),
-        Variant("window", batch, (*adamw, "--model.block=parallel", f"--model.window={window}")),
-        Variant("lamb", batch * times, (f"--lr.peak={lamb_peak}", "--optimizer.name=lamb")),
+        Variant(f"{kind} {peak:g}" if len(of) > 1 else kind, kind, peak, size, (f"--lr.peak={peak}", *settings))
+        for kind, of, size, settings in kinds
+        for peak in dict.fromkeys(of)
     ]
 
 
@@ -177,7 +199,7 @@ def _command(
         f"--data.train={data}/train",
         f"--data.valid={data}/valid",
         f"--train.runs={folder}",
-        f"--train.name={variant.name}-{seed}",
+        f"--train.name={variant.kind}-{variant.peak:g}-{seed}",
         f"--train.seed={1000 + seed}",
         f"--train.steps={steps}",
         f"--train.global_batch={variant.batch}",
@@ -202,26 +224,26 @@ def _command(
 
 
 def _run_all(work: list[tuple[Variant, int, list[str]]], devices: list[str], console: Any) -> Iterator[Outcome]:
-    """Run each command, as many at a time as there are devices; outcomes in the order of `work`."""
+    """Run each command, one on each of `devices` (which may name one twice); outcomes in the order of `work`."""
     from rich.progress import Progress
 
     from megascale.errors import TrainingError
 
     waiting = list(range(len(work)))
-    running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
+    running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
     with Progress(console=console, transient=True) as progress:
         bars = [progress.add_task(f"{v.name}, seed {s}", total=1.0) for v, s, _ in work]
         try:
             while waiting or running:
-                for device in devices:
-                    if device not in running and waiting:
-                        running[device] = _start(work[number := waiting.pop(0)][2], device), number
-                for device, (process, number) in list(running.items()):
+                for place, device in enumerate(devices):
+                    if place not in running and waiting:
+                        running[place] = _start(work[number := waiting.pop(0)][2], device), number
+                for place, (process, number) in list(running.items()):
                     run = _folder(work[number][2])
                     progress.update(bars[number], completed=_share(run, work[number][2]))
                     if process.poll() is None:
                         continue
-                    del running[device]
+                    del running[place]
                     if process.returncode:
                         said = (run.parent / f"{run.name}.log").read_text(errors="replace").strip().splitlines()[-8:]
                         raise TrainingError(
