@@ -12,6 +12,7 @@ from tests.conftest import lines
 
 from megascale import checkpoint
 from megascale.core.status import read_status
+from megascale.train import launch
 
 from .processes import LIMIT, end, launched, wait_for_step
 
@@ -29,7 +30,23 @@ def test_a_killed_rank_ends_all(victim, tiny):
         assert "Traceback" not in ended.said
         assert not any(rank.is_running() for rank in ranks.values())
     if victim:
-        assert "rank 0 lost contact with another rank" in ended.said
+        # gloo misses its peer's end once in a hundred times on a busy machine; the launcher then ends what waits.
+        lost, waited = "rank 0 lost contact with another rank", "rank 0 had not ended 10 seconds later and is ended"
+        assert lost in ended.said or waited in ended.said
+
+
+def test_a_rank_that_does_not_notice_a_failure_is_ended(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.3)
+    ranks = [subprocess.Popen([sys.executable, "-c", code]) for code in ("import time; time.sleep(100)", "exit(3)")]
+    (tmp_path / "rank-1.log").write_text("error: no more\n")
+    try:
+        assert launch._watch(ranks, tmp_path, []) == 3
+    finally:
+        launch.end(ranks, 1.0)
+    said = capfd.readouterr().err
+    assert "rank 1 was the first to end, with exit code 3" in said
+    assert "error: no more" in said
+    assert "rank 0 had not ended 0.3 seconds later and is ended" in said
 
 
 def test_an_interruption_stops_every_rank_after_the_same_step_and_saves(tiny, tmp_path):

@@ -149,7 +149,8 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list
         if len(interruptions) > 1:
             deadline = min(deadline, interruptions[1] + IMPATIENT_SECONDS)
         time.sleep(0.05)
-    if len(interruptions) > 1 and (deaf := [str(r) for r, p in enumerate(ranks) if p.poll() is None]):
+    deaf = [str(r) for r, p in enumerate(ranks) if p.poll() is None]
+    if len(interruptions) > 1 and deaf:
         print(f"ended after a second interruption: rank {', '.join(deaf)} did not answer", file=sys.stderr)
         return EXIT_INTERRUPTED
     first = first or _first_failed(ranks)
@@ -165,6 +166,8 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list
         tail = (logs / f"rank-{rank}.log").read_text(errors="replace").splitlines()[-15:] if rank > 0 else []
         said = [f"; the end of {logs / f'rank-{rank}.log'}:", *(f"\n  {line}" for line in tail)] if tail else []
         print(f"rank {rank} was the first to end, with {_named(code)}", *said, sep="", file=sys.stderr)
+    if deaf:  # gloo does not always notice that its peer has gone
+        print(f"rank {', '.join(deaf)} had not ended {GRACE_SECONDS:g} seconds later and is ended", file=sys.stderr)
     return code if code > 0 else 1
 
 
