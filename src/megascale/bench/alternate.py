@@ -112,7 +112,7 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
     import torch
     from rich.progress import Progress
 
-    from megascale.bench.runs import machine
+    from megascale.bench.runs import machine, random_rows
     from megascale.bench.train import gemm_rate
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
@@ -131,9 +131,7 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
     cuda = place.device.type == "cuda"
     engine = Engine(lay_out(config, place.world), groups, place.device)
     model, train = config.model, config.train
-    generator = torch.Generator().manual_seed(7 + engine.data_rank)
-    rows = torch.randint(0, model.vocab, (model.sequence_length + 1, train.micro_batch), generator=generator)
-    rows = rows.to(place.device)
+    rows = random_rows(config, engine.data_rank, place.device)
     garbage = Garbage(train.gc_interval)
     change, made = _changes(engine, key), 0
     found = {value: Value(value) for value in values}

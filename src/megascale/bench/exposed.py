@@ -122,7 +122,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
-    from megascale.bench.runs import machine
+    from megascale.bench.runs import machine, random_rows
     from megascale.core import calls
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
@@ -135,9 +135,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     groups = initialise(config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device)
     engine = Engine(lay_out(config, place.world), groups, place.device)
     model, train = config.model, config.train
-    generator = torch.Generator().manual_seed(7 + engine.data_rank)
-    rows = torch.randint(0, model.vocab, (model.sequence_length + 1, train.micro_batch), generator=generator)
-    rows = rows.to(place.device)
+    rows = random_rows(config, engine.data_rank, place.device)
     seconds: list[float] = []
     garbage = Garbage(train.gc_interval)
 

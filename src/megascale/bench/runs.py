@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascale.config import Config
+
+if TYPE_CHECKING:
+    import torch
 
 VOCABULARY = 50304  # tokens of a model that is only timed
 LAST_LINES = 8  # of a failed run's output that the error shows
@@ -70,6 +73,15 @@ def load_shape(settings: list[str]) -> Config:
     return (
         config if config.model.vocab_size is not None else load(None, [*settings, f"--model.vocab_size={VOCABULARY}"])
     )
+
+
+def random_rows(config: Config, data_rank: int, device: torch.device) -> torch.Tensor:
+    """One micro-batch for steps that are only timed, and the token after each: int64 [sequence + 1, micro_batch]."""
+    import torch
+
+    shape = (config.model.sequence_length + 1, config.train.micro_batch)
+    generator = torch.Generator().manual_seed(7 + data_rank)
+    return torch.randint(0, config.model.vocab, shape, generator=generator).to(device)
 
 
 def plain(config: Config, steps: int) -> dict[str, Any]:

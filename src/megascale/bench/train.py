@@ -106,6 +106,7 @@ def measure(
     import torch
 
     import megascale
+    from megascale.bench.runs import random_rows
     from megascale.bench.watch import Watch
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
@@ -127,9 +128,7 @@ def measure(
     began = time.perf_counter()
     engine = Engine(lay_out(config, place.world), groups, place.device)
     model, train = config.model, config.train
-    generator = torch.Generator().manual_seed(7 + engine.data_rank)
-    rows = torch.randint(0, model.vocab, (model.sequence_length + 1, train.micro_batch), generator=generator)
-    rows = rows.to(place.device)
+    rows = random_rows(config, engine.data_rank, place.device)
     start_seconds = time.perf_counter() - began
     seconds, losses = [], []
     first = 0.0  # when the first timed step began
