@@ -112,22 +112,15 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
     import torch
     from rich.progress import Progress
 
-    from megascale.bench.runs import machine, random_rows
+    from megascale.bench.runs import join, machine, random_rows
     from megascale.bench.train import gemm_rate
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
-    from megascale.rendezvous.start import initialise
     from megascale.train.engine import Engine
     from megascale.train.garbage import Garbage
-    from megascale.train.processes import find_place
 
-    place = find_place(config)
-    groups = None
-    if place.world > 1:
-        groups = initialise(
-            config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device
-        )
+    place, groups = join(config)
     cuda = place.device.type == "cuda"
     engine = Engine(lay_out(config, place.world), groups, place.device)
     model, train = config.model, config.train

@@ -269,10 +269,7 @@ def between_norms(stretches: list[Busy], others: Sequence[str]) -> list[Busy]:
     others: the groups of a step's calls of the kind "other", in order; the norm is the one over the "world".
     TrainingError if the trace does not have two steps of them.
     """
-    ends: list[float] = []
-    for stretch in stretches:
-        if stretch.kind == "other":
-            ends.append(stretch.stop)
+    ends = [stretch.stop for stretch in stretches if stretch.kind == "other"]
     if len(ends) != 2 * len(others) or others.count("world") != 1:
         raise TrainingError(
             f"the trace has {len(ends)} collectives beside those of the known kinds; two steps make {2 * len(others)} "

@@ -17,6 +17,9 @@ from megascale.config import Config
 if TYPE_CHECKING:
     import torch
 
+    from megascale.rendezvous.groups import Groups
+    from megascale.train.processes import Place
+
 VOCABULARY = 50304  # tokens of a model that is only timed
 LAST_LINES = 8  # of a failed run's output that the error shows
 
@@ -73,6 +76,18 @@ def load_shape(settings: list[str]) -> Config:
     return (
         config if config.model.vocab_size is not None else load(None, [*settings, f"--model.vocab_size={VOCABULARY}"])
     )
+
+
+def join(config: Config) -> tuple[Place, Groups | None]:
+    """This process's place, and its groups where there are others; collective."""
+    from megascale.rendezvous.start import initialise
+    from megascale.train.processes import find_place
+
+    place = find_place(config)
+    if place.world == 1:
+        return place, None
+    where = {"rank": place.rank, "world": place.world, "local_rank": place.local_rank}
+    return place, initialise(config, **where, device=place.device)
 
 
 def random_rows(config: Config, data_rank: int, device: torch.device) -> torch.Tensor:

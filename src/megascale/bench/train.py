@@ -106,23 +106,16 @@ def measure(
     import torch
 
     import megascale
-    from megascale.bench.runs import random_rows
+    from megascale.bench.runs import join, random_rows
     from megascale.bench.watch import Watch
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
     from megascale.ops import dispatch
     from megascale.rendezvous.groups import shutdown
-    from megascale.rendezvous.start import initialise
     from megascale.train.engine import Engine
     from megascale.train.garbage import Garbage
-    from megascale.train.processes import find_place
 
-    place = find_place(config)
-    groups = None
-    if place.world > 1:
-        groups = initialise(
-            config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device
-        )
+    place, groups = join(config)
     cuda = place.device.type == "cuda"
     before = gemm_rate(place.device, 2.0) if cuda else None
     began = time.perf_counter()

@@ -70,9 +70,9 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor]
 
     if main is None:
         return torch.mm(*factors())
-    unset = getattr(weight, "grad_unset", None)
-    weight.grad_unset = False  # type: ignore[attr-defined]  # it is there: the weight's gradient is made here
-    beside.current.run(lambda: accumulate_mm(main, *factors(), bool(unset)), after)
+    unset = getattr(weight, "grad_unset", False)
+    weight.grad_unset = False  # type: ignore[attr-defined]  # that it has one says that a product makes its gradient
+    beside.current.run(lambda: accumulate_mm(main, *factors(), unset), after)
     finish(weight)
     return None
 

@@ -272,11 +272,7 @@ class FlatChunk:
     def _accumulate(p: torch.Tensor) -> None:
         if p.grad is None:
             return  # an operator has put it into main_grad and said so
-        if getattr(p, "grad_unset", False):
-            p.main_grad.copy_(p.grad)  # type: ignore[attr-defined]
-            p.grad_unset = False  # type: ignore[attr-defined]
-        else:
-            p.main_grad.add_(p.grad)  # type: ignore[attr-defined]
+        p.main_grad.add_(p.grad)  # type: ignore[attr-defined]
         p.grad = None
         p.grad_ready()  # type: ignore[attr-defined]
 

@@ -67,8 +67,9 @@ class Engine:
         self.before_update: list[Callable[[int], None]] = []
         self.after_update: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
-        if config.products_beside and (device.type == "cuda" or config.overlap.products == "on"):
-            self.active["independent products"] = products
+        if device.type == "cuda" or config.overlap.products == "on":
+            auto = " (overlap.products=auto)" if config.overlap.products == "auto" else ""
+            self.active["independent products"] = products + auto
         self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline
