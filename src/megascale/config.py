@@ -179,7 +179,12 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.1, ge=0, description="not applied to biases, norms and other 1-D tensors")
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
     trust_min: float = Field(0.0, ge=0, description="LAMB: lower bound of the weight norm in the trust ratio")
-    trust_max: float = Field(10.0, gt=0, description="LAMB: upper bound of the weight norm in the trust ratio")
+    trust_max: float | None = Field(
+        None,
+        gt=0,
+        description="LAMB: upper bound of the weight norm in the trust ratio; default: none. A bound slows the large "
+        "matrices: their norm grows with the model, 100 for an embedding of 32k x 768",
+    )
     lamb_bias_correction: bool = Field(True, description="LAMB: Adam's bias correction")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import interpreted  # noqa: F401  (first: it prepares the interpreter)
 import pytest
 import torch
@@ -74,14 +76,14 @@ def test_adamw(table, on_device, scaled, skipped):
 
 
 @FEW
-@given(tables(), st.booleans(), st.booleans(), st.booleans())
-def test_lamb(table, on_device, corrected, skipped):
+@given(tables(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0.5, 10.0, math.inf]))
+def test_lamb(table, on_device, corrected, skipped, most):
     segments, n = table
     state = shard(n)
     before = [t.clone() for t in state]
     exact = wide(state)
     direction = {"segments": segments, "bias_correction": corrected, "grad_scale": torch.tensor(0.5), **ADAM}
-    trust = {"trust_min": 0.0, "trust_max": 10.0, "segments": segments}
+    trust = {"trust_min": 0.0, "trust_max": most, "segments": segments}
     skip = torch.tensor(skipped)
     master, m, v, grad, out = state
     step, lr = (torch.tensor(2), torch.tensor(0.02)) if on_device else (2, 0.02)

@@ -14,12 +14,15 @@ from megascale.parallel.buffers import FlatChunk
 from megascale.parallel.parameters import initialise, piece_views, spec_of
 
 
-def make(options: OptimizerConfig, bucket: int | None = None):
+def make(options: OptimizerConfig, bucket: int | None = None, times: float = 1.0):
+    """A small model with `times` the usual weights."""
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=8"]
     model = config.load(None, [*small, "--model.vocab_size=21", "--model.vocab_multiple=8"]).model
     chunk = Chunk(model, range(2), first=True, last=True, dtype=torch.float64)
     flat = FlatChunk(chunk, torch.device("cpu"), bucket_elements=bucket)
     initialise(chunk, 1)
+    for p in chunk.parameters():
+        p.data.mul_(times)
     return chunk, flat, ShardedOptimizer(options, [flat])
 
 
@@ -66,9 +69,12 @@ def test_adamw_is_torchs(bucket, clip):
             torch.testing.assert_close(w, twin[name].data, rtol=1e-10, atol=1e-12)
 
 
-def test_lamb_is_the_papers_algorithm():
-    options = OptimizerConfig(name="lamb", weight_decay=0.05, clip=0.0, beta2=0.99, eps=1e-6)
-    chunk, _, optimizer = make(options, 500)
+@pytest.mark.parametrize("bound", [None, 0.1])
+def test_lamb_is_the_papers_algorithm(bound):
+    """Without a bound a weight's own norm sets its steps, however large it is; with one, no more than that."""
+    options = OptimizerConfig(name="lamb", weight_decay=0.05, clip=0.0, beta2=0.99, eps=1e-6, trust_max=bound)
+    assert OptimizerConfig().trust_max is None
+    chunk, _, optimizer = make(options, 500, times=1000.0)
     now = weights(chunk)
     m = {n: torch.zeros_like(w) for n, w in now.items()}
     v = {n: torch.zeros_like(w) for n, w in now.items()}
@@ -80,7 +86,9 @@ def test_lamb_is_the_papers_algorithm():
             ratio = 1.0
             if now[name].dim() > 1:
                 u = u + 0.05 * now[name]
-                ratio = min(now[name].norm(), 10.0) / u.norm()
+                norm = now[name].norm()
+                assert norm > 100
+                ratio = (norm if bound is None else bound) / u.norm()
             now[name] = now[name] - 1e-2 * ratio * u
         optimizer.step(1e-2, step)
         for name, w in weights(chunk).items():

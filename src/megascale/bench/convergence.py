@@ -24,6 +24,8 @@ from typing import Any
 import typer
 
 VARIANTS = ("serial", "parallel", "window", "lamb")
+# AdamW at LAMB's batch: tells what the batch costs from what LAMB does.
+ON_REQUEST = ("large",)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Variant:
 
     Attributes:
         name: in the table: its kind, with the peak learning rate where several are trained.
-        kind: of VARIANTS.
+        kind: of VARIANTS or ON_REQUEST.
         peak: learning rate.
         batch: sequences a step.
         settings: what differs from the serial block under AdamW.
@@ -75,14 +77,16 @@ def convergence(
     preset: str = typer.Option("gpt2-124m", help="Model shape."),
     tokens: float = typer.Option(60e6, min=1, help="Tokens of each run."),
     batch: int = typer.Option(64, min=1, help="Sequences a step of AdamW."),
-    times: int = typer.Option(4, min=1, help="LAMB's batch, in those."),
+    times: int = typer.Option(4, min=1, help="Batch of lamb and large, in those."),
     peak: list[float] = typer.Option([1e-3], help="Peak learning rate of AdamW; given again, each is trained."),
     lamb_peak: list[float] = typer.Option([1e-2], help="Peak learning rate of LAMB, likewise."),
     lamb_micro_batch: int | None = typer.Option(
-        None, min=1, help="LAMB's micro-batch; default: as AdamW's, --train.micro_batch."
+        None, min=1, help="Micro-batch of lamb and large; default: as the others', --train.micro_batch."
     ),
     window: int | None = typer.Option(None, min=1, help="Of the windowed variant; default: a quarter of the sequence."),
-    variants: list[str] = typer.Option(list(VARIANTS), "--variant", help="Which; may be given again."),
+    variants: list[str] = typer.Option(
+        list(VARIANTS), "--variant", help="Which; may be given again. large: serial at LAMB's batch."
+    ),
     seeds: int = typer.Option(2, min=1, help="Runs of each variant."),
     at_once: int = typer.Option(1, min=1, help="Runs on one GPU at a time: small models leave most of it idle."),
     folder: Path = typer.Option(Path("runs/convergence"), help="Run folders; finished ones are not run again."),
@@ -108,8 +112,8 @@ def convergence(
     from megascale.data.build import build
     from megascale.errors import ConfigError
 
-    if unknown := set(variants) - set(VARIANTS):
-        raise ConfigError(f"--variant={unknown.pop()}: there are {', '.join(VARIANTS)}")
+    if unknown := set(variants) - {*VARIANTS, *ON_REQUEST}:
+        raise ConfigError(f"--variant={unknown.pop()}: there are {', '.join((*VARIANTS, *ON_REQUEST))}")
     console = Console()
     if not (data / "train.idx").exists():
         console.print(f"making {data} of all Python source on this machine")
@@ -124,7 +128,7 @@ def convergence(
         steps = max(1, round(tokens / (variant.batch * length)))
         for seed in range(seeds):
             words = list(context.args)
-            if variant.kind == "lamb" and lamb_micro_batch is not None:
+            if variant.kind in ("lamb", "large") and lamb_micro_batch is not None:
                 words.append(f"--train.micro_batch={lamb_micro_batch}")
             work.append((variant, seed, _command(folder, data, preset, variant, seed, steps, words)))
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,6 +181,7 @@ def _variants(
         ("parallel", peaks, batch, ("--model.block=parallel",)),
         ("window", peaks, batch, ("--model.block=parallel", f"--model.window={window}")),
         ("lamb", lamb_peaks, batch * times, ("--optimizer.name=lamb",)),
+        ("large", peaks, batch * times, ()),
     ]
     return [
         Variant(f"{kind} {peak:g}" if len(of) > 1 else kind, kind, peak, size, (f"--lr.peak={peak}", *settings))

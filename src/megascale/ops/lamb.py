@@ -77,7 +77,10 @@ def lamb_apply_reference(
 
 
 def trust_ratio(sums: Tensor, trust_min: float, trust_max: float) -> Tensor:
-    """clamp(||w||, trust_min, trust_max) / ||u|| of each tensor, 1 where either norm is 0; sums [2, tensors]."""
+    """clamp(||w||, trust_min, trust_max) / ||u|| of each tensor, 1 where either norm is 0; sums [2, tensors].
+
+    With bounds of 0 and infinity it is the identity that You et al. train with; their phi of Algorithm 2 allows others.
+    """
     weight, update = sums.sqrt()
     ratio = weight.clamp(trust_min, trust_max) / update.where(update > 0, 1)
     return ratio.where((weight > 0) & (update > 0), 1)

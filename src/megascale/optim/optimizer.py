@@ -6,6 +6,7 @@ gradients are not finite all stay on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -176,7 +177,7 @@ class ShardedOptimizer:
                 sums,
                 lr=learning_rate,
                 trust_min=config.trust_min,
-                trust_max=config.trust_max,
+                trust_max=math.inf if config.trust_max is None else config.trust_max,
                 segments=s.segments,
                 skip=skip,
             )
