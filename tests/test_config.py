@@ -119,3 +119,15 @@ def test_products_run_beside_each_other_where_it_pays_or_as_told(products, hidde
         "overlap": {"products": products},
     }
     assert config.from_tree(told).products_beside is beside
+
+
+def test_lamb_has_its_own_rate():
+    lamb = "--optimizer.name=lamb"
+    assert config.load(None, []).lr.peak == config.load(None, ["--optimizer.name=adamw"]).lr.peak == 3e-4
+    assert config.load(None, [lamb]).lr.peak == 5e-3
+    assert config.load(None, [lamb, "--lr.warmup_steps=3"]).lr.peak == 5e-3
+    assert config.load(None, [lamb, "--lr.peak=2e-4"]).lr.peak == 2e-4
+    with pytest.raises(ConfigError, match=r"lr.min=0.01 is above lr.peak=0.005"):
+        config.load(None, [lamb, "--lr.min=1e-2"])
+    again = config.load(None, [lamb])
+    assert config.from_tree(tomllib.loads(again.to_toml())) == again
