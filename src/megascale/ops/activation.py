@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megascale.ops.dispatch import jit, tl, triton, use_fused
+from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.reduce import add_parts, deliver, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]
@@ -189,8 +189,8 @@ def _run(
     """Launch over [T, width] tiles; returns the bias gradient where there is one and a dy, unless `main` takes it."""
     T = x_TF.shape[0]
     rows, most, programs = tile
-    block = min(most, max(16, triton.next_power_of_2(width)))
-    columns = triton.cdiv(width, block)
+    block = min(most, max(16, next_power_of_2(width)))
+    columns = cdiv(width, block)
     a_part, parts = split_rows(T, rows, max(1, programs // columns))
     partial = None
     if bias is not None and dy_TF is not None:

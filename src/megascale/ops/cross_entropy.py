@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.dispatch import jit, tl, triton, use_fused
+from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
 from megascale.ops.linear import accumulate_mm, finish
 from megascale.ops.reduce import column_sum
 
@@ -150,7 +150,7 @@ def _loss_gradient_kernel(
 
 
 def _row_launch(columns: int) -> dict[str, int]:
-    block = min(4096, max(16, triton.next_power_of_2(columns)))
+    block = min(4096, max(16, next_power_of_2(columns)))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 
 

@@ -42,6 +42,16 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return triton.jit(function, **options) if HAVE_TRITON else function
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own serves kernels too and takes 5 us here, hundreds of times a micro-batch."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n > 0."""
+    return 1 << (n - 1).bit_length()
+
+
 def configure(mode: str, attention: str = "auto") -> None:
     """Set how operators are chosen: "auto", "fused" (an error where it cannot be) or "reference".
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.dispatch import jit, tl, triton, use_fused
+from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.reduce import flat_rows, split_rows, sum_parts
 
 KEY_BITS = 62  # a key is two 31-bit words, so that no integer type depends on its value
@@ -163,8 +163,8 @@ def _run(
     x_TH, r_TH = flat_rows(x), None if residual is None else flat_rows(residual)
     T, H = x_TH.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = min(BLOCK_COLUMNS, max(16, triton.next_power_of_2(H)))
-    columns = triton.cdiv(H, block)
+    block = min(BLOCK_COLUMNS, max(16, next_power_of_2(H)))
+    columns = cdiv(H, block)
     a_part, parts = split_rows(T, BLOCK_ROWS, max(1, PROGRAMS // columns))
     partial = None if sum_as is None else torch.empty((parts, H), dtype=torch.float32, device=x.device)
     on_device, sample_on_device = isinstance(key, Tensor), isinstance(sample_start, Tensor)

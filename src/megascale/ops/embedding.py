@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.dispatch import jit, tl, triton, use_fused
+from megascale.ops.dispatch import cdiv, jit, tl, use_fused
 from megascale.ops.reduce import finish
 
 RUN = 16  # places that one program sums
@@ -87,8 +87,8 @@ def add_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor) -> None:
     tokens, place = torch.sort(tokens_T, stable=True)
     first = torch.searchsorted(tokens, tokens)
     last = torch.searchsorted(tokens, tokens, right=True)
-    partial = torch.empty((2 * triton.cdiv(places, RUN), columns), dtype=torch.float32, device=dy_TH.device)
-    grid = (places, triton.cdiv(columns, BLOCK_COLUMNS))
+    partial = torch.empty((2 * cdiv(places, RUN), columns), dtype=torch.float32, device=dy_TH.device)
+    grid = (places, cdiv(columns, BLOCK_COLUMNS))
     rest = (tokens, first, last, vocabulary, columns)
     _runs_kernel[grid](*(dy_TH, main_VH, partial, tokens, place, *rest[1:]), RUN=RUN, BLOCK_C=BLOCK_COLUMNS)
     _long_runs_kernel[grid](main_VH, partial, *rest, RUN=RUN, BLOCK_C=BLOCK_COLUMNS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megascale.ops.dispatch import jit, tl, triton, use_fused
+from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.reduce import PARTS, bias_gradient, deliver, flat_rows, split_rows
 
 NormKind = Literal["layernorm", "rmsnorm"]
@@ -177,7 +177,7 @@ def _backward_kernel(
 
 def _tile(width: int) -> tuple[int, int, int]:
     """Block of columns, rows at a time and warps for rows of `width`."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return block, max(1, 1024 // block), min(16, max(1, block // 512))
 
 
@@ -196,7 +196,7 @@ def _forward(
     total = x_TH if add_TH is None else torch.empty_like(y)
     statistics = torch.empty((2, T), dtype=torch.float32, device=x_TH.device)
     block, rows, warps = _tile(H)
-    _forward_kernel[(triton.cdiv(T, rows),)](
+    _forward_kernel[(cdiv(T, rows),)](
         *(x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1]),
         *(T, H, x_TH.stride(0), 0 if add_TH is None else add_TH.stride(0), eps),
         CENTRE=centre,

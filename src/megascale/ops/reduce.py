@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megascale.ops.dispatch import jit, tl, triton, use_fused
+from megascale.ops.dispatch import cdiv, jit, tl, use_fused
 
 PARTS = 264  # most partial sums a backward kernel writes: two a multiprocessor of an H100 or H200
 
@@ -64,8 +64,8 @@ def flat_rows(x: Tensor) -> Tensor:
 
 def split_rows(rows: int, block: int, parts: int = PARTS) -> tuple[int, int]:
     """Rows a part (a multiple of `block`) and the number of parts, a function of sizes alone."""
-    a_part = block * triton.cdiv(triton.cdiv(rows, block), parts)
-    return a_part, triton.cdiv(rows, a_part)
+    a_part = block * cdiv(cdiv(rows, block), parts)
+    return a_part, cdiv(rows, a_part)
 
 
 def sum_parts(parts_PC: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ def add_parts(parts_PC: Tensor, out: Tensor) -> None:
 
 def _sum(parts_PC: Tensor, out: Tensor, second: Tensor, accumulate: bool) -> None:
     P, C = parts_PC.shape
-    _sum_parts_kernel[(triton.cdiv(C, 64),)](
+    _sum_parts_kernel[(cdiv(C, 64),)](
         *(parts_PC, out, second, P, C, out.numel()), ACCUMULATE=accumulate, BLOCK_P=32, BLOCK_C=64
     )
 
@@ -130,9 +130,9 @@ def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
         wide = torch.promote_types(x_TC.dtype, torch.float32)
         return x_TC.sum(0, dtype=wide).to(x_TC.dtype) if out is None else out.add_(x_TC.sum(0, dtype=out.dtype))
     block_r, block_c = 16, 128
-    a_part, parts = split_rows(T, block_r, max(1, 4 * PARTS // triton.cdiv(C, block_c)))
+    a_part, parts = split_rows(T, block_r, max(1, 4 * PARTS // cdiv(C, block_c)))
     partial = torch.empty((parts, C), dtype=torch.float32, device=x_TC.device)
-    grid = (triton.cdiv(C, block_c), parts)
+    grid = (cdiv(C, block_c), parts)
     _column_sum_kernel[grid](x_TC, partial, T, C, x_TC.stride(0), a_part, BLOCK_R=block_r, BLOCK_C=block_c)
     if out is None:
         return sum_parts(partial, x_TC.dtype)

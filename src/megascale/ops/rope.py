@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.dispatch import jit, tl, triton, use_fused
+from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 
 
 def rotary_tables(
@@ -111,9 +111,9 @@ def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, inte
     rest = 0 if out.data_ptr() == x.data_ptr() else D - 2 * half
     if x.numel() == 0 or (half == 0 and rest == 0):
         return
-    block_half, block_rest = triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1))
-    block_n = min(triton.next_power_of_2(N), max(1, 4096 // max(block_half, block_rest)))
-    _rotate_kernel[(S * B, triton.cdiv(N, block_n))](
+    block_half, block_rest = next_power_of_2(max(half, 1)), next_power_of_2(max(rest, 1))
+    block_n = min(next_power_of_2(N), max(1, 4096 // max(block_half, block_rest)))
+    _rotate_kernel[(S * B, cdiv(N, block_n))](
         *(x, out, cos, sin, B, N, *x.stride()[:3], *out.stride()[:3]),
         HALF=half,
         REST=rest,
