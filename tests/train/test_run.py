@@ -188,7 +188,9 @@ def test_evaluate_and_plot(tiny, megascale, tmp_path):
 
 
 def test_an_interruption_while_the_command_line_loads_ends_quietly(tmp_path):
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    # What a shell starts in the background ignores interruptions, and so do its children.
+    listen = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    (tmp_path / "typer.py").write_text(f"import os, signal\n{listen}\nos.kill(os.getpid(), signal.SIGINT)\n")
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "megascale", "--help"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
