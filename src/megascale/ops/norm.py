@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over the last dimension, alone or with the residual addition before them.
 
-The kernels hold a row in registers: x is read once forward, x and dy once backward. Weight gradients go through
-partial sums in a fixed order, so repeats give the same bits.
+The kernels hold a row in registers, in one block of columns or two: x is read once forward, x and dy once backward.
+Weight gradients go through partial sums in a fixed order, so repeats give the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megascale.ops.reduce import PARTS, bias_gradient, deliver, flat_rows, split
 NormKind = Literal["layernorm", "rmsnorm"]
 
 WIDEST = 32768  # a row must fit a program's registers
-WIDEST_WITH_SUM = 4096  # and so must one sum more
+WIDEST_WITH_SUM = 4096  # and so must one sum more: the widest (first) block with it
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -44,6 +44,45 @@ def add_norm_reference(
 
 
 @jit
+def _load_sum(
+    x_ptr,
+    add_ptr,
+    add_bias_ptr,
+    total_ptr,
+    row,
+    column,
+    rows,
+    width,
+    stride,
+    add_stride,
+    ADD: tl.constexpr,
+    ADD_BIAS: tl.constexpr,
+):
+    """Some columns of what is normed, in float32, 0 outside: x, or x + add + add_bias, which is stored as well."""
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(add_ptr + row[:, None].to(tl.int64) * add_stride + column[None, :], mask=inside, other=0.0)
+        if ADD_BIAS:
+            x += tl.load(add_bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        # What is normed is the sum as it is stored, so that the backward pass sees the same numbers.
+        stored = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row[:, None].to(tl.int64) * width + column[None, :], stored, mask=inside)
+        x = tl.where(inside, stored.to(tl.float32), 0.0)
+    return x
+
+
+@jit
+def _store_normed(y_ptr, weight_ptr, bias_ptr, x, rstd, row, column, rows, width, HAS_BIAS: tl.constexpr):
+    """Some columns of the result, from what is normed less its mean."""
+    y = x * rstd[:, None] * tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    tl.store(y_ptr + row[:, None].to(tl.int64) * width + column[None, :], y, mask=inside)
+
+
+@jit
 def _forward_kernel(
     x_ptr,
     add_ptr,
@@ -65,44 +104,108 @@ def _forward_kernel(
     ADD_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row[:, None] < rows) & (column[None, :] < width)
-    x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(add_ptr + row[:, None].to(tl.int64) * add_stride + column[None, :], mask=inside, other=0.0)
-        if ADD_BIAS:
-            x += tl.load(add_bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-        # What is normed is the sum as it is stored, so that the backward pass sees the same numbers.
-        stored = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row[:, None].to(tl.int64) * width + column[None, :], stored, mask=inside)
-        x = tl.where(inside, stored.to(tl.float32), 0.0)
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    x = _load_sum(x_ptr, add_ptr, add_bias_ptr, total_ptr, row, column, rows, width, stride, add_stride, ADD, ADD_BIAS)
+    if REST:
+        column_r = BLOCK + tl.arange(0, REST)
+        x_r = _load_sum(
+            x_ptr, add_ptr, add_bias_ptr, total_ptr, row, column_r, rows, width, stride, add_stride, ADD, ADD_BIAS
+        )
     if CENTRE:
-        mean = tl.sum(x, 1) / width
+        total = tl.sum(x, 1)
+        if REST:
+            total += tl.sum(x_r, 1)
+        mean = total / width
         tl.store(mean_ptr + row, mean, mask=row < rows)
-        x = tl.where(inside, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+        x = tl.where((row[:, None] < rows) & (column[None, :] < width), x - mean[:, None], 0.0)
+        if REST:
+            x_r = tl.where((row[:, None] < rows) & (column_r[None, :] < width), x_r - mean[:, None], 0.0)
+    squares = tl.sum(x * x, 1)
+    if REST:
+        squares += tl.sum(x_r * x_r, 1)
+    rstd = 1.0 / tl.sqrt(squares / width + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    y = x * rstd[:, None] * weight[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + row[:, None].to(tl.int64) * width + column[None, :], y, mask=inside)
+    _store_normed(y_ptr, weight_ptr, bias_ptr, x, rstd, row, column, rows, width, HAS_BIAS)
+    if REST:
+        _store_normed(y_ptr, weight_ptr, bias_ptr, x_r, rstd, row, column_r, rows, width, HAS_BIAS)
 
 
 @jit
-def _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, last, column, width, dy_stride, x_stride, CENTRE: tl.constexpr):
-    """dy and x [rows, columns] in their own type, mean (0 if not CENTRE) and 1 / deviation of some rows."""
+def _load_part(ptr, row, last, column, width, stride):
+    """Some columns of some rows in their own type."""
     inside = (row[:, None] < last) & (column[None, :] < width)
-    row_64 = row[:, None].to(tl.int64)
-    dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0)
-    x = tl.load(x_ptr + row_64 * x_stride + column[None, :], mask=inside, other=0.0)
+    return tl.load(ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
+
+
+@jit
+def _load_statistics(mean_ptr, rstd_ptr, row, last, CENTRE: tl.constexpr):
+    """Mean (0 if not CENTRE) and 1 / deviation of some rows."""
     rstd = tl.load(rstd_ptr + row, mask=row < last, other=0.0)
     mean = tl.zeros_like(rstd)
     if CENTRE:
         mean = tl.load(mean_ptr + row, mask=row < last, other=0.0)
-    return dy, x, mean, rstd
+    return mean, rstd
+
+
+@jit
+def _normed_part(x, mean, rstd, row, last, column, width):
+    """What was normed, as it was before weight and bias; 0 outside."""
+    inside = (row[:, None] < last) & (column[None, :] < width)
+    return tl.where(inside, (x.to(tl.float32) - mean[:, None]) * rstd[:, None], 0.0)
+
+
+@jit
+def _store_gradient(
+    dx_ptr,
+    scaled,
+    normed,
+    along,
+    offset,
+    rstd,
+    d_total,
+    row,
+    last,
+    column,
+    width,
+    CENTRE: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Some columns of dx, stored and returned: scaled = dy x weight, less what changes neither mean nor deviation."""
+    shift = normed * along[:, None]
+    if CENTRE:
+        shift += offset[:, None]
+    dx = (scaled - shift) * rstd[:, None]
+    if ADD:
+        dx += d_total.to(tl.float32)
+    inside = (row[:, None] < last) & (column[None, :] < width)
+    tl.store(dx_ptr + row[:, None].to(tl.int64) * width + column[None, :], dx, mask=inside)
+    return tl.where(inside, dx, 0.0)
+
+
+@jit
+def _store_parts(
+    part_ptr,
+    add_part_ptr,
+    d_weight,
+    d_bias,
+    d_add_bias,
+    part,
+    column,
+    width,
+    HAS_BIAS: tl.constexpr,
+    ADD_BIAS: tl.constexpr,
+):
+    """A program's sums over its rows, of some columns."""
+    fields = 2 if HAS_BIAS else 1
+    to = part_ptr + part * fields * width + column
+    tl.store(to, tl.sum(d_weight, 0), mask=column < width)
+    if HAS_BIAS:
+        tl.store(to + width, tl.sum(d_bias, 0), mask=column < width)
+    if ADD_BIAS:
+        tl.store(add_part_ptr + part * width + column, tl.sum(d_add_bias, 0), mask=column < width)
 
 
 @jit
@@ -128,6 +231,7 @@ def _backward_kernel(
     ADD_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):
     part = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -139,46 +243,77 @@ def _backward_kernel(
     last = tl.minimum(first + rows_a_part, rows)
     # The next rows are on their way while these are reduced: a wide program has its multiprocessor to itself.
     row = first + tl.arange(0, ROWS)
-    coming = _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, last, column, width, dy_stride, x_stride, CENTRE)
+    mean_next, rstd_next = _load_statistics(mean_ptr, rstd_ptr, row, last, CENTRE)
+    dy_next = _load_part(dy_ptr, row, last, column, width, dy_stride)
+    x_next = _load_part(x_ptr, row, last, column, width, x_stride)
+    if REST:
+        column_r = BLOCK + tl.arange(0, REST)
+        weight_r = tl.load(weight_ptr + column_r, mask=column_r < width, other=0.0).to(tl.float32)
+        d_weight_r = tl.zeros((ROWS, REST), tl.float32)
+        d_bias_r = tl.zeros((ROWS, REST), tl.float32)
+        d_add_bias_r = tl.zeros((ROWS, REST), tl.float32)
+        dy_next_r = _load_part(dy_ptr, row, last, column_r, width, dy_stride)
+        x_next_r = _load_part(x_ptr, row, last, column_r, width, x_stride)
     for start in range(first, last, ROWS):
         row = start + tl.arange(0, ROWS)
-        inside = (row[:, None] < last) & (column[None, :] < width)
-        dy, x, mean, rstd = coming
+        mean, rstd, dy, x = mean_next, rstd_next, dy_next, x_next
+        d_total = d_weight  # any tensor: read where ADD alone
         if ADD:  # asked for before it is needed, as the next rows are
-            other = d_total_ptr + row[:, None].to(tl.int64) * d_total_stride + column[None, :]
-            d_total = tl.load(other, mask=inside, other=0.0)
-        coming = _load_rows(
-            dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + ROWS, last, column, width, dy_stride, x_stride, CENTRE
-        )
+            d_total = _load_part(d_total_ptr, row, last, column, width, d_total_stride)
+        mean_next, rstd_next = _load_statistics(mean_ptr, rstd_ptr, row + ROWS, last, CENTRE)
+        dy_next = _load_part(dy_ptr, row + ROWS, last, column, width, dy_stride)
+        x_next = _load_part(x_ptr, row + ROWS, last, column, width, x_stride)
         dy = dy.to(tl.float32)
-        normed = tl.where(inside, (x.to(tl.float32) - mean[:, None]) * rstd[:, None], 0.0)
+        normed = _normed_part(x, mean, rstd, row, last, column, width)
         scaled = dy * weight[None, :]
-        shift = normed * (tl.sum(scaled * normed, 1) / width)[:, None]
-        if CENTRE:
-            shift += (tl.sum(scaled, 1) / width)[:, None]
-        at = row[:, None].to(tl.int64) * width + column[None, :]
-        dx = (scaled - shift) * rstd[:, None]
-        if ADD:
-            dx += d_total.to(tl.float32)
-        tl.store(dx_ptr + at, dx, mask=inside)
-        if ADD_BIAS:
-            d_add_bias += tl.where(inside, dx, 0.0)
+        along, offset = tl.sum(scaled * normed, 1), tl.sum(scaled, 1)
+        if REST:
+            dy_r, x_r = dy_next_r, x_next_r
+            d_total_r = d_weight_r
+            if ADD:
+                d_total_r = _load_part(d_total_ptr, row, last, column_r, width, d_total_stride)
+            dy_next_r = _load_part(dy_ptr, row + ROWS, last, column_r, width, dy_stride)
+            x_next_r = _load_part(x_ptr, row + ROWS, last, column_r, width, x_stride)
+            dy_r = dy_r.to(tl.float32)
+            normed_r = _normed_part(x_r, mean, rstd, row, last, column_r, width)
+            scaled_r = dy_r * weight_r[None, :]
+            along += tl.sum(scaled_r * normed_r, 1)
+            offset += tl.sum(scaled_r, 1)
+        along, offset = along / width, offset / width
+        dx = _store_gradient(
+            dx_ptr, scaled, normed, along, offset, rstd, d_total, row, last, column, width, CENTRE, ADD
+        )
         d_weight += dy * normed
         if HAS_BIAS:
             d_bias += dy
-    fields = 2 if HAS_BIAS else 1
-    to = part_ptr + part * fields * width + column
-    tl.store(to, tl.sum(d_weight, 0), mask=column < width)
-    if HAS_BIAS:
-        tl.store(to + width, tl.sum(d_bias, 0), mask=column < width)
-    if ADD_BIAS:
-        tl.store(add_part_ptr + part * width + column, tl.sum(d_add_bias, 0), mask=column < width)
+        if ADD_BIAS:
+            d_add_bias += dx
+        if REST:
+            dx_r = _store_gradient(
+                dx_ptr, scaled_r, normed_r, along, offset, rstd, d_total_r, row, last, column_r, width, CENTRE, ADD
+            )
+            d_weight_r += dy_r * normed_r
+            if HAS_BIAS:
+                d_bias_r += dy_r
+            if ADD_BIAS:
+                d_add_bias_r += dx_r
+    _store_parts(part_ptr, add_part_ptr, d_weight, d_bias, d_add_bias, part, column, width, HAS_BIAS, ADD_BIAS)
+    if REST:
+        _store_parts(
+            part_ptr, add_part_ptr, d_weight_r, d_bias_r, d_add_bias_r, part, column_r, width, HAS_BIAS, ADD_BIAS
+        )
 
 
-def _tile(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows at a time and warps for rows of `width`."""
-    block = next_power_of_2(width)
-    return block, max(1, 1024 // block), min(16, max(1, block // 512))
+def _tile(width: int) -> tuple[int, int, int, int]:
+    """Two blocks of columns (the second of 0 where one holds them all), rows at a time and warps for rows of `width`.
+
+    A block is a power of two; 5,120 columns in one of 8,192 would leave three of eight threads idle.
+    """
+    block, rest = next_power_of_2(width), 0
+    if block > 4096 and 4 * width <= 3 * block:
+        block //= 2
+        rest = next_power_of_2(width - block)
+    return block, rest, max(1, 1024 // block), min(16, max(1, block // 512))
 
 
 def _forward(
@@ -195,7 +330,7 @@ def _forward(
     y = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
     total = x_TH if add_TH is None else torch.empty_like(y)
     statistics = torch.empty((2, T), dtype=torch.float32, device=x_TH.device)
-    block, rows, warps = _tile(H)
+    block, rest, rows, warps = _tile(H)
     _forward_kernel[(cdiv(T, rows),)](
         *(x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1]),
         *(T, H, x_TH.stride(0), 0 if add_TH is None else add_TH.stride(0), eps),
@@ -205,6 +340,7 @@ def _forward(
         ADD_BIAS=add_bias is not None,
         ROWS=rows,
         BLOCK=block,
+        REST=rest,
         num_warps=warps,
     )
     return total, y, statistics
@@ -224,8 +360,10 @@ def _backward(
     before, as `deliver` does."""
     T, H = x_TH.shape
     dx = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
-    block, rows, warps = _tile(H)
+    block, rest, rows, warps = _tile(H)
     rows = max(rows, 4096 // block)  # narrow rows: more loads in flight
+    if block < 2048:  # one warp a row would hold more than its registers
+        warps = rows * block // 512
     a_part, parts = split_rows(T, rows, PARTS)
     partial = torch.empty((parts, (1 if bias is None else 2) * H), dtype=torch.float32, device=x_TH.device)
     # The sum over dx of wide rows does not fit the registers; they take a pass more.
@@ -240,6 +378,7 @@ def _backward(
         ADD_BIAS=within,
         ROWS=rows,
         BLOCK=block,
+        REST=rest,
         num_warps=warps,
     )
     if added is not None and add_bias is not None:

@@ -41,6 +41,13 @@ def _sum_parts_kernel(
 
 
 @jit
+def _load_rows(x_ptr, first, last, column, columns, stride, BLOCK_R: tl.constexpr):
+    row = first + tl.arange(0, BLOCK_R)
+    inside = (row[:, None] < last) & (column[None, :] < columns)
+    return tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
+
+
+@jit
 def _column_sum_kernel(
     x_ptr, part_ptr, rows, columns, stride, rows_a_part, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
@@ -48,11 +55,11 @@ def _column_sum_kernel(
     first = tl.program_id(1) * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
     total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    coming = _load_rows(x_ptr, first, last, column, columns, stride, BLOCK_R)
     for start in range(first, last, BLOCK_R):
-        row = start + tl.arange(0, BLOCK_R)
-        inside = (row[:, None] < last) & (column[None, :] < columns)
-        at = row[:, None].to(tl.int64) * stride + column[None, :]
-        total += tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = coming  # while the next rows are on their way
+        coming = _load_rows(x_ptr, start + BLOCK_R, last, column, columns, stride, BLOCK_R)
+        total += x.to(tl.float32)
     tl.store(part_ptr + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
 
 
@@ -83,8 +90,9 @@ def add_parts(parts_PC: Tensor, out: Tensor) -> None:
 
 def _sum(parts_PC: Tensor, out: Tensor, second: Tensor, accumulate: bool) -> None:
     P, C = parts_PC.shape
-    _sum_parts_kernel[(cdiv(C, 64),)](
-        *(parts_PC, out, second, P, C, out.numel()), ACCUMULATE=accumulate, BLOCK_P=32, BLOCK_C=64
+    # Few programs have little to do each, so what counts is how many loads follow each other.
+    _sum_parts_kernel[(cdiv(C, 32),)](
+        *(parts_PC, out, second, P, C, out.numel()), ACCUMULATE=accumulate, BLOCK_P=128, BLOCK_C=32, num_warps=8
     )
 
 
@@ -129,7 +137,7 @@ def column_sum(x_TC: Tensor, out: Tensor | None = None) -> Tensor:
     if not use_fused("column sum", x_TC, out) or T == 0 or x_TC.stride(1) != 1:
         wide = torch.promote_types(x_TC.dtype, torch.float32)
         return x_TC.sum(0, dtype=wide).to(x_TC.dtype) if out is None else out.add_(x_TC.sum(0, dtype=out.dtype))
-    block_r, block_c = 16, 128
+    block_r, block_c = 32, 128
     a_part, parts = split_rows(T, block_r, max(1, 4 * PARTS // cdiv(C, block_c)))
     partial = torch.empty((parts, C), dtype=torch.float32, device=x_TC.device)
     grid = (cdiv(C, block_c), parts)
