@@ -236,13 +236,15 @@ def _run_all(work: list[tuple[Variant, int, list[str]]], devices: list[str], con
 
     waiting = list(range(len(work)))
     running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+    # Runs that share cores must not each have threads for all of them.
+    threads = max(1, (os.cpu_count() or 1) // min(len(devices), len(work)))
     with Progress(console=console, transient=True) as progress:
         bars = [progress.add_task(f"{v.name}, seed {s}", total=1.0) for v, s, _ in work]
         try:
             while waiting or running:
                 for place, device in enumerate(devices):
                     if place not in running and waiting:
-                        running[place] = _start(work[number := waiting.pop(0)][2], device), number
+                        running[place] = _start(work[number := waiting.pop(0)][2], device, threads), number
                 for place, (process, number) in list(running.items()):
                     run = _folder(work[number][2])
                     progress.update(bars[number], completed=_share(run, work[number][2]))
@@ -264,10 +266,10 @@ def _run_all(work: list[tuple[Variant, int, list[str]]], devices: list[str], con
         yield read(variant.name, seed, _folder(command))
 
 
-def _start(command: list[str], device: str) -> subprocess.Popen[bytes]:
+def _start(command: list[str], device: str, threads: int) -> subprocess.Popen[bytes]:
     run = _folder(command)
     run.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     with open(run.parent / f"{run.name}.log", "wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 

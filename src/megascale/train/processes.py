@@ -57,8 +57,15 @@ def find_place(config: Config) -> Place:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local_world))
+        torch.set_num_threads(config.train.threads or _threads(local_world))
     return Place(rank, world, local_rank, local_world, device)
+
+
+def _threads(local_world: int) -> int:
+    """OMP_NUM_THREADS as in other programs, else this rank's share of the cores. More threads than cores are worse than
+    few: those of two runs on two cores wait for each other, and a step takes thirty times as long."""
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(told) if told.isdecimal() and int(told) > 0 else max(1, (os.cpu_count() or 1) // local_world)
 
 
 def memory_gib(device: torch.device) -> float:
