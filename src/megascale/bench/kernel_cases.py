@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of the shapes measured; the full ones are those of gpt-13b and llama-8b."""
+    """Widths of the shapes measured; the full ones are those of gpt-13b, llama-8b and (small) gpt2-124m."""
 
     tokens: int = 8192
     batch: int = 4
@@ -29,9 +29,10 @@ class Sizes:
     vocab: int = 64000
     head_tokens: int = 4096
     elements: int = 256 << 20
+    small: int = 768
 
 
-TINY = Sizes(8, 2, 32, 32, 24, 2, 1, 16, 100, 8, 5000)
+TINY = Sizes(8, 2, 32, 32, 24, 2, 1, 16, 100, 8, 5000, 20)
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Case:
 def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list[Case]:
     """The operators with a forward and a backward pass over activations."""
     T, B = sizes.tokens, sizes.batch
-    H, L, F = sizes.hidden, sizes.llama_hidden, sizes.llama_ffn
+    H, L, F, E = sizes.hidden, sizes.llama_hidden, sizes.llama_ffn, sizes.small
     item = dtype.itemsize
 
     def rows(*widths: int) -> Callable[[int], list[Tensor]]:
@@ -117,6 +118,15 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             rows(H, H, -H, -H, -H),
             moved(H, H, H, H),
             moved(H, H, H, H),
+        ),
+        case(
+            "add + layer norm",
+            E,
+            lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
+            lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
+            rows(E, E, -E, -E, -E),
+            moved(E, E, E, E),
+            moved(E, E, E, E),
         ),
         case(
             "add + rms norm",

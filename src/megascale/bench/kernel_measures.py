@@ -25,6 +25,7 @@ from megascale.ops.attention_backends import BACKENDS, candidates
 from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
 from megascale.ops.dropout import dropout, keep_mask_reference
 from megascale.ops.lamb import lamb_apply, lamb_direction, lamb_direction_reference
+from megascale.ops.reduce import column_sum
 from megascale.ops.rope import split_qkv
 from megascale.ops.segments import Segments, square_sums
 
@@ -208,7 +209,7 @@ def measure_head(bench: Bench) -> None:
 
 
 def measure_linear(bench: Bench) -> None:
-    """The weight gradient's GEMM that adds into float32, beside a bfloat16 GEMM and an addition."""
+    """The weight gradient's GEMM that adds into float32, beside a bfloat16 GEMM and an addition; the bias's sum."""
     sizes, device = bench.sizes, bench.device
     T, H = sizes.tokens, sizes.hidden
     x, dy = (torch.randn(T, n, device=device).to(torch.bfloat16) for n in (H, 4 * H))
@@ -223,6 +224,18 @@ def measure_linear(bench: Bench) -> None:
     bench.seconds(row, "fused", lambda: linear.accumulate_mm(main, dy.t(), x))
     bench.seconds(row, "eager", lambda: main.add_(dy.t() @ x))
     row.tflops = 2 * T * H * 4 * H / row.fused / 1e12 if row.fused else None
+
+    dy = torch.randn(T, 3 * H, device=device).to(torch.bfloat16)
+    bias = torch.ones(3 * H, device=device)
+    column_sum(dy, bias)
+    away = distance(bias, 1 + dy.double().sum(0))
+    bound = dy.numel() * dy.element_size() / bench.facts["copy_bytes_per_s"]
+    row = Row("bias gradient += float32", f"{T} x {3 * H}", distance=away, bound=bound)
+    bench.rows.append(row)
+    if not away <= 1e-5:
+        row.error = f"{away:.1e} away from float64"
+    bench.seconds(row, "fused", lambda: column_sum(dy, bias))
+    bench.seconds(row, "eager", lambda: bias.add_(dy.sum(0, dtype=torch.float32)))
 
 
 def measure_optimizers(bench: Bench) -> None:
