@@ -78,7 +78,7 @@ def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
 
 @FEW
 @given(
-    st.sampled_from([(1,), (3,), (2, 5)]),
+    st.sampled_from([(1,), (7,), (2, 5)]),
     st.sampled_from([4096, 4097, 4352, 5120, 6100, 6144, 6145, 12288]),
     dtypes,
     st.sampled_from(["layernorm", "rmsnorm"]),
@@ -89,7 +89,8 @@ def test_add_norm_of_wide_rows(lead, width, dtype, kind, has_x_bias):
     block, rest, *_ = norm._tile(width)
     assert block + rest >= width > block // 2 + rest // 2
     assert (rest > 0) is (4096 < width <= 6144 or width == 12288)
-    add_norm_matches(lead, width, dtype, kind, has_x_bias)
+    with mock.patch.object(norm, "PARTS", 3):  # several rows a program, and fewer in the last one
+        add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
 
 def add_norm_matches(lead, width, dtype, kind, has_x_bias):

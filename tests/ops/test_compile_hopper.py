@@ -96,11 +96,17 @@ CASES: dict[str, Callable[[], None]] = {
     "add norm, small": lambda: both_passes(
         lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w), zeros(8, 2, 768), zeros(8, 2, 768), zeros(768)
     ),
-    "add norm, two whole blocks": lambda: both_passes(
+    "add norm, 6,144": lambda: both_passes(
         lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
         zeros(8, 2, 6144),
         zeros(8, 2, 6144),
         zeros(6144),
+    ),
+    "add norm, 12,288": lambda: both_passes(
+        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
+        zeros(8, 2, 12288),
+        zeros(8, 2, 12288),
+        zeros(12288),
     ),
     "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
     "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),

@@ -44,45 +44,6 @@ def add_norm_reference(
 
 
 @jit
-def _load_sum(
-    x_ptr,
-    add_ptr,
-    add_bias_ptr,
-    total_ptr,
-    row,
-    column,
-    rows,
-    width,
-    stride,
-    add_stride,
-    ADD: tl.constexpr,
-    ADD_BIAS: tl.constexpr,
-):
-    """Some columns of what is normed, in float32, 0 outside: x, or x + add + add_bias, which is stored as well."""
-    inside = (row[:, None] < rows) & (column[None, :] < width)
-    x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(add_ptr + row[:, None].to(tl.int64) * add_stride + column[None, :], mask=inside, other=0.0)
-        if ADD_BIAS:
-            x += tl.load(add_bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-        # What is normed is the sum as it is stored, so that the backward pass sees the same numbers.
-        stored = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row[:, None].to(tl.int64) * width + column[None, :], stored, mask=inside)
-        x = tl.where(inside, stored.to(tl.float32), 0.0)
-    return x
-
-
-@jit
-def _store_normed(y_ptr, weight_ptr, bias_ptr, x, rstd, row, column, rows, width, HAS_BIAS: tl.constexpr):
-    """Some columns of the result, from what is normed less its mean."""
-    y = x * rstd[:, None] * tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    inside = (row[:, None] < rows) & (column[None, :] < width)
-    tl.store(y_ptr + row[:, None].to(tl.int64) * width + column[None, :], y, mask=inside)
-
-
-@jit
 def _forward_kernel(
     x_ptr,
     add_ptr,
@@ -104,108 +65,44 @@ def _forward_kernel(
     ADD_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    x = _load_sum(x_ptr, add_ptr, add_bias_ptr, total_ptr, row, column, rows, width, stride, add_stride, ADD, ADD_BIAS)
-    if REST:
-        column_r = BLOCK + tl.arange(0, REST)
-        x_r = _load_sum(
-            x_ptr, add_ptr, add_bias_ptr, total_ptr, row, column_r, rows, width, stride, add_stride, ADD, ADD_BIAS
-        )
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(add_ptr + row[:, None].to(tl.int64) * add_stride + column[None, :], mask=inside, other=0.0)
+        if ADD_BIAS:
+            x += tl.load(add_bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        # What is normed is the sum as it is stored, so that the backward pass sees the same numbers.
+        stored = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row[:, None].to(tl.int64) * width + column[None, :], stored, mask=inside)
+        x = tl.where(inside, stored.to(tl.float32), 0.0)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     if CENTRE:
-        total = tl.sum(x, 1)
-        if REST:
-            total += tl.sum(x_r, 1)
-        mean = total / width
+        mean = tl.sum(x, 1) / width
         tl.store(mean_ptr + row, mean, mask=row < rows)
-        x = tl.where((row[:, None] < rows) & (column[None, :] < width), x - mean[:, None], 0.0)
-        if REST:
-            x_r = tl.where((row[:, None] < rows) & (column_r[None, :] < width), x_r - mean[:, None], 0.0)
-    squares = tl.sum(x * x, 1)
-    if REST:
-        squares += tl.sum(x_r * x_r, 1)
-    rstd = 1.0 / tl.sqrt(squares / width + eps)
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    _store_normed(y_ptr, weight_ptr, bias_ptr, x, rstd, row, column, rows, width, HAS_BIAS)
-    if REST:
-        _store_normed(y_ptr, weight_ptr, bias_ptr, x_r, rstd, row, column_r, rows, width, HAS_BIAS)
+    y = x * rstd[:, None] * weight[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + row[:, None].to(tl.int64) * width + column[None, :], y, mask=inside)
 
 
 @jit
-def _load_part(ptr, row, last, column, width, stride):
-    """Some columns of some rows in their own type."""
+def _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, last, column, width, dy_stride, x_stride, CENTRE: tl.constexpr):
+    """dy and x [rows, columns] in their own type, mean (0 if not CENTRE) and 1 / deviation of some rows."""
     inside = (row[:, None] < last) & (column[None, :] < width)
-    return tl.load(ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
-
-
-@jit
-def _load_statistics(mean_ptr, rstd_ptr, row, last, CENTRE: tl.constexpr):
-    """Mean (0 if not CENTRE) and 1 / deviation of some rows."""
+    row_64 = row[:, None].to(tl.int64)
+    dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0)
+    x = tl.load(x_ptr + row_64 * x_stride + column[None, :], mask=inside, other=0.0)
     rstd = tl.load(rstd_ptr + row, mask=row < last, other=0.0)
     mean = tl.zeros_like(rstd)
     if CENTRE:
         mean = tl.load(mean_ptr + row, mask=row < last, other=0.0)
-    return mean, rstd
-
-
-@jit
-def _normed_part(x, mean, rstd, row, last, column, width):
-    """What was normed, as it was before weight and bias; 0 outside."""
-    inside = (row[:, None] < last) & (column[None, :] < width)
-    return tl.where(inside, (x.to(tl.float32) - mean[:, None]) * rstd[:, None], 0.0)
-
-
-@jit
-def _store_gradient(
-    dx_ptr,
-    scaled,
-    normed,
-    along,
-    offset,
-    rstd,
-    d_total,
-    row,
-    last,
-    column,
-    width,
-    CENTRE: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    """Some columns of dx, stored and returned: scaled = dy x weight, less what changes neither mean nor deviation."""
-    shift = normed * along[:, None]
-    if CENTRE:
-        shift += offset[:, None]
-    dx = (scaled - shift) * rstd[:, None]
-    if ADD:
-        dx += d_total.to(tl.float32)
-    inside = (row[:, None] < last) & (column[None, :] < width)
-    tl.store(dx_ptr + row[:, None].to(tl.int64) * width + column[None, :], dx, mask=inside)
-    return tl.where(inside, dx, 0.0)
-
-
-@jit
-def _store_parts(
-    part_ptr,
-    add_part_ptr,
-    d_weight,
-    d_bias,
-    d_add_bias,
-    part,
-    column,
-    width,
-    HAS_BIAS: tl.constexpr,
-    ADD_BIAS: tl.constexpr,
-):
-    """A program's sums over its rows, of some columns."""
-    fields = 2 if HAS_BIAS else 1
-    to = part_ptr + part * fields * width + column
-    tl.store(to, tl.sum(d_weight, 0), mask=column < width)
-    if HAS_BIAS:
-        tl.store(to + width, tl.sum(d_bias, 0), mask=column < width)
-    if ADD_BIAS:
-        tl.store(add_part_ptr + part * width + column, tl.sum(d_add_bias, 0), mask=column < width)
+    return dy, x, mean, rstd
 
 
 @jit
@@ -231,7 +128,6 @@ def _backward_kernel(
     ADD_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
 ):
     part = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -243,65 +139,195 @@ def _backward_kernel(
     last = tl.minimum(first + rows_a_part, rows)
     # The next rows are on their way while these are reduced: a wide program has its multiprocessor to itself.
     row = first + tl.arange(0, ROWS)
-    mean_next, rstd_next = _load_statistics(mean_ptr, rstd_ptr, row, last, CENTRE)
-    dy_next = _load_part(dy_ptr, row, last, column, width, dy_stride)
-    x_next = _load_part(x_ptr, row, last, column, width, x_stride)
-    if REST:
-        column_r = BLOCK + tl.arange(0, REST)
-        weight_r = tl.load(weight_ptr + column_r, mask=column_r < width, other=0.0).to(tl.float32)
-        d_weight_r = tl.zeros((ROWS, REST), tl.float32)
-        d_bias_r = tl.zeros((ROWS, REST), tl.float32)
-        d_add_bias_r = tl.zeros((ROWS, REST), tl.float32)
-        dy_next_r = _load_part(dy_ptr, row, last, column_r, width, dy_stride)
-        x_next_r = _load_part(x_ptr, row, last, column_r, width, x_stride)
+    coming = _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, last, column, width, dy_stride, x_stride, CENTRE)
     for start in range(first, last, ROWS):
         row = start + tl.arange(0, ROWS)
-        mean, rstd, dy, x = mean_next, rstd_next, dy_next, x_next
-        d_total = d_weight  # any tensor: read where ADD alone
+        inside = (row[:, None] < last) & (column[None, :] < width)
+        dy, x, mean, rstd = coming
         if ADD:  # asked for before it is needed, as the next rows are
-            d_total = _load_part(d_total_ptr, row, last, column, width, d_total_stride)
-        mean_next, rstd_next = _load_statistics(mean_ptr, rstd_ptr, row + ROWS, last, CENTRE)
-        dy_next = _load_part(dy_ptr, row + ROWS, last, column, width, dy_stride)
-        x_next = _load_part(x_ptr, row + ROWS, last, column, width, x_stride)
-        dy = dy.to(tl.float32)
-        normed = _normed_part(x, mean, rstd, row, last, column, width)
-        scaled = dy * weight[None, :]
-        along, offset = tl.sum(scaled * normed, 1), tl.sum(scaled, 1)
-        if REST:
-            dy_r, x_r = dy_next_r, x_next_r
-            d_total_r = d_weight_r
-            if ADD:
-                d_total_r = _load_part(d_total_ptr, row, last, column_r, width, d_total_stride)
-            dy_next_r = _load_part(dy_ptr, row + ROWS, last, column_r, width, dy_stride)
-            x_next_r = _load_part(x_ptr, row + ROWS, last, column_r, width, x_stride)
-            dy_r = dy_r.to(tl.float32)
-            normed_r = _normed_part(x_r, mean, rstd, row, last, column_r, width)
-            scaled_r = dy_r * weight_r[None, :]
-            along += tl.sum(scaled_r * normed_r, 1)
-            offset += tl.sum(scaled_r, 1)
-        along, offset = along / width, offset / width
-        dx = _store_gradient(
-            dx_ptr, scaled, normed, along, offset, rstd, d_total, row, last, column, width, CENTRE, ADD
+            other = d_total_ptr + row[:, None].to(tl.int64) * d_total_stride + column[None, :]
+            d_total = tl.load(other, mask=inside, other=0.0)
+        coming = _load_rows(
+            dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + ROWS, last, column, width, dy_stride, x_stride, CENTRE
         )
+        dy = dy.to(tl.float32)
+        normed = tl.where(inside, (x.to(tl.float32) - mean[:, None]) * rstd[:, None], 0.0)
+        scaled = dy * weight[None, :]
+        shift = normed * (tl.sum(scaled * normed, 1) / width)[:, None]
+        if CENTRE:
+            shift += (tl.sum(scaled, 1) / width)[:, None]
+        at = row[:, None].to(tl.int64) * width + column[None, :]
+        dx = (scaled - shift) * rstd[:, None]
+        if ADD:
+            dx += d_total.to(tl.float32)
+        tl.store(dx_ptr + at, dx, mask=inside)
+        if ADD_BIAS:
+            d_add_bias += tl.where(inside, dx, 0.0)
         d_weight += dy * normed
         if HAS_BIAS:
             d_bias += dy
+    fields = 2 if HAS_BIAS else 1
+    to = part_ptr + part * fields * width + column
+    tl.store(to, tl.sum(d_weight, 0), mask=column < width)
+    if HAS_BIAS:
+        tl.store(to + width, tl.sum(d_bias, 0), mask=column < width)
+    if ADD_BIAS:
+        tl.store(add_part_ptr + part * width + column, tl.sum(d_add_bias, 0), mask=column < width)
+
+
+@jit
+def _forward_split_kernel(
+    x_ptr,
+    add_ptr,
+    add_bias_ptr,
+    total_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    width,
+    stride,
+    add_stride,
+    eps,
+    CENTRE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    ADD_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """`_forward_kernel` for one row in two blocks of columns; a row's statistics are scalars, which both can read."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    column_r = BLOCK + tl.arange(0, REST)
+    inside = column_r < width
+    x = tl.load(x_ptr + row * stride + column).to(tl.float32)
+    x_r = tl.load(x_ptr + row * stride + column_r, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(add_ptr + row * add_stride + column)
+        x_r += tl.load(add_ptr + row * add_stride + column_r, mask=inside, other=0.0)
+        if ADD_BIAS:
+            x += tl.load(add_bias_ptr + column).to(tl.float32)
+            x_r += tl.load(add_bias_ptr + column_r, mask=inside, other=0.0).to(tl.float32)
+        stored, stored_r = x.to(total_ptr.dtype.element_ty), x_r.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * width + column, stored)
+        tl.store(total_ptr + row * width + column_r, stored_r, mask=inside)
+        x, x_r = stored.to(tl.float32), stored_r.to(tl.float32)
+    if CENTRE:
+        mean = (tl.sum(x, 0) + tl.sum(x_r, 0)) / width
+        tl.store(mean_ptr + row, mean)
+        x -= mean
+        x_r = tl.where(inside, x_r - mean, 0.0)
+    rstd = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(x_r * x_r, 0)) / width + eps)
+    tl.store(rstd_ptr + row, rstd)
+    y = x * rstd * tl.load(weight_ptr + column).to(tl.float32)
+    y_r = x_r * rstd * tl.load(weight_ptr + column_r, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column).to(tl.float32)
+        y_r += tl.load(bias_ptr + column_r, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * width + column, y)
+    tl.store(y_ptr + row * width + column_r, y_r, mask=inside)
+
+
+@jit
+def _backward_split_kernel(
+    dy_ptr,
+    d_total_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    part_ptr,
+    add_part_ptr,
+    rows,
+    width,
+    dy_stride,
+    d_total_stride,
+    x_stride,
+    rows_a_part,
+    CENTRE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    ADD_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """`_backward_kernel` for rows in two blocks of columns, one row at a time."""
+    part = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    column_r = BLOCK + tl.arange(0, REST)
+    inside = column_r < width
+    weight = tl.load(weight_ptr + column).to(tl.float32)
+    weight_r = tl.load(weight_ptr + column_r, mask=inside, other=0.0).to(tl.float32)
+    d_weight, d_bias, d_add_bias = (
+        tl.zeros((BLOCK,), tl.float32),
+        tl.zeros((BLOCK,), tl.float32),
+        tl.zeros((BLOCK,), tl.float32),
+    )
+    d_weight_r, d_bias_r, d_add_bias_r = (
+        tl.zeros((REST,), tl.float32),
+        tl.zeros((REST,), tl.float32),
+        tl.zeros((REST,), tl.float32),
+    )
+    first = part.to(tl.int64) * rows_a_part
+    last = tl.minimum(first + rows_a_part, rows)
+    dy = tl.load(dy_ptr + first * dy_stride + column)
+    dy_r = tl.load(dy_ptr + first * dy_stride + column_r, mask=inside, other=0.0)
+    x = tl.load(x_ptr + first * x_stride + column)
+    x_r = tl.load(x_ptr + first * x_stride + column_r, mask=inside, other=0.0)
+    for row in range(first, last):
+        # All that is read is asked for first, the next row too: no load moves ahead of a sum, which waits for warps.
+        rstd = tl.load(rstd_ptr + row)
+        mean = 0.0
+        if CENTRE:
+            mean = tl.load(mean_ptr + row)
+        if ADD:
+            d_total = tl.load(d_total_ptr + row * d_total_stride + column)
+            d_total_r = tl.load(d_total_ptr + row * d_total_stride + column_r, mask=inside, other=0.0)
+        coming = tl.minimum(row + 1, last - 1)
+        dy_next = tl.load(dy_ptr + coming * dy_stride + column)
+        dy_next_r = tl.load(dy_ptr + coming * dy_stride + column_r, mask=inside, other=0.0)
+        x_next = tl.load(x_ptr + coming * x_stride + column)
+        x_next_r = tl.load(x_ptr + coming * x_stride + column_r, mask=inside, other=0.0)
+        up, up_r = dy.to(tl.float32), dy_r.to(tl.float32)
+        normed = (x.to(tl.float32) - mean) * rstd
+        normed_r = tl.where(inside, (x_r.to(tl.float32) - mean) * rstd, 0.0)
+        scaled, scaled_r = up * weight, up_r * weight_r
+        if CENTRE:  # both sums in one go
+            along, offset = tl.split(tl.sum(tl.join(scaled * normed, scaled), 0))
+            along_r, offset_r = tl.split(tl.sum(tl.join(scaled_r * normed_r, scaled_r), 0))
+            offset = (offset + offset_r) / width
+        else:
+            along, along_r, offset = tl.sum(scaled * normed, 0), tl.sum(scaled_r * normed_r, 0), 0.0
+        along = (along + along_r) / width
+        dx = (scaled - normed * along - offset) * rstd
+        dx_r = (scaled_r - normed_r * along - offset) * rstd
+        if ADD:
+            dx += d_total.to(tl.float32)
+            dx_r += d_total_r.to(tl.float32)
+        tl.store(dx_ptr + row * width + column, dx)
+        tl.store(dx_ptr + row * width + column_r, dx_r, mask=inside)
         if ADD_BIAS:
             d_add_bias += dx
-        if REST:
-            dx_r = _store_gradient(
-                dx_ptr, scaled_r, normed_r, along, offset, rstd, d_total_r, row, last, column_r, width, CENTRE, ADD
-            )
-            d_weight_r += dy_r * normed_r
-            if HAS_BIAS:
-                d_bias_r += dy_r
-            if ADD_BIAS:
-                d_add_bias_r += dx_r
-    _store_parts(part_ptr, add_part_ptr, d_weight, d_bias, d_add_bias, part, column, width, HAS_BIAS, ADD_BIAS)
-    if REST:
-        _store_parts(
-            part_ptr, add_part_ptr, d_weight_r, d_bias_r, d_add_bias_r, part, column_r, width, HAS_BIAS, ADD_BIAS
-        )
+            d_add_bias_r += dx_r
+        d_weight += up * normed
+        d_weight_r += up_r * normed_r
+        if HAS_BIAS:
+            d_bias += up
+            d_bias_r += up_r
+        dy, dy_r, x, x_r = dy_next, dy_next_r, x_next, x_next_r
+    fields = 2 if HAS_BIAS else 1
+    to = part_ptr + part * fields * width
+    tl.store(to + column, d_weight)
+    tl.store(to + column_r, d_weight_r, mask=inside)
+    if HAS_BIAS:
+        tl.store(to + width + column, d_bias)
+        tl.store(to + width + column_r, d_bias_r, mask=inside)
+    if ADD_BIAS:
+        tl.store(add_part_ptr + part * width + column, d_add_bias)
+        tl.store(add_part_ptr + part * width + column_r, d_add_bias_r, mask=inside)
 
 
 def _tile(width: int) -> tuple[int, int, int, int]:
@@ -331,18 +357,13 @@ def _forward(
     total = x_TH if add_TH is None else torch.empty_like(y)
     statistics = torch.empty((2, T), dtype=torch.float32, device=x_TH.device)
     block, rest, rows, warps = _tile(H)
-    _forward_kernel[(cdiv(T, rows),)](
-        *(x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1]),
-        *(T, H, x_TH.stride(0), 0 if add_TH is None else add_TH.stride(0), eps),
-        CENTRE=centre,
-        HAS_BIAS=bias is not None,
-        ADD=add_TH is not None,
-        ADD_BIAS=add_bias is not None,
-        ROWS=rows,
-        BLOCK=block,
-        REST=rest,
-        num_warps=warps,
-    )
+    tensors = (x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1])
+    numbers = (H, x_TH.stride(0), 0 if add_TH is None else add_TH.stride(0), eps)
+    meta = {"CENTRE": centre, "HAS_BIAS": bias is not None, "ADD": add_TH is not None, "ADD_BIAS": add_bias is not None}
+    if rest:
+        _forward_split_kernel[(T,)](*tensors, *numbers, **meta, BLOCK=block, REST=rest, num_warps=warps)
+    else:
+        _forward_kernel[(cdiv(T, rows),)](*tensors, T, *numbers, **meta, ROWS=rows, BLOCK=block, num_warps=warps)
     return total, y, statistics
 
 
@@ -369,18 +390,15 @@ def _backward(
     # The sum over dx of wide rows does not fit the registers; they take a pass more.
     within = add_bias is not None and block <= WIDEST_WITH_SUM
     added = torch.empty((parts, H), dtype=torch.float32, device=x_TH.device) if within else None
-    _backward_kernel[(parts,)](
+    given = (
         *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, added, T, H),
         *(dy_TH.stride(0), 0 if d_total_TH is None else d_total_TH.stride(0), x_TH.stride(0), a_part),
-        CENTRE=centre,
-        HAS_BIAS=bias is not None,
-        ADD=d_total_TH is not None,
-        ADD_BIAS=within,
-        ROWS=rows,
-        BLOCK=block,
-        REST=rest,
-        num_warps=warps,
     )
+    meta = {"CENTRE": centre, "HAS_BIAS": bias is not None, "ADD": d_total_TH is not None, "ADD_BIAS": within}
+    if rest:
+        _backward_split_kernel[(parts,)](*given, **meta, BLOCK=block, REST=rest, num_warps=warps)
+    else:
+        _backward_kernel[(parts,)](*given, **meta, ROWS=rows, BLOCK=block, num_warps=warps)
     if added is not None and add_bias is not None:
         d_add_bias = deliver(added, add_bias)[0]
     else:
