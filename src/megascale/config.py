@@ -319,7 +319,7 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = Field(1234, ge=0)
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank; default: OMP_NUM_THREADS, else cores / ranks on the host"
+        None, ge=1, description="CPU threads of a rank; default: cores / ranks on the host, OMP_NUM_THREADS at most"
     )
     log_interval: int = Field(10, ge=1, description="steps between printed lines")
     gc_interval: int = Field(

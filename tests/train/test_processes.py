@@ -8,18 +8,18 @@ import pytest
 
 from megascale.train.processes import _threads
 
-CORES = os.cpu_count() or 1
 
-
-@pytest.mark.parametrize(("told", "threads"), [("3", 3), ("4,2", 4)])
-def test_threads_are_those_asked_for(monkeypatch, told, threads):
+@pytest.mark.parametrize(("told", "threads"), [("1", 1), ("3", 3), ("4,2", 4), ("64", 8)])
+def test_threads_are_no_more_than_asked_for(monkeypatch, told, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", told)
-    assert _threads(1) == _threads(10**6) == threads
+    assert (_threads(2), _threads(100)) == (threads, 1)
 
 
 @pytest.mark.parametrize("told", [None, "", "0", "-1", "many"])
-def test_else_threads_are_a_share_of_the_cores(monkeypatch, told):
+def test_threads_are_a_share_of_the_cores(monkeypatch, told):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     if told is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", told)
-    assert (_threads(1), _threads(10**6)) == (CORES, 1)
+    assert (_threads(1), _threads(2), _threads(100)) == (16, 8, 1)

@@ -62,10 +62,11 @@ def find_place(config: Config) -> Place:
 
 
 def _threads(local_world: int) -> int:
-    """OMP_NUM_THREADS as in other programs, else this rank's share of the cores. More threads than cores are worse than
-    few: those of two runs on two cores wait for each other, and a step takes thirty times as long."""
+    """This rank's share of the cores, or OMP_NUM_THREADS if that is less. More threads than cores are worse than few:
+    those of two runs on two cores wait for each other, and a step takes thirty times as long."""
+    share = max(1, (os.cpu_count() or 1) // local_world)
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(told) if told.isdecimal() and int(told) > 0 else max(1, (os.cpu_count() or 1) // local_world)
+    return min(int(told), share) if told.isdecimal() and int(told) > 0 else share
 
 
 def memory_gib(device: torch.device) -> float:
