@@ -188,7 +188,7 @@ class OptimizerConfig(Section):
     lamb_bias_correction: bool = Field(True, description="LAMB: Adam's bias correction")
 
 
-# Half of what came out best in docs/performance.md, for 0.05 to 0.16 more loss. Those runs were short, which favours more.
+# Half of what came out best in docs/performance.md, for 0.05 to 0.16 more loss: those runs were short.
 LAMB_PEAK = 5e-3
 
 
