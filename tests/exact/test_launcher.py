@@ -49,6 +49,26 @@ def test_a_rank_that_does_not_notice_a_failure_is_ended(tmp_path, monkeypatch, c
     assert "rank 0 had not ended 0.3 seconds later and is ended" in said
 
 
+def test_the_rank_that_knows_why_is_heard_though_it_ends_last(tmp_path, monkeypatch, capfd):
+    wait = "import sys; sys.stdin.read(); print('error: the data changed', file=sys.stderr); sys.exit(4)"
+    ranks = [subprocess.Popen([sys.executable, "-c", c], stdin=subprocess.PIPE) for c in (wait, "exit(1)")]
+    first_failed = launch._first_failed
+
+    def then_let_the_other_end(ranks):
+        found = first_failed(ranks)
+        if found is not None:
+            ranks[0].stdin.close()
+        return found
+
+    monkeypatch.setattr(launch, "_first_failed", then_let_the_other_end)
+    try:
+        assert launch._watch(ranks, tmp_path, []) == 4
+    finally:
+        launch.end(ranks, 1.0)
+        ranks[1].stdin.close()
+    assert capfd.readouterr().err == "error: the data changed\n"
+
+
 def test_an_interruption_stops_every_rank_after_the_same_step_and_saves(tiny, tmp_path):
     run = tmp_path / "runs" / "tiny"
     with launched(tiny, *FOUR) as (launcher, ranks):

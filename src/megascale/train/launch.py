@@ -17,7 +17,7 @@ from types import FrameType
 
 from megascale.config import Config
 from megascale.data import host_loader
-from megascale.errors import EXIT_INTERRUPTED, FitError
+from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, FitError
 
 # After one process has failed the others get this long to say what they saw before they are ended.
 GRACE_SECONDS = 10.0
@@ -156,7 +156,7 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list
     first = first or _first_failed(ranks)
     if first is None:
         return 0
-    rank, code = first
+    rank, code = _cause(first, ranks)
     if interruptions and all(p.returncode in (0, EXIT_INTERRUPTED, -signal.SIGTERM) for p in ranks):
         if ranks[0].returncode < 0:
             print("interrupted", file=sys.stderr)  # rank 0, once it has come up, says so itself
@@ -175,6 +175,13 @@ def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int] | Non
     """(rank, code) of one that failed; one that a signal ended goes first, as the others fail for want of it."""
     failed = [(r, p.returncode) for r, p in enumerate(ranks) if p.returncode]
     return min(failed, key=lambda item: (item[1] > 0, item[0]), default=None)
+
+
+def _cause(first: tuple[int, int], ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int]:
+    """The failure to tell of: the first, unless it may have lost contact with one that knew why and ended after it."""
+    why = (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA)
+    known = [(r, p.returncode) for r, p in enumerate(ranks) if p.returncode in why]
+    return known[0] if known and first[1] == EXIT_FAILED else first
 
 
 def _named(code: int) -> str:
