@@ -73,6 +73,15 @@ def again(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return linear_scatter(ALONE, inner, weight, produces=(produce,))
 
 
+def add_norm(width: int) -> None:
+    both_passes(
+        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
+        zeros(8, 2, width),
+        zeros(8, 2, width),
+        zeros(width),
+    )
+
+
 CASES: dict[str, Callable[[], None]] = {
     "layer norm": lambda: both_passes(
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
@@ -81,33 +90,11 @@ CASES: dict[str, Callable[[], None]] = {
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), collecting(5120), collecting(5120)
     ),
     "rms norm": lambda: both_passes(lambda x, w: norm.rms_norm(x, w, 1e-5), zeros(8, 2, 4096), zeros(4096)),
-    "add norm": lambda: both_passes(
-        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
-        zeros(8, 2, 5120),
-        zeros(8, 2, 5120),
-        zeros(5120),
-    ),
-    "add norm, narrow": lambda: both_passes(
-        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
-        zeros(8, 2, 2048),
-        zeros(8, 2, 2048),
-        zeros(2048),
-    ),
-    "add norm, small": lambda: both_passes(
-        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w), zeros(8, 2, 768), zeros(8, 2, 768), zeros(768)
-    ),
-    "add norm, 6,144": lambda: both_passes(
-        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
-        zeros(8, 2, 6144),
-        zeros(8, 2, 6144),
-        zeros(6144),
-    ),
-    "add norm, 12,288": lambda: both_passes(
-        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
-        zeros(8, 2, 12288),
-        zeros(8, 2, 12288),
-        zeros(12288),
-    ),
+    "add norm": lambda: add_norm(5120),
+    "add norm, narrow": lambda: add_norm(2048),
+    "add norm, small": lambda: add_norm(768),
+    "add norm, 6,144": lambda: add_norm(6144),
+    "add norm, 12,288": lambda: add_norm(12288),
     "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
     "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),

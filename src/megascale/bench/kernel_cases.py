@@ -91,6 +91,17 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             return lambda qkv: function(qkv, N, G, None, None, False)
         return lambda qkv: function(qkv, N, G, cos[: qkv.shape[0]], sin[: qkv.shape[0]], False)
 
+    def added(width: int) -> Case:
+        return case(
+            "add + layer norm",
+            width,
+            lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
+            lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
+            rows(width, width, -width, -width, -width),
+            moved(width, width, width, width),
+            moved(width, width, width, width),
+        )
+
     return [
         case(
             "layer norm",
@@ -110,24 +121,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             moved(L, L),
             moved(L, L, L),
         ),
-        case(
-            "add + layer norm",
-            H,
-            lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
-            lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
-            rows(H, H, -H, -H, -H),
-            moved(H, H, H, H),
-            moved(H, H, H, H),
-        ),
-        case(
-            "add + layer norm",
-            E,
-            lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
-            lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
-            rows(E, E, -E, -E, -E),
-            moved(E, E, E, E),
-            moved(E, E, E, E),
-        ),
+        added(H),
+        added(E),
         case(
             "add + rms norm",
             L,
