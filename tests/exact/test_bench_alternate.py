@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megascale.bench.alternate import SETTINGS, order, parse
+from megascale.bench.alternate import SETTINGS, change, order, parse
 from megascale.config import ParallelConfig, from_tree
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
@@ -55,12 +55,28 @@ def test_settings_are_those_of_the_configuration():
     assert order(["a", "b"], 3) == ["a", "b", "b", "a", "a", "b"]
 
 
-def test_an_engine_changes_between_steps():
+@pytest.fixture
+def engine():
     tree = {
         "model": {"layers": 2, "hidden": 16, "heads": 2, "sequence_length": 8, "vocab_size": 32},
         "train": {"micro_batch": 1, "global_batch": 1, "precision": "float32"},
     }
-    engine = Engine(lay_out(from_tree(tree), 1), None, torch.device("cpu"))
+    return Engine(lay_out(from_tree(tree), 1), None, torch.device("cpu"))
+
+
+def test_backward_runs_in_the_calling_thread_unless_asked_for_apart(engine):
+    rows = torch.arange(9)[:, None]
+    seen = []
+    engine.chunks[0].token_embedding.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
+    for value in (None, *SETTINGS["backward"]):
+        if value is not None:
+            change(engine, "backward")(value)
+        engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
+    assert seen == [False, True, False]
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_an_engine_changes_between_steps(engine):
     rows = torch.arange(9)[:, None]
     seen = {}
     for what in ("none", "full"):

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.train.engine import Engine
 
+BACKWARD = "backward"  # not of the configuration: the thread that runs it, autograd's own or the one that calls
+
 # What can change between two steps of one engine: setting -> values it takes.
 SETTINGS = {
+    BACKWARD: ("apart", "here"),
     "overlap.products": ("off", "on"),
     "parallel.recompute": ("none", "norms", "activation", "selective", "full"),
 }
@@ -55,7 +58,8 @@ def alternate(
 ) -> None:
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
 
-    Settings that can change between steps: overlap.products, parallel.recompute. All others stay as given.
+    Settings that can change between steps: overlap.products, parallel.recompute, and the thread that runs backward
+    (backward=apart,here; training has it here). All others stay as given.
 
     Examples:
 
@@ -70,7 +74,9 @@ def alternate(
 
     key, values = parse(setting)
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
-    config = load_shape(["--train.name=bench-alternate", *settings, f"--{key}={values[0]}"])
+    config = load_shape(
+        ["--train.name=bench-alternate", *settings, *([] if key == BACKWARD else [f"--{key}={values[0]}"])]
+    )
     if not launch.started_by_launcher():
         world = launch.processes_wanted(config, api.visible_gpus())
         lay_out(config, world)
@@ -126,7 +132,7 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
     model, train = config.model, config.train
     rows = random_rows(config, engine.data_rank, place.device)
     garbage = Garbage(train.gc_interval)
-    change, made = _changes(engine, key), 0
+    set_to, made = change(engine, key), 0
     found = {value: Value(value) for value in values}
 
     def step() -> tuple[float, float, float]:
@@ -140,14 +146,14 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
         return time.perf_counter() - began, loss, norm
 
     for value in values:  # loads kernels, and takes the memory that each needs
-        change(value)
+        set_to(value)
         step()
         step()
     before = gemm_rate(place.device, 2.0) if cuda else None
     with Progress(transient=True, disable=place.rank > 0) as progress:
         for value in progress.track(order(values, turns), description=key):
             one = found[value]
-            change(value)
+            set_to(value)
             if cuda:
                 torch.cuda.reset_peak_memory_stats(place.device)
             step()
@@ -188,10 +194,12 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
     }
 
 
-def _changes(engine: Engine, key: str) -> Callable[[str], object]:
+def change(engine: Engine, key: str) -> Callable[[str], object]:
     """What sets the setting to a value, between steps."""
     if key == "overlap.products":
         return lambda value: engine.run_products_beside(value == "on")
+    if key == BACKWARD:
+        return lambda value: setattr(engine, "backward_apart", value == "apart")
     return engine.recompute
 
 

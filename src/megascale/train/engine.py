@@ -63,6 +63,8 @@ class Engine:
         at = grid.coordinate(rank)
         self.data_rank = at.data
         self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
+        # Autograd's own thread would wait for the interpreter's lock before each backward function in Python.
+        self.backward_apart = False
         # Called with the step's number: before, weights and gradients are whole.
         self.before_update: list[Callable[[int], None]] = []
         self.after_update: list[Callable[[int], None]] = []
@@ -250,15 +252,15 @@ class Engine:
         last = self.layout.microbatches - 1
         for flat in self.flats:
             flat.zero_grads()
-        loss = self.pipeline.run(
-            Work(
-                forward=forward,
-                before_backward=lambda chunk, i: self.flats[chunk].begin_backward(i == last),
-                after_backward=lambda chunk, i: self.flats[chunk].end_backward(i == last),
-                gather=self._gather,
-                gathered=lambda chunk: self.flats[chunk].expect_gather(),
-            )
+        work = Work(
+            forward=forward,
+            before_backward=lambda chunk, i: self.flats[chunk].begin_backward(i == last),
+            after_backward=lambda chunk, i: self.flats[chunk].end_backward(i == last),
+            gather=self._gather,
+            gathered=lambda chunk: self.flats[chunk].expect_gather(),
         )
+        with torch.autograd.set_multithreading_enabled(self.backward_apart):
+            loss = self.pipeline.run(work)
         calls.current.at(b"reduce")
         for flat in self.flats:
             flat.finish_reduction()
