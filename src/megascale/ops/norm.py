@@ -385,10 +385,14 @@ def _backward(
     rows = max(rows, 4096 // block)  # narrow rows: more loads in flight
     if block < 2048:  # one warp a row would hold more than its registers
         warps = rows * block // 512
-    a_part, parts = split_rows(T, rows, PARTS)
-    partial = torch.empty((parts, (1 if bias is None else 2) * H), dtype=torch.float32, device=x_TH.device)
     # The sum over dx of wide rows does not fit the registers; they take a pass more.
     within = add_bias is not None and block <= WIDEST_WITH_SUM
+    held = rows * (block + rest)
+    sums = 1 + (bias is not None) + within
+    # A multiprocessor has room for one program with so many sums, whose parts would only be more to add.
+    alone = warps >= 8 and (held * sums > 8192 or held >= 8192)
+    a_part, parts = split_rows(T, rows, PARTS // 2 if alone else PARTS)
+    partial = torch.empty((parts, (1 if bias is None else 2) * H), dtype=torch.float32, device=x_TH.device)
     added = torch.empty((parts, H), dtype=torch.float32, device=x_TH.device) if within else None
     given = (
         *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, added, T, H),
