@@ -298,7 +298,7 @@ class KernelsConfig(Section):
         description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
         "auto: fused where they can run, and a printed line where not",
     )
-    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "sdpa"] = Field(
+    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "flash4", "sdpa"] = Field(
         "auto",
         description="attention kernel; auto measures at start-up those that implement the layer's mask",
     )

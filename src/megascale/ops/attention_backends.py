@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, remedy
 
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
@@ -123,11 +124,17 @@ def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> 
     return _joined(out.permute(2, 0, 1, 3))
 
 
-def cudnn_frontend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
-    """cuDNN through its frontend package: windows, and gradients in one tensor (ops/attention_cudnn.py)."""
-    from megascale.ops.attention_cudnn import cudnn_frontend as run
-
-    return run(q_SBND, k_SBGD, v_SBGD, window)
+def _packaged(name: str, extra: str, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
+    """A kernel of an optional package, from its module ops/attention_<extra>.py; ConfigError where it cannot be had."""
+    if not q_SBND.is_cuda:
+        raise ConfigError(f"kernels.attention={name!r} runs on CUDA devices; set --kernels.attention=auto")
+    if q_SBND.shape[0] != k_SBGD.shape[0]:
+        raise NotImplementedError("the training kernel takes as many keys as queries")
+    module = importlib.import_module(f"megascale.ops.attention_{extra}")
+    try:
+        return module.attend(q_SBND, k_SBGD, v_SBGD, window)
+    except ImportError as error:
+        raise ConfigError(f"kernels.attention={name!r} cannot be had: {error}; {remedy(extra)}") from error
 
 
 BACKENDS: dict[str, Backend] = {
@@ -135,7 +142,8 @@ BACKENDS: dict[str, Backend] = {
     "flash": functools.partial(_full_causal, SDPBackend.FLASH_ATTENTION),
     "flash_window": flash_window,
     "flex": flex,
-    "cudnn_frontend": cudnn_frontend,
+    "cudnn_frontend": functools.partial(_packaged, "cudnn_frontend", "cudnn"),
+    "flash4": functools.partial(_packaged, "flash4", "flash4"),
     "sdpa": sdpa,
 }
 
@@ -143,4 +151,4 @@ BACKENDS: dict[str, Backend] = {
 def candidates(window: int | None) -> list[str]:
     """Backends worth measuring on CUDA for full attention (None) or a window, best guess first."""
     own = ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
-    return [*own, "cudnn_frontend"]
+    return [*own, "cudnn_frontend", "flash4"]

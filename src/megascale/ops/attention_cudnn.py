@@ -18,7 +18,7 @@ UIDS = {name: number for number, name in enumerate(("q", "k", "v", "o", "stats",
 
 @functools.cache
 def _library() -> Any:
-    import cudnn  # raises ImportError where the wheel is not installed: the chooser then says so
+    import cudnn  # raises ImportError where the wheel is not installed: whoever asked is told so
 
     return cudnn
 
@@ -172,8 +172,6 @@ class _CudnnAttention(torch.autograd.Function):
         return *grads, None
 
 
-def cudnn_frontend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
+def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     """Causal attention [S, B, N*D], with or without a window; ImportError where the frontend is not installed."""
-    if q_SBND.shape[0] != k_SBGD.shape[0]:
-        raise NotImplementedError("the training kernel takes as many keys as queries")
     return _CudnnAttention.apply(q_SBND, k_SBGD, v_SBGD, window)

@@ -1,0 +1,51 @@
+"""FlashAttention-4 as it is called: its compiler makes the kernels for Hopper without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megascale.errors import ConfigError
+from megascale.ops.attention import attention
+
+PROGRAM = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from megascale.ops.attention_flash4 import _FlashAttention4 as ours
+
+class Context:
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+S, B, N, G, D = 512, 2, 4, 2, 128
+with FakeTensorMode(), torch.no_grad():
+    q, k, v = torch.empty(S, B, N + 2 * G, D, dtype=torch.bfloat16, device="cuda").split((N, G, G), dim=2)
+    for window in (None, 100):
+        context = Context()
+        out = ours.forward(context, q, k, v, window)
+        assert out.shape == (S, B, N * D) and out.is_contiguous()
+        *grads, _ = ours.backward(context, torch.empty_like(out))
+        assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+        assert all(g.stride() == q.stride() for g in grads)
+print("compiled")
+"""
+
+
+def test_both_passes_compile_for_hopper() -> None:
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed (extra: flash4)")
+    told = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+    env = {**os.environ, **told, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "compiled" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["flash4", "cudnn_frontend"])
+def test_a_kernel_of_a_package_says_what_it_needs(name: str) -> None:
+    q_SBND = torch.zeros(4, 1, 1, 8)
+    with pytest.raises(ConfigError, match=f"{name}.*CUDA.*kernels.attention=auto"):
+        attention(q_SBND, q_SBND, q_SBND, window=None, backend=name)
