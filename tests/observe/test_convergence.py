@@ -105,3 +105,48 @@ def _holds(cmdline: Path, word: bytes) -> bool:
         return word in cmdline.read_bytes()
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--model.block=serial", "--model.tied_embeddings=true", "--model.activation=gelu_tanh"],
+        ["--model.block=parallel", "--model.tied_embeddings=false", "--model.window=5", "--lr.warmup_steps=3"],
+    ],
+)
+def test_training_is_what_plain_pytorch_makes_of_it(tmp_path, tokens, settings):
+    """Step by step: samples, first weights, gradients, clipping, schedule, AdamW; in float32, to rounding."""
+    (tmp_path / "base.toml").touch()
+    words = [str(tmp_path / "base.toml"), *settings, f"--train.runs={tmp_path}", f"--data.train={tokens}/train"]
+    words += [f"--data.valid={tokens}/valid", "--train.steps=12", "--train.global_batch=4", "--train.micro_batch=2"]
+    words += [
+        "--model.sequence_length=16",
+        "--model.hidden=32",
+        "--model.layers=2",
+        "--model.heads=2",
+        "--lr.peak=1e-2",
+    ]
+    words += ["--train.device=cpu", "--train.precision=float32", "--train.threads=1", "--train.eval_interval=6"]
+    words += ["--model.vocab_size=64", "--optimizer.clip=0.5", "--observe.progress=false", "--checkpoint.interval=0"]
+    found = {}
+    for name, module in (("ours", ["megascale.cli.main", "train"]), ("plain", ["megascale.bench.plain"])):
+        command = [sys.executable, "-m", *module, *words, f"--train.name={name}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line) for line in lines]
+    for key, count in (("loss", 12), ("grad_norm", 12), ("valid_loss", 2)):
+        ours, plain = ({r["step"]: r[key] for r in found[name] if key in r} for name in ("ours", "plain"))
+        assert len(plain) == count
+        assert ours == pytest.approx(plain, rel=2e-5), key
+    losses = [r["loss"] for r in found["plain"] if "loss" in r]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_the_plain_model_names_what_it_does_not_have(tmp_path):
+    (tmp_path / "base.toml").touch()
+    words = [str(tmp_path / "base.toml"), "--model.norm=rmsnorm", "--model.vocab_size=64", f"--train.runs={tmp_path}"]
+    done = subprocess.run([sys.executable, "-m", "megascale.bench.plain", *words], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "model.norm='layernorm'" in done.stderr
+    assert "rmsnorm" in done.stderr

@@ -24,8 +24,9 @@ from typing import Any
 import typer
 
 VARIANTS = ("serial", "parallel", "window", "lamb")
-# AdamW at LAMB's batch: tells what the batch costs from what LAMB does.
-ON_REQUEST = ("large",)
+# AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
+# samples: tells what the model does from what we do.
+ON_REQUEST = ("large", "plain", "plain-parallel")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ def convergence(
     ),
     window: int | None = typer.Option(None, min=1, help="Of the windowed variant; default: a quarter of the sequence."),
     variants: list[str] = typer.Option(
-        list(VARIANTS), "--variant", help="Which; may be given again. large: serial at LAMB's batch."
+        list(VARIANTS),
+        "--variant",
+        help="Which; may be given again. large: serial at LAMB's batch. plain, plain-parallel: the same model, weights "
+        "and samples in plain PyTorch.",
     ),
     seeds: int = typer.Option(2, min=1, help="Runs of each variant."),
     at_once: int = typer.Option(1, min=1, help="Runs on one GPU at a time: small models leave most of it idle."),
@@ -104,6 +108,8 @@ def convergence(
       megascale bench convergence --variant serial --variant lamb --lamb-peak 5e-3 --lamb-peak 1e-2 --tokens 2e7
 
       megascale bench convergence --batch 4 --train.micro_batch=4 --lamb-micro-batch 16 --at-once 3
+
+      megascale bench convergence --variant serial --variant plain --seeds 1
     """
     from rich.console import Console
 
@@ -182,6 +188,8 @@ def _variants(
         ("window", peaks, batch, ("--model.block=parallel", f"--model.window={window}")),
         ("lamb", lamb_peaks, batch * times, ("--optimizer.name=lamb",)),
         ("large", peaks, batch * times, ()),
+        ("plain", peaks, batch, ()),
+        ("plain-parallel", peaks, batch, ("--model.block=parallel",)),
     ]
     return [
         Variant(f"{kind} {peak:g}" if len(of) > 1 else kind, kind, peak, size, (f"--lr.peak={peak}", *settings))
@@ -219,8 +227,7 @@ def _command(
     return [
         sys.executable,
         "-m",
-        "megascale.cli.main",
-        "train",
+        *(("megascale.bench.plain",) if variant.kind.startswith("plain") else ("megascale.cli.main", "train")),
         str(folder / "base.toml"),
         *settings,
         *variant.settings,

@@ -78,12 +78,16 @@ def initialise(module: nn.Module, seed: int) -> None:
             if spec.init_std is None:
                 view.fill_(spec.init_value)
                 continue
-            digest = hashlib.blake2b(f"{seed}/{piece.name}".encode(), digest_size=7).digest()
-            generator = torch.Generator(device=view.device)
-            generator.manual_seed(int.from_bytes(digest, "big"))
-            whole = torch.empty(piece.shape, dtype=torch.float32, device=view.device)
-            whole.normal_(0.0, spec.init_std, generator=generator)
-            view.copy_(_cut(whole, piece.box))
+            view.copy_(_cut(draw(seed, piece.name, piece.shape, spec.init_std, view.device), piece.box))
+
+
+def draw(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
+    """The first values of a whole logical tensor, float32: normal, a function of (seed, name) and kind of device."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator(device=device)
+    generator.manual_seed(int.from_bytes(digest, "big"))
+    whole = torch.empty(shape, dtype=torch.float32, device=device)
+    return whole.normal_(0.0, std, generator=generator)
 
 
 def _cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
