@@ -142,6 +142,15 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             moved(4 * H, 4 * H, 4 * H),
         ),
         case(
+            "gelu, product's bias",
+            4 * H,
+            lambda x, b: activation.gelu(x, b, added=True),
+            lambda x, b: activation.gelu_reference(activation.credit_bias(x, b)),
+            rows(4 * H, -4 * H),
+            moved(4 * H, 4 * H),
+            moved(4 * H, 4 * H, 4 * H),
+        ),
+        case(
             "gelu tanh",
             4 * H,
             lambda x: activation.gelu(x, None, "tanh"),
