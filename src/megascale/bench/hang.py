@@ -6,6 +6,7 @@ or loses its reader, at a random step. Nothing tells the verdict which case it i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -130,7 +131,7 @@ def run_case(case: str, folder: Path, rng: random.Random, layout: tuple[int, int
         first = hang.evidence[0] if hang.evidence else ""
         return Outcome(case, name, rank, step, right, report.headline(hang), seconds, first)
     finally:
-        _end(run, world, process)
+        _end(run, process)
 
 
 def _place_fault(run: Path, case: str, rank: int, step: int, rng: random.Random, copies: int) -> None:
@@ -169,18 +170,30 @@ def _until(ready, what: str, folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _end(run: Path, world: int, launcher: subprocess.Popen[bytes]) -> None:
-    """Kill the ranks, stopped or not, and what started them; ranks die with their launcher."""
+def _end(run: Path, launcher: subprocess.Popen[bytes]) -> None:
+    """Kill what started the ranks; all of them die with it, stopped or not, and RuntimeError where one does not."""
     launcher.kill()
     launcher.wait()
     deadline = time.monotonic() + 5
+    while left := _trainers(run.parent):
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise RuntimeError(f"processes {left} outlived the launcher of {run}")
+        time.sleep(0.02)
+
+
+def _trainers(folder: Path) -> list[int]:
+    """Processes that have not ended and whose command names a file of `folder`: the ranks and their children."""
     from megascale.observe.hang.evidence import process_state
 
-    while time.monotonic() < deadline:
-        pids = [record.pid for record in _records(run, world) if record is not None]
-        if all(process_state(pid) == "gone" for pid in pids):
-            return
-        time.sleep(0.02)
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            if os.fsencode(folder / "hang.toml") in command and process_state(int(entry.name)) != "gone":
+                found.append(int(entry.name))
+    return found
 
 
 def register(app: typer.Typer) -> None:
