@@ -5,6 +5,7 @@ output, gradients written straight into one [q | k | v] tensor, which `split_qkv
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 def _library() -> Any:
     from flash_attn.cute import interface  # raises ImportError where it is not installed: whoever asked is told so
 
+    # Its compiler warns of the package's own arguments at each kernel, on every rank.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\.")
     return interface
 
 
