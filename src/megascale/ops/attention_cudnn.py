@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.ops.rope import empty_gradients
+
 # Names of a graph's tensors; cuDNN knows them by number.
 UIDS = {name: number for number, name in enumerate(("q", "k", "v", "o", "stats", "d_o", "d_q", "d_k", "d_v"), start=1)}
 
@@ -161,11 +163,8 @@ class _CudnnAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, stats = ctx.saved_tensors
-        S, B, N, D = q.shape
-        G = k.shape[2]
-        d_out = upstream[0].contiguous().view(S, B, N, D)
-        whole = torch.empty((S, B, N + 2 * G, D), dtype=q.dtype, device=q.device)
-        grads = whole.split((N, G, G), dim=2)
+        d_out = upstream[0].contiguous().view(q.shape)
+        grads = empty_gradients(q, k)
         layouts = tuple(Layout(t) for t in (q, k, v, out, *grads))
         plan = _plan(True, layouts, ctx.window, q)
         plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.ops.rope import empty_gradients
+
 
 @functools.cache
 def _library() -> Any:
@@ -45,11 +47,8 @@ class _FlashAttention4(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        S, B, N, D = q.shape
-        G = k.shape[2]
-        d_out = upstream[0].contiguous().view(S, B, N, D)
-        whole = torch.empty((S, B, N + 2 * G, D), dtype=q.dtype, device=q.device)
-        grads = whole.split((N, G, G), dim=2)
+        d_out = upstream[0].contiguous().view(q.shape)
+        grads = empty_gradients(q, k)
         given = dict(zip(("dq", "dk", "dv"), _batch_first(*grads), strict=True))
         _library()._flash_attn_bwd(*_batch_first(q, k, v, out, d_out), lse, **_mask(ctx.window), **given)
         return *grads, None

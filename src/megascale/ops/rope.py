@@ -231,6 +231,13 @@ def apply_rotary(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
     return apply_rotary_reference(x_SBND, cos, sin, interleaved)
 
 
+def empty_gradients(q_SBND: Tensor, k_SBGD: Tensor) -> tuple[Tensor, ...]:
+    """Memory for the gradients of q, k and v: adjacent parts of one tensor, which `split_qkv` takes without a copy."""
+    (S, B, N, D), G = q_SBND.shape, k_SBGD.shape[2]
+    whole = torch.empty((S, B, N + 2 * G, D), dtype=q_SBND.dtype, device=q_SBND.device)
+    return whole.split((N, G, G), dim=2)
+
+
 def split_qkv(
     qkv_SBC: Tensor,
     heads: int,
