@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from megascale.errors import ConfigError, TrainingError
 from megascale.rendezvous.agree import agree, ranges
 
-from .conftest import free_port
-
 FACTS = {"torch": "2.13", "model.layers": "4", "lr.peak": "0.1"}
 
 
@@ -43,9 +41,9 @@ def meet(worlds: dict[int, int], facts: dict[int, dict[str, str]], timeout: floa
 def stores(request):
     """A store for each rank of a job that is one of both kinds."""
     if request.param == "tcp":
-        port = free_port()
-        limit = timedelta(seconds=20)
-        server = dist.TCPStore("127.0.0.1", port, None, True, timeout=limit, wait_for_workers=False)
+        limit = timedelta(seconds=60)
+        server = dist.TCPStore("127.0.0.1", 0, None, True, timeout=limit, wait_for_workers=False)
+        port = server.port
         yield (
             lambda rank: (
                 server if rank == 0 else dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from .conftest import REDIS, Server, free_port
+from .conftest import REDIS, Server
 
 KINDS = ["tcp", "redis"]
 
@@ -21,10 +21,9 @@ KINDS = ["tcp", "redis"]
 def pair(request):
     """Two clients of one store: `a` made it."""
     if request.param == "tcp":
-        port = free_port()
-        limit = timedelta(seconds=10)
-        a = dist.TCPStore("127.0.0.1", port, None, True, timeout=limit, wait_for_workers=False)
-        yield a, dist.TCPStore("127.0.0.1", port, None, False, timeout=limit, wait_for_workers=False)
+        limit = timedelta(seconds=60)  # ten were once too few for a busy machine to connect
+        a = dist.TCPStore("127.0.0.1", 0, None, True, timeout=limit, wait_for_workers=False)
+        yield a, dist.TCPStore("127.0.0.1", a.port, None, False, timeout=limit, wait_for_workers=False)
         return
     server = request.getfixturevalue("redis_server")()
     opened = request.getfixturevalue("opened")
