@@ -178,7 +178,8 @@ def _end(run: Path, launcher: subprocess.Popen[bytes]) -> None:
     while left := _trainers(run.parent):
         if time.monotonic() > deadline:
             for pid in left:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             raise RuntimeError(f"processes {left} outlived the launcher of {run}")
         time.sleep(0.02)
 

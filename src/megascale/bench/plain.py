@@ -147,17 +147,14 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     held_out = HeldOut(config.data.valid, length, config.model.vocab_size) if config.data.valid else None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bfloat16")
 
-    def evaluate(samples: int) -> float:
+    def evaluate(samples: int | None) -> float:
         assert held_out is not None
-        count, total = min(samples, held_out.windows), torch.zeros((), dtype=torch.float64, device=device)
-        chosen = [i * held_out.windows // count for i in range(count)]
-        for start in range(0, count, size):
-            mine = chosen[start : start + size]
-            inputs, targets = held_out.rows(mine + [0] * (size - len(mine)))
-            targets[len(mine) :] = IGNORE
+        chosen, total = held_out.spread(samples), torch.zeros((), dtype=torch.float64, device=device)
+        for start in range(0, len(chosen), size):
+            rows = held_out.rows(chosen[start : start + size], size)
             with torch.no_grad(), autocast:
-                total += run(*(torch.from_numpy(x).to(device) for x in (inputs, targets)))
-        return float(total) / sum(min(length, held_out.tokens - window * length) for window in chosen)
+                total += run(*(torch.from_numpy(x).to(device) for x in rows))
+        return float(total) / held_out.targets(chosen)
 
     for step in range(1, config.train.steps + 1):
         began, loss = time.perf_counter(), torch.zeros((), device=device)
@@ -178,7 +175,7 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
         every = config.train.eval_interval
         last = step == config.train.steps
         if held_out is not None and (last or (every and step % every == 0)):
-            found = evaluate(held_out.windows if last else config.train.eval_samples)
+            found = evaluate(None if last else config.train.eval_samples)
             yield {"step": step, "time": time.time(), "tokens": tokens, "valid_loss": found}
 
 

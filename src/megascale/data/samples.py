@@ -234,11 +234,21 @@ class HeldOut:
         """Inputs and targets, int64 [windows, sequence_length]; fewer rows than `count` at the end of the file."""
         return self.rows(range(first_window, min(first_window + count, self.windows)))
 
-    def rows(self, windows: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs and targets of chosen windows, int64 [len(windows), sequence_length]."""
+    def spread(self, samples: int | None) -> list[int]:
+        """At most so many windows, evenly over the file; None: all."""
+        count = self.windows if samples is None else min(samples, self.windows)
+        return [i * self.windows // count for i in range(count)]
+
+    def targets(self, windows: Sequence[int]) -> int:
+        """Number of targets of chosen windows."""
+        return sum(min(self.stride, self.tokens - window * self.stride) for window in windows)
+
+    def rows(self, windows: Sequence[int], size: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs and targets of chosen windows, int64 [len(windows), sequence_length]; so that shapes need not change,
+        filled up to `size` rows with what counts nothing."""
         length, stream = self.sequence_length, self._file.stream
-        inputs = np.zeros((len(windows), length), dtype=np.int64)
-        targets = np.full((len(windows), length), IGNORE, dtype=np.int64)
+        inputs = np.zeros((max(len(windows), size), length), dtype=np.int64)
+        targets = np.full(inputs.shape, IGNORE, dtype=np.int64)
         for row, window in enumerate(windows):
             start = window * self.stride
             begin = max(0, start + self.stride - length)

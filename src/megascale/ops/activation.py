@@ -21,7 +21,7 @@ from megascale.ops.reduce import add_parts, deliver, flat_rows, split_rows
 Approximate = Literal["none", "tanh"]
 
 # Rows and columns of a tile, about how many programs, and warps of each. With partial sums eight a multiprocessor of a
-# large GPU: few sums and enough loads in flight; without, many small ones. Each the fastest of fifteen on an H200.
+# large GPU: few sums and enough loads in flight; without, many small ones. Each the fastest tried on an H200.
 TILE = 4, 512, 1056, 4
 TILE_GELU_BACKWARD = 4, 256, 1056, 8
 TILE_WITHOUT_SUMS = 2, 1024, 4224, 4

@@ -9,7 +9,7 @@ import torch
 from megascale.config import Config
 from megascale.data.baselines import Compressed, bits_per_byte
 from megascale.data.manifest import part_of
-from megascale.data.samples import IGNORE, HeldOut
+from megascale.data.samples import HeldOut
 from megascale.train.engine import Engine
 
 
@@ -40,17 +40,15 @@ def evaluate_file(
     """
     length, size = config.model.sequence_length, config.train.micro_batch
     held_out = HeldOut(prefix, length, config.model.vocab_size, stride)
-    count = held_out.windows if samples is None else min(samples, held_out.windows)
-    chosen = [i * held_out.windows // count for i in range(count)]
+    chosen = held_out.spread(samples)
+    count = len(chosen)
     engine.whole()
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for start in range(engine.data_rank * size, count + engine.data_rank * size, size * engine.layout.grid.data):
-        mine = chosen[start : start + size]
-        inputs, targets = held_out.rows(mine + [0] * (size - len(mine)))
-        targets[len(mine) :] = IGNORE  # shapes never change, so a last batch is filled up with what counts nothing
-        columns = [torch.from_numpy(x).t().contiguous().to(engine.device) for x in (inputs, targets)]
+        rows = held_out.rows(chosen[start : start + size], size)
+        columns = [torch.from_numpy(x).t().contiguous().to(engine.device) for x in rows]
         total += engine.losses(columns[0], columns[1])
-    tokens = sum(min(held_out.stride, held_out.tokens - window * held_out.stride) for window in chosen)
+    tokens = held_out.targets(chosen)
     loss = float(total) / tokens
     part = part_of(prefix) if count == held_out.windows else None
     if part is None:
