@@ -22,6 +22,7 @@ BENCHES: tuple[str, ...] = (
     "peers",
     "restarts",
     "schedules",
+    "soak",
     "targets",
     "tokenize",
     "train",
