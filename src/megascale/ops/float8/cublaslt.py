@@ -1,0 +1,244 @@
+"""Float8 products that add into float32, by the cuBLASLt that torch has loaded.
+
+torch's own call cannot add to what is there (torch 2.11), which would cost each weight gradient a float32 tensor and a
+pass more. This calls `cublasLtMatmul` through ctypes, as parallel/symmetric.py calls the driver. Numbers of
+attributes are those of cublasLt.h, which keeps them between versions (12.9 and later have row-wise scales).
+
+A plan (descriptors, layouts, algorithm) is made once for a shape and kept. cuBLASLt is column-major: row-major
+D [M, N] = A [M, K] B [N, K]^T is its D^T = B A^T, so its first factor is b, transposed, and its second a, as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import TrainingError
+
+WORKSPACE = 32 << 20  # bytes, what NVIDIA recommends for Hopper
+CANDIDATES = 8  # algorithms asked for; the first is the library's choice
+
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+_COMPUTE_32F, _SCALE_32F, _OP_N, _OP_T = 68, 0, 0, 1
+_POINTER_MODE, _TRANSA, _TRANSB, _A_SCALE, _B_SCALE, _FAST, _A_SCALE_MODE, _B_SCALE_MODE = 2, 3, 4, 17, 18, 25, 31, 32
+_DEVICE_POINTERS, _OUTER_VECTOR = 1, 3
+_PREFERENCE_WORKSPACE = 1
+_STATUS = {1: "not initialised", 3: "allocation failed", 7: "invalid value", 8: "architecture mismatch"}
+_STATUS |= {11: "mapping error", 13: "execution failed", 14: "internal error", 15: "not supported"}
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int32),
+        ("waves", c_float),
+        ("reserved", c_int32 * 4),
+    )
+
+
+def library_path(maps: str = "/proc/self/maps") -> str:
+    """The libcublasLt this process has loaded (torch with CUDA loads one). Raises TrainingError if there is none."""
+    for line in Path(maps).read_text().splitlines():
+        path = line[line.find("/") :] if "/" in line else ""
+        if path.rpartition("/")[2].startswith("libcublasLt.so"):
+            return path
+    raise TrainingError(
+        "train.linear_precision='float8' needs the cuBLASLt that torch with CUDA loads, and this process has none; "
+        "install a torch with CUDA or set --train.linear_precision=bf16"
+    )
+
+
+class _Library:
+    """cuBLASLt with typed calls that raise, a handle and a workspace for each device (and stream)."""
+
+    def __init__(self) -> None:
+        self.path = library_path()
+        self.calls = ctypes.CDLL(self.path)
+        self.handles: dict[int, c_void_p] = {}
+        self.workspaces: dict[tuple[int, int], Tensor] = {}
+        one, two, three, five = c_void_p, c_int, c_size_t, c_uint64
+        declared: dict[str, list[Any]] = {
+            "cublasLtCreate": [one],
+            "cublasLtMatmulDescCreate": [one, two, two],
+            "cublasLtMatmulDescSetAttribute": [one, two, one, three],
+            "cublasLtMatrixLayoutCreate": [one, two, five, five, c_int64],
+            "cublasLtMatmulPreferenceCreate": [one],
+            "cublasLtMatmulPreferenceSetAttribute": [one, two, one, three],
+            "cublasLtMatmulPreferenceDestroy": [one],
+            "cublasLtMatmulAlgoGetHeuristic": [one] * 7 + [one, two, one, one],
+            "cublasLtMatmul": [one] * 13 + [one, three, one],
+        }
+        # handle, descriptor, alpha, A, A's layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
+        # workspace, its size, stream
+        for name, arguments in declared.items():
+            call = getattr(self.calls, name)
+            call.argtypes, call.restype = arguments, c_int
+        self.calls.cublasLtGetVersion.restype = c_size_t
+        self.version = int(self.calls.cublasLtGetVersion())
+
+    def __call__(self, name: str, *arguments: Any, about: str = "") -> None:
+        status = getattr(self.calls, name)(*arguments)
+        if status:
+            why = _STATUS.get(status, "unknown")
+            raise TrainingError(f"{name} of {self.path} failed with status {status} ({why}){about}")
+
+    def handle(self, device: int) -> c_void_p:
+        if device not in self.handles:
+            made = c_void_p()
+            with torch.cuda.device(device):
+                self("cublasLtCreate", byref(made))
+            self.handles[device] = made
+        return self.handles[device]
+
+    def workspace(self, device: int, stream: int) -> int:
+        kept = self.workspaces.get((device, stream))
+        if kept is None:
+            kept = torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+            self.workspaces[device, stream] = kept
+        return kept.data_ptr()
+
+
+_library: _Library | None = None
+_lock = threading.RLock()  # backward runs in a thread of its own, and a plan's scale pointers are set for each call
+
+
+def library() -> _Library:
+    """cuBLASLt, loaded by the first call."""
+    global _library
+    with _lock:
+        if _library is None:
+            _library = _Library()
+        return _library
+
+
+class Plan:
+    """Everything about one shape: descriptor, layouts and the algorithms that the library proposes, best first.
+
+    Attributes:
+        found: how many algorithms there are.
+        used: the one in use, which a caller that timed them may set.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        M: int,
+        N: int,
+        K: int,
+        types: tuple[torch.dtype, ...],
+        fast: bool,
+        row_wise: bool,
+        beta: bool,
+    ) -> None:
+        """types: of a, b and the result. beta: it is read from the device (and alpha is)."""
+        lt = library()
+        self.about = f", for [{M}, {K}] x [{N}, {K}]^T, {types[0]} x {types[1]} -> {types[2]}"
+        self.device, self.handle, self.used = device, lt.handle(device), 0
+        self.descriptor = c_void_p()
+        lt("cublasLtMatmulDescCreate", byref(self.descriptor), _COMPUTE_32F, _SCALE_32F)
+        self.set(_TRANSA, c_int32(_OP_T))
+        self.set(_TRANSB, c_int32(_OP_N))
+        self.set(_FAST, c_int8(fast))
+        if row_wise:
+            self.set(_A_SCALE_MODE, c_int32(_OUTER_VECTOR))
+            self.set(_B_SCALE_MODE, c_int32(_OUTER_VECTOR))
+        if beta:
+            self.set(_POINTER_MODE, c_int32(_DEVICE_POINTERS))
+        self.a, self.b, self.d = c_void_p(), c_void_p(), c_void_p()
+        lt("cublasLtMatrixLayoutCreate", byref(self.a), _TYPES[types[0]], K, M, K)
+        lt("cublasLtMatrixLayoutCreate", byref(self.b), _TYPES[types[1]], K, N, K)
+        lt("cublasLtMatrixLayoutCreate", byref(self.d), _TYPES[types[2]], N, M, N)
+        self.results = (_Heuristic * CANDIDATES)()
+        self.found = 0
+
+    def set(self, attribute: int, value: Any) -> None:
+        library()("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, byref(value), ctypes.sizeof(value))
+
+    def propose(self) -> None:
+        """Ask for algorithms. The scale pointers must be set: what the library proposes depends on their presence."""
+        lt = library()
+        preference, found = c_void_p(), c_int()
+        lt("cublasLtMatmulPreferenceCreate", byref(preference))
+        size = c_uint64(WORKSPACE)
+        lt("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, byref(size), 8)
+        asked = (self.handle, self.descriptor, self.b, self.a, self.d, self.d, preference)
+        try:
+            lt("cublasLtMatmulAlgoGetHeuristic", *asked, CANDIDATES, self.results, byref(found), about=self.about)
+        finally:
+            lt("cublasLtMatmulPreferenceDestroy", preference)
+        self.found = found.value
+        if not self.found:
+            raise TrainingError(f"cuBLASLt {lt.version} has no algorithm{self.about}")
+
+    def run(
+        self, target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, alpha: Any, beta: Any
+    ) -> None:
+        lt = library()
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self.set(_A_SCALE, c_void_p(b_scale.data_ptr()))
+        self.set(_B_SCALE, c_void_p(a_scale.data_ptr()))
+        if not self.found:
+            self.propose()
+        lt(
+            "cublasLtMatmul",
+            *(self.handle, self.descriptor, alpha, b.data_ptr(), self.b, a.data_ptr(), self.a),
+            *(beta, target.data_ptr(), self.d, target.data_ptr(), self.d, byref(self.results[self.used])),
+            *(lt.workspace(self.device, stream), WORKSPACE, stream),
+            about=self.about,
+        )
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+_ZERO, _ONE = c_float(0.0), c_float(1.0)
+_ones: dict[int, Tensor] = {}
+
+
+def plan(
+    target: Tensor, a: Tensor, b: Tensor, fast: bool = False, row_wise: bool = False, device_beta: bool = False
+) -> Plan:
+    """The plan that `multiply_into` uses for these tensors."""
+    M, K = a.shape
+    key = (a.device.index, M, b.shape[0], K, a.dtype, b.dtype, target.dtype, fast, row_wise, device_beta)
+    made = _plans.get(key)
+    if made is None:
+        types = (a.dtype, b.dtype, target.dtype)
+        made = _plans[key] = Plan(a.device.index, M, b.shape[0], K, types, fast, row_wise, device_beta)
+    return made
+
+
+def multiply_into(
+    target: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    unset: bool = False,
+    fast: bool = False,
+    beta: Tensor | None = None,
+) -> None:
+    """target [M, N] += a [M, K] @ b [N, K]^T times both scales, contiguous, all on one CUDA device; = where `unset`.
+
+    target: float32, bfloat16 or float16. Scales: float32, [] each, or [M, 1] and [N, 1]. beta: float32 [] on the
+    device, what target is multiplied with first, instead of `unset`. Raises TrainingError with cuBLASLt's status.
+    """
+    row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
+    with _lock:
+        made = plan(target, a, b, fast, row_wise, beta is not None)
+        if beta is None:
+            alpha_at, beta_at = byref(_ONE), byref(_ZERO if unset else _ONE)
+        else:
+            device = a.device.index
+            if device not in _ones:
+                _ones[device] = torch.ones((), device=a.device)
+            alpha_at, beta_at = c_void_p(_ones[device].data_ptr()), c_void_p(beta.data_ptr())
+        made.run(target, a, a_scale, b, b_scale, alpha_at, beta_at)
