@@ -234,6 +234,8 @@ def multiply_into(
     row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
     with _lock:
         made = plan(target, a, b, fast, row_wise, beta is not None)
+        alpha_at: Any
+        beta_at: Any
         if beta is None:
             alpha_at, beta_at = byref(_ONE), byref(_ZERO if unset else _ONE)
         else:

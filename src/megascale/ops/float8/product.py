@@ -123,8 +123,7 @@ def multiply_into(
         target.copy_(found) if unset else target.add_(found)
         return
     assert target.dtype == torch.float32, target.dtype
-    assert target.is_contiguous() and target.data_ptr() % ALIGNED == 0, "a gradient that is not aligned to 16 bytes"
-    assert a.is_contiguous() and b.is_contiguous(), (a.stride(), b.stride())
+    assert all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (target, a, b)), "not aligned to 16 bytes"
     cublaslt.multiply_into(target, a, a_scale, b, b_scale, unset=unset, fast=fast)
     dispatch.note("float8 weight gradient", "added in float32 inside the product")
 
