@@ -18,6 +18,8 @@ from tests.ops.offline import compile_for_hopper, stack_bytes
 
 from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments, wide
 from megascale.ops.embedding import add_rows
+from megascale.ops.float8 import cast
+from megascale.ops.float8.formats import E4M3, E5M2, Format
 from megascale.parallel.collectives import ALONE
 from megascale.parallel.tensor import linear_scatter
 
@@ -82,6 +84,15 @@ def add_norm(width: int) -> None:
     )
 
 
+def float8_casts(kind: Format) -> None:
+    x, scale, counts = zeros(4096, 5120), torch.ones(()), torch.zeros(2, dtype=torch.long)
+    cast.cast_by_scale(x, kind, scale)
+    cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()), counts=counts)
+    cast.cast_by_scale(x, kind, scale, columns=False)
+    cast.cast_by_amax(x, kind, old=scale, counts=counts)
+    cast.cast_rows(x, kind, columns=True, counts=counts)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "layer norm": lambda: both_passes(
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
@@ -134,6 +145,8 @@ CASES: dict[str, Callable[[], None]] = {
     "head": lambda: head(False),
     "head, promised": lambda: head(True),
     "embedding": lambda: add_rows(torch.zeros(64, 5120), torch.tensor([3] * 40), torch.zeros(40, 5120, dtype=BF16)),
+    "float8 casts, e4m3": lambda: float8_casts(E4M3),
+    "float8 casts, e5m2": lambda: float8_casts(E5M2),
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),
 }
@@ -152,3 +165,5 @@ def test_compiles_without_spills_and_moves_whole_vectors(name: str) -> None:
             continue  # reads through an index, a few thousand numbers
         width = "[24]" if kernel == "_gelu_kernel" else "4"  # 8 bytes a thread in GeLU's backward: more threads
         assert re.search(rf"ld\.global\S*\.v{width}\.b32", ptx), f"{kernel} reads in pieces"
+        if kernel == "_cast_kernel":  # both copies, also the transposed one
+            assert not re.search(r"st\.global\S*\.b(8|16)\b", ptx), "a float8 copy is written in pieces"

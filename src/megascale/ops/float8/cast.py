@@ -97,7 +97,7 @@ def _amax_kernel(
     if COLUMNS:
         tl.atomic_max(amax_ptr + column, tl.max(most, 0), mask=column < width, sem="relaxed")
     else:
-        tl.atomic_max(amax_ptr, tl.max(tl.max(most, 0), 0), sem="relaxed")
+        tl.atomic_max(amax_ptr, tl.max(most), sem="relaxed")
 
 
 @jit
@@ -158,11 +158,11 @@ def _cast_kernel(
         to = columns_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
         tl.store(to, q_columns, mask=(column[:, None] < width) & (row[None, :] < rows))
     if AMAX:
-        most = tl.max(tl.max(_magnitude_bits(x), 0), 0)
+        most = tl.max(_magnitude_bits(x))
         tl.atomic_max(amax_ptr, most, sem="relaxed")
     if COUNT:
         clipped, zeroed = _clipped_and_flushed(x, inverse, LARGEST, FLUSHED)
-        _add_counts(counts_ptr, tl.sum(tl.sum(clipped, 0), 0), tl.sum(tl.sum(zeroed, 0), 0))
+        _add_counts(counts_ptr, tl.sum(clipped), tl.sum(zeroed))
 
 
 @jit

@@ -74,7 +74,7 @@ class _Library:
             "cublasLtMatmulPreferenceCreate": [one],
             "cublasLtMatmulPreferenceSetAttribute": [one, two, one, three],
             "cublasLtMatmulPreferenceDestroy": [one],
-            "cublasLtMatmulAlgoGetHeuristic": [one] * 7 + [one, two, one, one],
+            "cublasLtMatmulAlgoGetHeuristic": [one] * 7 + [two, one, one],
             "cublasLtMatmul": [one] * 13 + [one, three, one],
         }
         # handle, descriptor, alpha, A, A's layout, B, its layout, beta, C, its layout, D, its layout, algorithm,

@@ -1,0 +1,162 @@
+"""Float8 casts through Triton's interpreter: the references' bytes, scales, largest magnitudes and counts."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import interpreted
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.ops import dispatch
+from megascale.ops.float8 import cast
+from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_by_scale, cast_rows
+from megascale.ops.float8.formats import E4M3, E5M2
+
+FEW = settings(max_examples=8, deadline=None)
+kinds = st.sampled_from([E4M3, E5M2])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+shapes = st.sampled_from([(1, 1), (7, 16), (3, 5, 33), (130, 70), (40, 600)])
+FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+_convert = interpreted.interpreter._convert_float
+
+
+def _convert_as_hardware_does(data, from_type, to_type, rounding):
+    """The interpreter's own conversion cuts, and loses a carry and NaN. Nothing that is too large may come here."""
+    if to_type not in FLOAT8:
+        return _convert(data, from_type, to_type, rounding)
+    assert from_type == tl.float32
+    wide = torch.from_numpy(np.frombuffer(data.tobytes(), np.float32).copy())
+    made = wide.to(FLOAT8[to_type])
+    assert not ((wide.abs() > torch.finfo(made.dtype).max) & wide.isfinite()).any(), "not clamped"
+    return made.view(torch.uint8).numpy().reshape(data.shape)
+
+
+interpreted.interpreter._convert_float = _convert_as_hardware_does
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fused():
+    dispatch.configure("fused")
+    yield
+    dispatch.configure("auto")
+
+
+def rows_of(shape, dtype, seed, hole=None) -> torch.Tensor:
+    """Gaussians over many magnitudes, in parts of longer rows, perhaps with a value that is not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape[:-1], shape[-1] + 8, generator=generator)
+    x *= torch.randn(x.shape, generator=generator).mul(4).exp2()
+    x[torch.rand(x.shape, generator=generator) < 0.05] = 0
+    if hole is not None:
+        x.view(-1)[0] = hole
+    return x.to(dtype)[..., : shape[-1]]
+
+
+def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
+    if want is None or got is None:
+        assert got is want
+        return
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    nan = want.float().isnan()
+    assert torch.equal(got.float().isnan(), nan)
+    assert torch.equal(got.float()[~nan], want.float()[~nan])
+
+
+def both(function, *collected: torch.Tensor):
+    """What the kernels make and what the references make, each with its own copies of the tensors collected into."""
+    made = []
+    for mode in ("fused", "reference"):
+        dispatch.configure(mode)
+        copies = [c.clone() for c in collected]
+        result = function(*copies)
+        made.append((result, copies, dispatch.active()))
+    dispatch.configure("fused")
+    (fused, mine, active), (plain, theirs, _) = made
+    assert "triton" in active.values()
+    for a, b in zip(mine, theirs, strict=True):
+        same(a, b)
+    if isinstance(fused, torch.Tensor):
+        same(fused, plain)
+        return
+    for name in ("rows", "rows_scale", "columns", "columns_scale"):
+        same(getattr(fused, name), getattr(plain, name))
+
+
+holes = st.sampled_from([None, float("inf"), float("-inf"), float("nan")])
+seeds = st.integers(0, 1000)
+
+
+@FEW
+@given(shapes, dtypes, seeds, holes, st.sampled_from([0.0, 1e6]))
+def test_amax(shape, dtype, seed, hole, before):
+    x = rows_of(shape, dtype, seed, hole)
+    with mock.patch.object(cast, "TILE_AMAX", (4, 32, 1, 3)):
+        both(lambda: amax_of(x))
+        if hole != hole:  # a NaN stays whatever was there, and a maximum with it is NaN in torch too
+            before = 0.0
+        both(lambda out: amax_of(x, out), torch.tensor(before))
+
+
+@FEW
+@given(shapes, dtypes, kinds, seeds, holes, st.sampled_from([(True, True), (True, False), (False, True)]))
+def test_cast_by_scale_with_amax_and_counts(shape, dtype, kind, seed, hole, wanted):
+    x = rows_of(shape, dtype, seed, hole)
+    scale = x.float().nan_to_num(0.0, 0.0, 0.0).abs().max() / kind.largest / 3 + 1e-6  # some are clipped, some flushed
+    rows, columns = wanted
+    with mock.patch.object(cast, "TILE", (16, 32, 1)), mock.patch.object(cast, "TILE_WITHOUT_COLUMNS", (8, 64, 1)):
+        both(
+            lambda amax, counts: cast_by_scale(x, kind, scale, rows=rows, columns=columns, amax=amax, counts=counts),
+            torch.tensor(0.5),
+            torch.tensor([3, 4]),
+        )
+
+
+@FEW
+@given(shapes, dtypes, kinds, seeds, holes, st.booleans(), st.booleans(), st.integers(0, 2))
+def test_cast_by_amax(shape, dtype, kind, seed, hole, has_old, power_of_2, margin):
+    x = rows_of(shape, dtype, seed, hole)
+    old = torch.tensor(0.37) if has_old else None
+    both(
+        lambda counts: cast_by_amax(x, kind, old=old, counts=counts, power_of_2=power_of_2, margin=margin),
+        torch.zeros(2, dtype=torch.int64),
+    )
+
+
+@FEW
+@given(
+    shapes, dtypes, kinds, seeds, holes, st.booleans(), st.sampled_from([(True, True), (True, False), (False, True)])
+)
+def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, wanted):
+    x = rows_of(shape, dtype, seed, hole)
+    rows, columns = wanted
+    with mock.patch.object(cast, "CHUNK", 64):
+        both(
+            lambda counts: cast_rows(x, kind, rows=rows, columns=columns, counts=counts, power_of_2=power_of_2),
+            torch.zeros(2, dtype=torch.int64),
+        )
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize("value", [0.0, 1e-44])
+def test_a_tensor_of_zeros_or_nearly(kind, value):
+    x = torch.full((20, 40), value)
+    both(lambda: cast_by_amax(x, kind, old=torch.tensor(3.0)))
+    both(lambda: cast_rows(x, kind, columns=True))
+
+
+def test_every_bfloat16_casts_as_the_reference_does():
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    # The interpreter loses some numbers below the smallest normal one on the way to float32.
+    every = every.where((every.abs() >= torch.finfo(every.dtype).tiny) | every.isnan(), torch.zeros_like(every))
+    for kind in (E4M3, E5M2):
+        for scale in (1.0, 0.0078125, 3e-5):
+            both(
+                lambda counts, k=kind, s=scale: cast_by_scale(every, k, torch.tensor(s), counts=counts),
+                torch.zeros(2, dtype=torch.int64),
+            )

@@ -1,0 +1,249 @@
+"""Float8's plain references: scales, casts and products on the CPU, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.errors import ConfigError, FitError, TrainingError
+from megascale.ops import dispatch
+from megascale.ops.float8 import cublaslt, product
+from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_by_scale, cast_rows
+from megascale.ops.float8.formats import (
+    E4M3,
+    E5M2,
+    SMALLEST_SCALE,
+    Float8,
+    amax_reference,
+    dequantise,
+    power_of_2_above,
+    quantise_reference,
+    scale_from_amax,
+)
+
+kinds = st.sampled_from([E4M3, E5M2])
+MANY = settings(max_examples=60, deadline=None)
+magnitudes = st.floats(2.0**-100, 2.0**100, width=32)
+nothing_to_learn = st.sampled_from([0.0, math.inf, math.nan])
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+@MANY
+@given(magnitudes, kinds, st.integers(0, 3), st.booleans())
+def test_amax_falls_on_the_largest_number_or_a_margin_below(amax, kind, margin, power_of_2):
+    scale = scale_from_amax(torch.tensor(amax), kind, margin=margin, power_of_2=power_of_2)
+    at = amax / scale.item() / kind.largest * 2.0**margin
+    if power_of_2:
+        assert 0.5 - 1e-6 < at < 1 + 1e-6
+        assert math.frexp(scale.item())[0] == 0.5
+    else:
+        assert at == pytest.approx(1.0)
+
+
+@MANY
+@given(st.lists(st.one_of(magnitudes, nothing_to_learn), min_size=1, max_size=6), kinds, magnitudes, st.booleans())
+def test_an_amax_that_says_nothing_keeps_the_old_scale(amaxes, kind, old, power_of_2):
+    scales = scale_from_amax(torch.tensor(amaxes), kind, torch.tensor(old), power_of_2=power_of_2)
+    for amax, scale in zip(amaxes, scales.tolist(), strict=True):
+        if amax == 0 or not math.isfinite(amax):
+            assert scale == torch.tensor(old).item()
+        else:
+            assert scale >= SMALLEST_SCALE
+            assert math.isfinite(1 / scale)
+
+
+def test_scales_at_the_ends_of_float32():
+    tiny, huge = torch.tensor(1e-45), torch.tensor(torch.finfo(torch.float32).max)
+    assert scale_from_amax(tiny, E5M2).item() == SMALLEST_SCALE
+    assert scale_from_amax(huge, E4M3).isfinite()
+    assert scale_from_amax(huge, E4M3, old=3.0, margin=20).item() == 3.0  # it would overflow
+    assert power_of_2_above(torch.tensor([1.0, 1.5, 2.0, 2.0000002])).tolist() == [1.0, 2.0, 2.0, 4.0]
+
+
+@MANY
+@given(st.integers(0, 2**16), kinds, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), magnitudes)
+def test_a_cast_there_and_back_is_off_by_half_a_step(seed, kind, dtype, size):
+    """Relative to the number where it is normal in the format, to the smallest normal number below."""
+    x = randn(16, 16, seed=seed, dtype=dtype) * size
+    scale = scale_from_amax(amax_reference(x), kind)
+    back = dequantise(quantise_reference(x, scale, kind), scale, torch.float64)
+    digits, smallest_normal = (3, 2.0**-6) if kind is E4M3 else (2, 2.0**-14)
+    step = x.double().abs().clamp_min(smallest_normal * scale.item()) * 2.0**-digits
+    assert ((back - x.double()).abs() <= step * (0.5 + 1e-5)).all()
+
+
+@MANY
+@given(kinds, st.floats(-(2.0**99), 2.0**99, width=32), magnitudes)
+def test_what_is_too_large_is_clamped_and_counted_and_what_is_not_finite_stays_so(kind, value, scale):
+    x = torch.tensor([value, math.inf, -math.inf, math.nan, 0.0])
+    counts = torch.zeros(2, dtype=torch.int64)
+    q = quantise_reference(x, torch.tensor(scale), kind, counts)
+    scaled = (x[0] * (1 / torch.tensor(scale))).item()
+    assert q[1:4].float().isnan().all()
+    assert q[4].float() == 0
+    if abs(scaled) > kind.largest:
+        assert q[0].float().item() == math.copysign(kind.largest, value)
+    assert counts[0] == (abs(scaled) > kind.largest)
+    assert counts[1] == (value != 0 and q[0].float() == 0)
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_flushed_is_exactly_what_becomes_zero(kind):
+    edge = torch.tensor([kind.flushed, kind.flushed * (1 + 2**-20), -kind.flushed, 0.0])
+    counts = torch.zeros(2, dtype=torch.int64)
+    assert (quantise_reference(edge, torch.tensor(1.0), kind, counts).float() == 0).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert counts.tolist() == [0, 2]
+
+
+@MANY
+@given(st.sampled_from([(1, 1), (5, 3), (2, 3, 7), (0, 4), (16, 16)]), kinds, st.booleans(), st.integers(0, 99))
+def test_both_copies_hold_the_same_numbers_with_one_scale(shape, kind, known, seed):
+    x = randn(*shape, seed=seed, dtype=torch.bfloat16)
+    x_MN = x.reshape(-1, shape[-1])
+    amax = amax_of(x)
+    assert amax.item() == (x.abs().max().float().item() if x.numel() else 0)
+    made = cast_by_amax(x, kind, amax if known else None, old=torch.tensor(7.0))
+    assert made.rows.shape == x_MN.shape
+    assert torch.equal(made.rows.float(), made.columns.t().float())
+    assert made.rows_scale is made.columns_scale
+    if not amax:
+        assert made.rows_scale == 7.0
+    collected, counts = torch.tensor(0.25), torch.zeros(2, dtype=torch.int64)
+    again = cast_by_scale(x, kind, made.rows_scale, amax=collected, counts=counts)
+    assert torch.equal(again.rows.float(), made.rows.float())
+    assert collected.item() == max(0.25, amax.item())
+    only = cast_by_scale(x, kind, made.rows_scale, columns=False)
+    assert only.columns is None
+
+
+@MANY
+@given(st.sampled_from([(1, 1), (5, 3), (16, 32)]), kinds, st.booleans(), st.integers(0, 99))
+def test_row_wise_scales_know_nothing_of_other_rows(shape, kind, power_of_2, seed):
+    x = randn(*shape, seed=seed)
+    made = cast_rows(x, kind, columns=True, power_of_2=power_of_2)
+    assert made.rows_scale.shape == (shape[0], 1)
+    assert made.columns_scale.shape == (shape[1], 1)
+    alone = cast_rows(x[:1], kind, power_of_2=power_of_2)
+    assert torch.equal(alone.rows.float(), made.rows[:1].float())
+    turned = cast_rows(x.t().contiguous(), kind, power_of_2=power_of_2)
+    assert torch.equal(turned.rows.float(), made.columns.float())
+    x[0], x[-1, 0] = 0, math.inf if shape[0] > 1 else 0
+    made = cast_rows(x, kind)
+    assert made.rows_scale[0] == 1
+    assert made.rows[0].float().abs().max() == 0
+    if shape[0] > 1:
+        assert made.rows_scale[-1] == 1
+        assert made.rows[-1, 0].float().isnan()
+
+
+def exact(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return dequantise(q, scale, torch.float64)
+
+
+@MANY
+@given(st.sampled_from([(16, 32, 48), (3, 5, 7), (1, 16, 16)]), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_the_three_products_of_a_linear(sizes, row_wise, unset, seed):
+    tokens, inputs, outputs = sizes
+    x, w, dy = (randn(*shape, seed=seed) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
+    if row_wise:
+        x8, w8, dy8 = (cast_rows(t, E4M3, columns=True) for t in (x, w, dy))
+    else:
+        x8, w8, dy8 = cast_by_amax(x, E4M3), cast_by_amax(w, E4M3), cast_by_amax(dy, E5M2)
+    bias = randn(outputs, seed=seed)
+    y = product.forward(x8, w8, torch.float32, bias)
+    want = exact(x8.rows, x8.rows_scale) @ exact(w8.rows, w8.rows_scale).t() + bias
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    dx = product.input_gradient(dy8, w8, torch.float64)
+    torch.testing.assert_close(dx, exact(dy8.rows, dy8.rows_scale) @ exact(w8.columns, w8.columns_scale).t())
+    main = torch.full((outputs, inputs), math.nan if unset else 2.0)
+    product.weight_gradient(dy8, x8, main, unset)
+    want = exact(dy8.columns, dy8.columns_scale) @ exact(x8.columns, x8.columns_scale).t() + (0 if unset else 2)
+    torch.testing.assert_close(main.double(), want, rtol=1e-5, atol=1e-5)
+    assert dispatch.active()["float8 product"] == "reference (cpu tensors)"
+
+
+@pytest.mark.parametrize(("kinds", "error"), [((E4M3, E4M3), 0.0375), ((E5M2, E4M3), 0.0585)])
+def test_error_of_a_product_of_gaussians(kinds, error):
+    """3.7% and 5.9% of the norm are the formats' own: an error in a scale or a rounding would be more."""
+    a, b = randn(64, 2048), randn(96, 2048, seed=1)
+    qa, qb = (cast_by_amax(t, kind) for t, kind in zip((a, b), kinds, strict=True))
+    got = product.multiply(qa.rows, qa.rows_scale, qb.rows, qb.rows_scale, dtype=torch.float32)
+    assert ((got - a @ b.t()).norm() / (a @ b.t()).norm()).item() == pytest.approx(error, rel=0.06)
+
+
+def test_what_a_cast_left_out_is_not_multiplied():
+    x, w = (cast_by_amax(randn(16, 16, seed=i), E4M3, columns=False) for i in range(2))
+    with pytest.raises(AssertionError, match="left out"):
+        product.input_gradient(x, w)
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "outputs", "named"), [(8, 16, 16, "8 tokens"), (16, 40, 16, "40 inputs")])
+def test_sizes_that_do_not_divide_are_named(tokens, inputs, outputs, named):
+    with pytest.raises(FitError, match=f"layers.0.qkv has {named}.*multiples of 16"):
+        product.check_shape("layers.0.qkv", tokens, inputs, outputs)
+    product.check_shape("layers.0.qkv", 16, 32, 48)
+
+
+class OnCuda(torch.Tensor):
+    """A CPU tensor that says it is on a device."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("capability", "K", "kinds", "error", "message"),
+    [
+        ((8, 0), 16, (E4M3, E4M3), ConfigError, "A100 has 8.0"),
+        ((9, 0), 24, (E4M3, E4M3), FitError, "not a multiple of 16"),
+        ((9, 0), 16, (E5M2, E5M2), FitError, "two E5M2"),
+    ],
+)
+def test_a_device_or_a_shape_without_float8_is_an_error_not_another_product(capability, K, kinds, error, message):
+    one = torch.ones(())
+    a, b = (torch.zeros(16, K).to(kind.dtype).as_subclass(OnCuda) for kind in kinds)
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="A100"),
+    ):
+        for call in (
+            lambda: product.multiply(a, one, b, one),
+            lambda: product.multiply_into(torch.zeros(16, 16), a, one, b, one),
+        ):
+            with pytest.raises(error, match=message):
+                call()
+
+
+def test_the_library_of_this_process_is_found_by_its_map(tmp_path):
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 0 08:01 5   /usr/lib/libc.so.6\n7f02-7f03 r--p 0 08:01 6   /a b/libcublasLt.so.13\n"
+    )
+    assert cublaslt.library_path(str(maps)) == "/a b/libcublasLt.so.13"
+    maps.write_text("7f00-7f01 rw-p 0 00:00 0\n")
+    with pytest.raises(TrainingError, match="needs the cuBLASLt"):
+        cublaslt.library_path(str(maps))
+
+
+def test_the_heuristic_result_is_laid_out_as_in_the_header():
+    assert ctypes.sizeof(cublaslt._Heuristic) == 96
+    assert cublaslt._Heuristic.workspace.offset == 64
+
+
+def test_an_empty_tensor_casts():
+    made = cast_by_amax(torch.zeros(0, 16), E4M3)
+    assert isinstance(made, Float8)
+    assert made.columns.shape == (16, 0)
