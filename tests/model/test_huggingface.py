@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
 from megascale import config
+from megascale.bench.soak_huggingface import case
 from megascale.core.flops import parameters
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES, family_for
@@ -121,6 +122,16 @@ def both_ways_of_any_size(theirs, folder: Path) -> None:
         tokens = torch.arange(20).reshape(2, 10)
         ours = chunk.logits(chunk(tokens.t())).transpose(0, 1)
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=CLOSE)
+
+
+@pytest.mark.parametrize("from_theirs", [True, False])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_model_gives_the_same_logits_or_names_the_key(from_theirs, data):
+    """Over all families, what is drawn has the outcome that belongs to it; see megascale.bench.huggingface_cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = case(transformers, lambda values: data.draw(st.sampled_from(list(values))), from_theirs, Path(folder))
+    assert found.held, f"{found.name}: {found.outcome}"
 
 
 # models of ours, exported ------------------------------------------------------------------------------------------
