@@ -275,7 +275,13 @@ _FAMILIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "llama": (
         {**_LLAMA, "attention_bias": False},
-        [{"window": 5}, {"window": 99}, {"rotary_fraction": 0.5}, {"block": "parallel"}, {"positions": "none"}],
+        [
+            {"window": 5},
+            {"window": 99},
+            {"rotary_fraction": 0.5, "head_dim": 8},
+            {"block": "parallel"},
+            {"positions": "none"},
+        ],
     ),
     "mistral": (
         {**_LLAMA, "attention_bias": False},
