@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 import tempfile
@@ -196,6 +197,29 @@ def test_data_files_that_are_missing_are_a_data_error(saved: Path, tmp_path: Pat
     infos, read = read_foreign(_folder(tmp_path / "dcp", (saved / ".metadata").read_bytes()), "")
     with pytest.raises(DataError, match="a cannot be read"):
         read("a", Box((0, 0), infos["a"].shape))
+
+
+class _Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_data_files_run_nothing(saved: Path, tmp_path: Path) -> None:
+    def evil(index: Any) -> None:
+        for info in index.storage_data.values():
+            info.offset, info.length = 0, len(data)
+
+    torch.save(_Evil(tmp_path / "touched"), tmp_path / "evil")
+    data = (tmp_path / "evil").read_bytes()
+    folder = _changed(saved, tmp_path / "dcp", evil)
+    (folder / "__0_0.distcp").write_bytes(data)
+    infos, read = read_foreign(folder, "")
+    with pytest.raises(DataError, match="a cannot be read"):
+        read("a", Box((0, 0), infos["a"].shape))
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_torch_file_of_tables_without_end_is_a_data_error(tmp_path: Path) -> None:

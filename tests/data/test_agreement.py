@@ -175,6 +175,7 @@ def test_held_out_data_with_a_foreign_id_ends_the_evaluation(tiny: Path, tmp_pat
         api.evaluate(tmp_path / "runs" / "tiny", valid, device="cpu")
     with pytest.raises(DataError, match=r"data\.valid: .*" + named):
         api.train(api.load_config(tiny, ["--train.steps=2", f"--data.valid={valid}"]))
+    assert max(r["step"] for r in lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 1  # before the next step
 
 
 @pytest.mark.parametrize("key", ["train", "valid"])

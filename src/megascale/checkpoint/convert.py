@@ -248,6 +248,8 @@ def _from_distributed(path: Path) -> Iterator[Found]:
         except (Exception, CheckpointException) as error:  # files that may hold anything; tensors alone are unpickled
             causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
             cause = causes[0][0] if causes else error
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
             raise DataError(
                 f"{str(path)!r}: {name} cannot be read ({_first_line(cause)}); get the files again"
             ) from None

@@ -120,4 +120,5 @@ def check_tokenizers(config: Config) -> None:
     if config.data.valid is not None:
         own = agreement.of_run(config)
         agreement.check_tokens("data.valid", config.data.valid, own, config.model.vocab_size)
-        HeldOut(config.data.valid, config.model.sequence_length)  # what cannot be opened is said at the start
+        # What cannot be opened or used is said at the start, not at the first evaluation.
+        HeldOut(config.data.valid, config.model.sequence_length, config.model.vocab_size).check()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megascale.data.stream import TextStream
 
 IGNORE = -100
+_SCAN = 1 << 23  # tokens looked at at a time
 
 
 def is_text(entry: str) -> bool:
@@ -250,6 +251,11 @@ class HeldOut:
 
     def __len__(self) -> int:
         return self.windows
+
+    def check(self, most: int = 1 << 27) -> None:
+        """DataError for an id outside the vocabulary among the first tokens: at a start, not after hours."""
+        for start in range(0, min(self.tokens, most), _SCAN):
+            check_ids(self.named, self.prefix, self._file.stream[start : start + _SCAN], start, self.vocab_size)
 
     def batch(self, first_window: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Inputs and targets, int64 [windows, sequence_length]; fewer rows than `count` at the end of the file."""
