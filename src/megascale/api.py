@@ -120,16 +120,23 @@ def evaluate(
 ) -> Evaluation:
     """Loss of a run's checkpoint on a token file (default: the run's own data.valid).
 
-    `stride`: tokens that each window predicts; default: all of its model.sequence_length.
+    `stride`: tokens that each window predicts; default: all of its model.sequence_length. DataError if the file's
+    tokens are another tokenizer's than the run's.
     """
+    from megascale.data import agreement
     from megascale.train.evaluate import evaluate_file
     from megascale.train.restore import restore
+    from megascale.train.run_folder import run_config
 
-    engine, config = restore(Path(run), step=step, device=device)
-    prefix = file or config.data.valid
+    config = run_config(Path(run))
+    prefix, named = file or config.data.valid, "--file" if file else "data.valid"
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
-    return evaluate_file(engine, config, prefix, stride=stride)
+    # Before the model, which may take a while to read.
+    own = agreement.check_run(Path(run), config)
+    agreement.check_tokens(named, prefix, own, config.model.vocab_size)
+    engine, config = restore(Path(run), step=step, device=device)
+    return evaluate_file(engine, config, prefix, stride=stride, named=named)
 
 
 def generate(
@@ -150,12 +157,15 @@ def generate(
 
     The text ends after `tokens` tokens, at the tokenizer's end of a document, or before the first of the texts `stop`.
     """
+    from megascale.data import agreement
     from megascale.data.tokenizer import tokenizer_for
     from megascale.train.generate import Sampling, generate_tokens, text_of
     from megascale.train.restore import restore_model
     from megascale.train.run_folder import run_config
 
-    tokenizer = tokenizer_for(run_config(Path(run)).data)  # before the model, which may take a while to read
+    config = run_config(Path(run))
+    tokenizer = tokenizer_for(config.data)  # before the model, which may take a while to read
+    agreement.check_run(Path(run), config)
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)

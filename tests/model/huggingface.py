@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-from megascale.config import ModelConfig  # noqa: E402
+from megascale.bench.soak_huggingface import chunk_of as chunk_of  # noqa: E402
 from megascale.model.transformer import Chunk  # noqa: E402
-from megascale.parallel.parameters import materialise, piece_views, spec_of  # noqa: E402
 
 CLOSE = 1e-4  # largest difference of logits in float32
 VOCAB = 101
@@ -69,16 +67,6 @@ def load(folder: Path):
     model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
     return model.eval()
-
-
-def chunk_of(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Chunk:
-    """Our model with given logical tensors."""
-    chunk = Chunk(model, range(model.layers), first=True, last=True)
-    materialise(chunk, {p: torch.zeros(p.shape) for p in chunk.parameters()})
-    for p in chunk.parameters():
-        for piece, view in piece_views(spec_of(p), p.data):
-            view.copy_(tensors[piece.name])
-    return chunk.requires_grad_(False)
 
 
 def prompt(length: int = 24, samples: int = 3) -> torch.Tensor:

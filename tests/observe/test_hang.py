@@ -350,5 +350,12 @@ def test_a_dump_that_would_run_code_is_refused(tmp_path):
         read_flight(file)
 
 
+@pytest.mark.parametrize("data", [b'{"a":' * 100_000, pickle.dumps(b"x" * 300)[:-5], b"\x80\x04\x8e" + b"\xff" * 8])
+def test_a_dump_that_lies_or_is_cut_off_is_refused(data, tmp_path):
+    (tmp_path / "nccl_trace_rank_0").write_bytes(data)
+    with pytest.raises(DataError, match="no flight-recorder dump"):
+        read_flight(tmp_path / "nccl_trace_rank_0")
+
+
 def test_nothing_is_recorded_unless_installed():
     assert type(calls.current) is calls.NoCalls

@@ -5,9 +5,7 @@ Everything goes tensor by tensor (or chunk by chunk), so memory holds the larges
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,10 +18,11 @@ import torch
 from megascale.checkpoint import archive
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint.archive import crc32
+from megascale.checkpoint.foreign_index import read_index
 from megascale.checkpoint.index import TensorInfo
 from megascale.checkpoint.layout import CHUNK_BYTES, split
 from megascale.checkpoint.plan import data_file, make_offer, make_plan
-from megascale.checkpoint.saver import dtype_name, host_bytes
+from megascale.checkpoint.saver import host_bytes
 from megascale.checkpoint.storage import Storage
 from megascale.checkpoint.torch_index import torch_metadata
 from megascale.checkpoint.whole import Whole
@@ -209,11 +208,17 @@ def _from_torch(path: Path) -> Iterator[Found]:
         tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise DataError(f"there is no file {str(path)!r}") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-        first = str(error).splitlines()[0]
-        raise DataError(f"{str(path)!r} is not a file of tensors that torch.save wrote: {first}") from None
-    for name, tensor in _flatten("", tree):
-        yield name, TensorInfo(tuple(tensor.shape), dtype_name(tensor)), partial(torch.Tensor.detach, tensor)
+    except Exception as error:  # whatever a file that is something else, or lies, makes of torch's own reader
+        raise DataError(f"{str(path)!r} is not a file of tensors that torch.save wrote: {_first_line(error)}") from None
+    try:
+        found = list(_flatten("", tree))
+    except RecursionError:
+        raise DataError(f"{str(path)!r} holds tables in each other without end; it is no file of tensors") from None
+    for name, tensor in found:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise DataError(f"{str(path)!r}: {name} is a {tensor.layout} tensor, which a checkpoint cannot hold")
+        kind = _dtype(path, name, tensor.dtype)
+        yield name, TensorInfo(tuple(tensor.shape), kind), partial(torch.Tensor.detach, tensor)
 
 
 def _flatten(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -227,28 +232,9 @@ def _flatten(prefix: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _flatten(f"{prefix}{i}.", value)
 
 
-_ALLOWED = {
-    "torch": {"Size", "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes that a torch distributed index consists of, and no others: a pickle could else do anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = _ALLOWED.get(module, set())
-        if allowed is None or name in allowed:
-            return super().find_class(module, name)
-        raise DataError(f"the checkpoint's .metadata names {module}.{name}, which an index has no use for; not loaded")
-
-
 def _from_distributed(path: Path) -> Iterator[Found]:
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     class Reader(dcp.FileSystemReader):
@@ -256,12 +242,35 @@ def _from_distributed(path: Path) -> Iterator[Found]:
             return metadata
 
     def read(name: str, entry: TensorStorageMetadata) -> torch.Tensor:
-        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        dcp.load(state, storage_reader=Reader(path), no_dist=True)
+        try:
+            state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+            dcp.load(state, storage_reader=Reader(path), no_dist=True)
+        except (Exception, CheckpointException) as error:  # files that may hold anything; tensors alone are unpickled
+            causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+            cause = causes[0][0] if causes else error
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+            raise DataError(
+                f"{str(path)!r}: {name} cannot be read ({_first_line(cause)}); get the files again"
+            ) from None
         return state[name]
 
-    metadata = _Unpickler(io.BytesIO((path / folders.METADATA).read_bytes())).load()
+    metadata = read_index(path / folders.METADATA)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            dtype = dtype_name(torch.empty(0, dtype=entry.properties.dtype))
-            yield name, TensorInfo(tuple(entry.size), dtype), partial(read, name, entry)
+            yield (
+                name,
+                TensorInfo(tuple(entry.size), _dtype(path, name, entry.properties.dtype)),
+                partial(read, name, entry),
+            )
+
+
+def _dtype(path: Path, name: str, dtype: torch.dtype) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    if kind not in archive.DTYPES:
+        raise DataError(f"{str(path)!r}: {name} is of type {kind}, which a checkpoint cannot hold")
+    return kind
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 
 from megascale.config import Config
-from megascale.data import sources
+from megascale.data import agreement, sources
 from megascale.data.indexed import paths
-from megascale.data.manifest import read_manifest
-from megascale.data.samples import is_text
+from megascale.data.samples import HeldOut, is_text
 from megascale.data.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import DataError
 
@@ -60,16 +59,20 @@ def keep(record: Path, now: dict[str, str]) -> None:
 
 
 def watch(config: Config, consumed: int, leader: bool) -> None:
-    """At a start that goes on after `consumed` samples: the files must be those of the run's first start.
+    """At a start that goes on after `consumed` samples: files and tokenizer must be those of the run's first start.
 
-    Raises DataError as `fingerprints`, `compare` and `check_tokenizers` do.
+    Raises DataError as `fingerprints`, `compare`, `check_tokenizers` and `check_run` do.
     """
     check_tokenizers(config)
-    record, now = config.run_folder / "samples" / NAME, fingerprints(config)
+    run = config.run_folder
+    record, now = run / "samples" / NAME, fingerprints(config)
     if consumed:
         compare(record, now)
+        agreement.check_run(run, config)
     if leader and not (consumed and record.exists()):
         keep(record, now)
+    if leader and not (consumed and agreement.remembered(run)):
+        agreement.remember(run, config)
 
 
 def compare(record: Path, now: dict[str, str]) -> None:
@@ -95,16 +98,16 @@ def compare(record: Path, now: dict[str, str]) -> None:
 
 
 def check_tokenizers(config: Config) -> None:
-    """DataError if files that `megascale data build` made were made with different tokenizers, or not with the run's.
+    """DataError if token files are of different tokenizers, or not of the run's; also the held-out file.
 
     The run's tokenizer counts where data.tokenizer names one, and where text is tokenised on the fly.
     """
     texts = [is_text(entry) for entry in config.data.train]
     known: dict[str, str] = {}
     for entry, text in zip(config.data.train, texts, strict=True):
-        manifest = None if text else read_manifest(Path(entry).parent)
-        if manifest is not None:
-            known.setdefault(manifest.tokenizer["sha256"], entry)
+        made_with = None if text else agreement.of_tokens(entry)
+        if made_with is not None:
+            known.setdefault(made_with.sha256, entry)
     if known and (config.data.tokenizer or any(texts)):
         known.setdefault(tokenizer_for(config.data).sha256, str(tokenizer_path(config.data)))
     if len(known) > 1:
@@ -114,3 +117,8 @@ def check_tokenizers(config: Config) -> None:
             "one of them again with the other's tokenizer.json (`megascale data build --tokenizer`), or name the right "
             "one with --data.tokenizer"
         )
+    if config.data.valid is not None:
+        own = agreement.of_run(config)
+        agreement.check_tokens("data.valid", config.data.valid, own, config.model.vocab_size)
+        # What cannot be opened or used is said at the start, not at the first evaluation.
+        HeldOut(config.data.valid, config.model.sequence_length, config.model.vocab_size).check()

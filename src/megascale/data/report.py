@@ -61,6 +61,11 @@ def describe(
     ends = np.concatenate([[0], np.cumsum(file.lengths, dtype=np.int64)])[file.document_indices]
     lengths = np.diff(ends)
     largest = max((int(file.stream[i : i + (1 << 24)].max()) for i in range(0, file.tokens, 1 << 24)), default=-1)
+    smallest = min((int(file.stream[i : i + (1 << 24)].min()) for i in range(0, file.tokens, 1 << 24)), default=0)
+    if smallest < 0:
+        raise DataError(
+            f"{file.prefix}.bin holds token id {smallest}; ids are from 0 on: it is damaged, build it again"
+        )
     path = tokenizer or Path(file.prefix).parent / "tokenizer.json"
     words = Tokenizer.load(path) if tokenizer or path.exists() else None
     if words is not None and largest >= words.vocab_size:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megascale.data.stream import TextStream
 
 IGNORE = -100
+_SCAN = 1 << 23  # tokens looked at at a time
 
 
 def is_text(entry: str) -> bool:
@@ -40,6 +41,23 @@ def is_text(entry: str) -> bool:
 def hash_ids(ids: NDArray[np.int64]) -> int:
     """What the ledger keeps of sample ids: 64 bits of BLAKE2b."""
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "big")
+
+
+def check_ids(what: str, file: str, tokens: NDArray, first: int, vocab_size: int | None) -> None:
+    """DataError naming the first token id outside the vocabulary, and its place.
+
+    Args:
+        what: the key or option that named the file.
+        tokens: some of the file's tokens, from number `first` on.
+    """
+    if vocab_size is None or not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocab_size):
+        return
+    at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+    raise DataError(
+        f"{what}: {file} holds token id {tokens[at]} and model.vocab_size={vocab_size} (token {first + at:,} of the "
+        f"file; ids are 0 to {vocab_size - 1}); it was made with another tokenizer, or is damaged: set "
+        "model.vocab_size to that tokenizer's, or build the data again"
+    )
 
 
 class SampleSource:
@@ -165,12 +183,10 @@ class SampleSource:
             self.meter.bytes_read += view.nbytes
         vocabulary = self.config.model.vocab_size
         if vocabulary is not None and count and (out.min() < 0 or out.max() >= vocabulary):
-            bad = int(np.flatnonzero(((out < 0) | (out >= vocabulary)).any(axis=1))[0])
-            raise DataError(
-                f"data.train: {self.files[rows[bad, 1]].prefix} holds token id {out[bad].max()} and "
-                f"model.vocab_size={vocabulary}; the file was made with another tokenizer: set model.vocab_size to "
-                "that tokenizer's or build the data again"
-            )
+            for tokens, (epoch, number, window) in zip(out, rows.tolist(), strict=True):
+                text = not isinstance(self.files[number], IndexedDataset)
+                file = f"{self.files[number].prefix}{f' (epoch {epoch})' if text else ''}"
+                check_ids("data.train", file, tokens, window * self.sequence_length, vocabulary)
         return out
 
 
@@ -209,8 +225,14 @@ class HeldOut:
     """
 
     def __init__(
-        self, prefix: str, sequence_length: int, vocab_size: int | None = None, stride: int | None = None
+        self,
+        prefix: str,
+        sequence_length: int,
+        vocab_size: int | None = None,
+        stride: int | None = None,
+        named: str = "data.valid",
     ) -> None:
+        self.named = named  # the key or option that the file is from
         self.prefix, self.sequence_length, self.vocab_size = prefix, sequence_length, vocab_size
         self.stride = sequence_length if stride is None else stride
         if not 0 < self.stride <= sequence_length:
@@ -224,11 +246,16 @@ class HeldOut:
             raise DataError(f"held-out file {prefix} has no tokens; build it with more text")
         self.windows = -(-self.tokens // self.stride)
 
-    def __reduce__(self) -> tuple[type[HeldOut], tuple[str, int, int | None, int]]:
-        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size, self.stride)
+    def __reduce__(self) -> tuple[type[HeldOut], tuple[str, int, int | None, int, str]]:
+        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size, self.stride, self.named)
 
     def __len__(self) -> int:
         return self.windows
+
+    def check(self, most: int = 1 << 27) -> None:
+        """DataError for an id outside the vocabulary among the first tokens: at a start, not after hours."""
+        for start in range(0, min(self.tokens, most), _SCAN):
+            check_ids(self.named, self.prefix, self._file.stream[start : start + _SCAN], start, self.vocab_size)
 
     def batch(self, first_window: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Inputs and targets, int64 [windows, sequence_length]; fewer rows than `count` at the end of the file."""
@@ -253,12 +280,10 @@ class HeldOut:
             start = window * self.stride
             begin = max(0, start + self.stride - length)
             piece = stream[begin : start + self.stride]
+            before = stream[begin - 1]  # -1 at the start of the file: its last token
+            check_ids(self.named, self.prefix, piece, begin, self.vocab_size)
+            check_ids(self.named, self.prefix, stream[begin - 1 :][:1], (begin - 1) % self.tokens, self.vocab_size)
             targets[row, start - begin : len(piece)] = piece[start - begin :]
-            inputs[row, 0] = stream[begin - 1]  # -1 at the start of the file: its last token
+            inputs[row, 0] = before
             inputs[row, 1 : len(piece)] = piece[:-1]
-        if self.vocab_size is not None and max(inputs.max(initial=0), targets.max(initial=0)) >= self.vocab_size:
-            raise DataError(
-                f"held-out file {self.prefix} holds token id {max(inputs.max(), targets.max())} and "
-                f"model.vocab_size={self.vocab_size}; it was made with another tokenizer"
-            )
         return inputs, targets

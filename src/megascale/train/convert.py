@@ -12,7 +12,7 @@ from megascale import checkpoint
 from megascale.config import Config, from_tree
 from megascale.core.events import Event
 from megascale.core.flops import parameters
-from megascale.data import convert_tokenizer
+from megascale.data import agreement, convert_tokenizer
 from megascale.data.tokenizer import Tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import family_for
@@ -144,7 +144,7 @@ def export_model(
         written += size
         progress(written, total)
 
-    tokenizer, note = _tokenizer(config)
+    tokenizer, note = _tokenizer(run, config)
     end = tokenizer.end_of_document if tokenizer is not None else None
     write_folder(out, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, end_of_text=end, progress=count)
     if tokenizer is not None:
@@ -152,9 +152,10 @@ def export_model(
     return Converted(out, chosen.name, parameters(model), tokenizer is not None, [note] if note else [])
 
 
-def _tokenizer(config: Config) -> tuple[Tokenizer | None, str | None]:
+def _tokenizer(run: Path, config: Config) -> tuple[Tokenizer | None, str | None]:
     """The run's tokenizer, or why there is none: a model can do without."""
     try:
+        agreement.check_run(run, config)
         return Tokenizer.load(tokenizer_path(config.data)), None
     except (ConfigError, DataError) as error:
         return None, f"no tokenizer is written: {error}"

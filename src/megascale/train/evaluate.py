@@ -31,15 +31,21 @@ class Evaluation:
 
 
 def evaluate_file(
-    engine: Engine, config: Config, prefix: str, samples: int | None = None, stride: int | None = None
+    engine: Engine,
+    config: Config,
+    prefix: str,
+    samples: int | None = None,
+    stride: int | None = None,
+    named: str = "data.valid",
 ) -> Evaluation:
     """Run the model over a token file, every token a target once.
 
     `samples` bounds the windows read (evenly spread); `stride` is the tokens that each window predicts, by default all
-    of them. Collective: every rank of the engine's world calls it; data-parallel ranks share the windows.
+    of them; `named` is the key or option that the file is from. Collective: every rank of the engine's world calls it;
+    data-parallel ranks share the windows. DataError for a token that the vocabulary does not have.
     """
     length, size = config.model.sequence_length, config.train.micro_batch
-    held_out = HeldOut(prefix, length, config.model.vocab_size, stride)
+    held_out = HeldOut(prefix, length, config.model.vocab_size, stride, named)
     chosen = held_out.spread(samples)
     count = len(chosen)
     engine.whole()

@@ -66,9 +66,10 @@ def generate_tokens(
     model = chunk.model
     if not prompt:
         raise ConfigError("the prompt has no tokens; give at least one character, such as --prompt=def")
-    if max(prompt) >= model.vocab:
+    foreign = next((token for token in prompt if not 0 <= token < model.vocab), None)
+    if foreign is not None:
         raise ConfigError(
-            f"the prompt has token {max(prompt)} and model.vocab_size={model.vocab}; the tokenizer is another model's"
+            f"the prompt has token {foreign} and model.vocab_size={model.vocab}; the tokenizer is another model's"
         )
     limit = model.sequence_length if model.positions == "learned" else None
     if limit is not None and len(prompt) >= limit:

@@ -21,7 +21,8 @@ def read(keys: Keys) -> dict[str, Any]:
         "heads": keys.need("n_head", "num_attention_heads"),
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),
         "vocab_size": keys.need("vocab_size"),
-        "sequence_length": keys.need("n_positions", "max_position_embeddings", "n_ctx"),
+        # transformers has no n_ctx; the oldest files have nothing else.
+        "sequence_length": keys.get("n_positions", "max_position_embeddings") or keys.need("n_ctx"),
         "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
         "activation": keys.choice("activation_function", GELU, "gelu_new"),
         "tied_embeddings": keys.get("tie_word_embeddings", default=True),

@@ -20,10 +20,12 @@ from megascale.model.huggingface.tensors import Weight, linear
 def read(keys: Keys) -> dict[str, Any]:
     """See Family.read."""
     bias = keys.get("attention_bias", default=True)
+    hidden, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
+    keys.only("head_dim", hidden // heads, "transformers would rotate by it and cut heads without it", hidden // heads)
     return {
         "layers": keys.need("num_hidden_layers"),
-        "hidden": keys.need("hidden_size"),
-        "heads": keys.need("num_attention_heads"),
+        "hidden": hidden,
+        "heads": heads,
         "ffn_hidden": keys.need("intermediate_size"),
         "vocab_size": keys.need("vocab_size"),
         "sequence_length": keys.get("max_position_embeddings", default=2048),
@@ -31,7 +33,7 @@ def read(keys: Keys) -> dict[str, Any]:
         "parallel_norms": 2,
         "norm_eps": keys.get("layer_norm_eps", default=1e-5),
         "activation": keys.choice("hidden_act", GELU, "gelu"),
-        **keys.rotary(0.25, "rotary_emb_base", "rope_theta", fraction_key="rotary_pct"),
+        **keys.rotary(0.25, "rotary_emb_base", "rotary_pct"),
         "attention_bias": bias,
         "tied_embeddings": keys.get("tie_word_embeddings", default=False),
         "dropout": keys.dropout("hidden_dropout", attention="attention_dropout"),

@@ -11,18 +11,21 @@ from megascale.model.huggingface.settings import Family, Keys, asks, no_windows,
 from megascale.model.huggingface.tensors import Weight, linear
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_KV_HEADS = {"mistral": 8, "qwen2": 32}
 _TITLES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 def read(keys: Keys, family: str) -> dict[str, Any]:
     """See Family.read."""
     hidden, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
-    attention_bias = family == "qwen2" or keys.get("attention_bias", default=False)
+    # Only Llama's classes know attention_bias and mlp_bias; the others pass over them.
+    attention_bias = family == "qwen2" or (family == "llama" and keys.get("attention_bias", default=False))
     model = {
         "layers": keys.need("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": keys.get("num_key_value_heads", default=8 if family == "mistral" else heads),
+        # Left out it is the class's own; null is one for each head.
+        "kv_heads": keys.values.get("num_key_value_heads", _KV_HEADS.get(family)) or heads,
         "ffn_hidden": keys.need("intermediate_size"),
         "vocab_size": keys.need("vocab_size"),
         "sequence_length": keys.need("max_position_embeddings"),
@@ -52,17 +55,23 @@ def _windows_in(keys: Keys, family: str, layers: int) -> dict[str, Any]:
         # The class's own default is a window; a null in the file means none.
         window = keys.values.get("sliding_window", 4096)
         return {} if window is None else {"window": window}
-    if family != "qwen2" or not keys.get("use_sliding_window", default=False):
+    if family != "qwen2":
         return {}
+    # As with Mistral: left out it is the class's own, null is none.
+    window = keys.values.get("sliding_window", 4096) if keys.get("use_sliding_window", default=False) else None
     full = keys.get("max_window_layers", default=28)
-    kinds = keys.get("layer_types", default=[_FULL if i < full else _SLIDING for i in range(layers)])
+    kinds = keys.get("layer_types") or [_FULL if window is None or i < full else _SLIDING for i in range(layers)]
     unknown = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
     if unknown:
         raise keys.refuse("layer_types", unknown[0], f"only {_SLIDING} and {_FULL} can be represented here")
+    if len(kinds) != layers:
+        raise keys.refuse("layer_types", kinds, f"num_hidden_layers is {layers}")
     if _SLIDING not in kinds:
         return {}
+    if window is None:
+        raise keys.refuse("layer_types", kinds, "use_sliding_window or sliding_window says that there is no window")
     pattern = "".join("S" if kind == _SLIDING else "L" for kind in kinds)
-    return {"window": keys.get("sliding_window", default=4096), "window_pattern": pattern}
+    return {"window": window, "window_pattern": pattern}
 
 
 def write(model: ModelConfig, family: str) -> dict[str, Any]:
@@ -81,8 +90,8 @@ def write(model: ModelConfig, family: str) -> dict[str, Any]:
         "rope_theta": model.rotary_base,
         "attention_dropout": 0.0,
     }
-    if family != "qwen2":
-        config["head_dim"] = model.head_size
+    if family != "qwen2" or model.head_size * model.heads != model.hidden:
+        config["head_dim"] = model.head_size  # Qwen2's class takes it over though it does not name it
     if family == "llama":
         config |= {"attention_bias": model.attention_bias or model.out_bias, "mlp_bias": model.mlp_bias}
     elif family == "mistral":
@@ -121,8 +130,6 @@ def faults(model: ModelConfig, family: str) -> list[str]:
         found.append(f"model.window_pattern={model.window_pattern!r}, and {title} has one window for all layers")
     if family != "mistral" and model.hidden % model.heads:
         found.append(f"model.hidden={model.hidden} is no multiple of model.heads={model.heads}, as {title} wants")
-    elif family == "qwen2" and model.head_size * model.heads != model.hidden:
-        found.append(f"model.head_dim={model.head_size}, and {title} has hidden / heads")
     return found
 
 

@@ -62,10 +62,16 @@ def read_folder(folder: Path) -> Imported:
             keys.get("quantization_config"),
             "quantised weights cannot be imported; take the model's unquantised files",
         )
+    keys.only("is_causal", True, "attention to later tokens cannot be represented", default=True)
+    keys.only("per_layer_config", {}, "settings that differ between layers cannot be represented", default={})
+    if keys.get("auto_map") is not None:
+        keys.notes.append("auto_map names code of the model's own; it is left out, as transformers does unless told")
     try:
         model = from_tree({"model": family.read(keys)}).model
     except ConfigError as error:
         raise DataError(f"{keys.source} makes no model here: {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise DataError(f"{keys.source} has a setting of the wrong kind ({error}); is it a {name}'s?") from None
     files = Files(folder, family)
     weights = family.weights(model)
     _check_names(files, family, model, weights)

@@ -16,6 +16,7 @@ GELU = {
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -58,14 +59,22 @@ class Keys:
         self.notes: list[str] = []
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of the named keys that is there and not null."""
-        return next((self.values[n] for n in names if self.values.get(n) is not None), default)
+        """The named key, or another of its names, that is there and not null; DataError if two of them differ."""
+        there = [name for name in names if self.values.get(name) is not None]
+        for other in there[1:]:
+            if self.values[other] != self.values[there[0]]:
+                raise self.refuse(
+                    other, self.values[other], f"beside {there[0]}={self.values[there[0]]!r}, which means the same"
+                )
+        return self.values[there[0]] if there else default
 
-    def need(self, *names: str) -> Any:
-        """As `get`; DataError without any."""
+    def need(self, *names: str) -> int:
+        """A count, as `get`; DataError without any."""
         value = self.get(*names)
         if value is None:
             raise DataError(f"{self.source} has no {names[0]}; it is not the configuration of a whole model")
+        if type(value) is not int or value < 1:
+            raise self.refuse(next(n for n in names if self.values.get(n) is not None), value, "a count is from 1 on")
         return value
 
     def refuse(self, name: str, value: object, why: str) -> DataError:
@@ -95,15 +104,29 @@ class Keys:
             self.notes.append(f"{told}: model.dropout={max(rates.values())} stands for all of them")
         return max(rates.values(), default=0.0)
 
-    def rotary(self, fraction: float, *bases: str, fraction_key: str = "partial_rotary_factor") -> dict[str, Any]:
-        """Keys of rotary positions from `rope_parameters`, or from the keys that older files have."""
-        name = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
-        rope = self.get("rope_parameters", "rope_scaling", default={})
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise self.refuse(f"{name}.rope_type", kind, "scaled rotary positions cannot be represented here")
-        base = rope.get("rope_theta") or self.get(*bases, default=10000.0)
+    def rotary(self, fraction: float, base_key: str, fraction_key: str = "partial_rotary_factor") -> dict[str, Any]:
+        """Keys of rotary positions, as transformers reads them: `rope_scaling`, without it `rope_parameters`; what
+        these do not say from the keys that older files have. A key that it would pass over must say the same.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            rope = self.get(name, default={})
+            if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+                raise self.refuse(name, rope, "rotary positions that differ between layers cannot be represented here")
+            found |= {name: rope} if rope else {}
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default":
+                raise self.refuse(f"{name}.rope_type", kind, "scaled rotary positions cannot be represented here")
+        name, rope = next(iter(found.items()), ("rope_parameters", {}))
+        base = rope.get("rope_theta") or self.get(base_key, default=10000.0)
         share = rope.get("partial_rotary_factor") or self.get(fraction_key, default=fraction)
+        for other, values in found.items():
+            for key, value in (("rope_theta", base), ("partial_rotary_factor", share)):
+                if values.get(key, value) not in (value, None):
+                    raise self.refuse(f"{other}.{key}", values[key], f"beside {name}, by which it is {value!r}")
+        for key, value in ((base_key, base), ("rope_theta", base), (fraction_key, share)):
+            if self.get(key, default=value) != value:
+                raise self.refuse(key, self.values[key], f"beside {name}, by which it is {value!r}")
         return {"positions": "rotary", "rotary_base": float(base), "rotary_fraction": float(share)}
 
 
@@ -143,9 +166,9 @@ def plain_heads(model: ModelConfig, family: str) -> list[str]:
 
 
 def windows(model: ModelConfig) -> list[bool]:
-    """Which layers see a window shorter than the sequence."""
-    short = model.window is not None and model.window < model.sequence_length
-    return [short and model.layer_window(i) is not None for i in range(model.layers)]
+    """Which layers see a window. One as long as the training sequence counts: only learned positions end there."""
+    reached = model.positions != "learned" or (model.window or 0) < model.sequence_length
+    return [reached and model.layer_window(i) is not None for i in range(model.layers)]
 
 
 def no_windows(model: ModelConfig, family: str) -> list[str]:
