@@ -81,7 +81,10 @@ def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = Tr
         before = there.get(key)
         if before == value or key in _NOT_COMPARED or (key in _ONLY_TEXT and not text):
             continue
-        changes.append(Change(key, before, value, _kind(key, present, begun)))
+        kind = _kind(key, present, begun)
+        if saved.optimizer.name != present.optimizer.name and key.removeprefix("optimizer.") in _ONLY_LAMB:
+            kind = "free"  # it comes and goes with the name
+        changes.append(Change(key, before, value, kind))
     return changes
 
 

@@ -60,15 +60,17 @@ def keep(record: Path, now: dict[str, str]) -> None:
 
 
 def watch(config: Config, consumed: int, leader: bool) -> None:
-    """At a start that goes on after `consumed` samples: the files must be those of the run's first start.
+    """At a start that goes on after `consumed` samples: the files must be those of the run's first start, unless
+    checkpoint.accept_changes has data.train.
 
     Raises DataError as `fingerprints`, `compare` and `check_tokenizers` do.
     """
     check_tokenizers(config)
     record, now = config.run_folder / "samples" / NAME, fingerprints(config)
-    if consumed:
+    accepted = "data.train" in config.checkpoint.accept_changes
+    if consumed and not accepted:
         compare(record, now)
-    if leader and not (consumed and record.exists()):
+    if leader and not (consumed and record.exists() and not accepted):
         keep(record, now)
 
 
@@ -90,7 +92,7 @@ def compare(record: Path, now: dict[str, str]) -> None:
     raise DataError(
         f"data.train is not what this run began with: {'; '.join(faults[:3]) or 'the order of files differs'}{more} "
         f"({record} has what was there). Samples would be repeated or skipped: put the files back, begin anew with "
-        "another --train.name, or accept it by removing that record"
+        "another --train.name, or accept it with --checkpoint.accept_changes=data.train"
     )
 
 
