@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megascale.checkpoint import changes, folder
 from megascale.checkpoint.changes import Change
@@ -19,9 +20,12 @@ from megascale.checkpoint.storage import open_storage
 from megascale.config import Config
 from megascale.data import fingerprint
 from megascale.data.samples import is_text
-from megascale.data.tokenizer import tokenizer_for
+from megascale.data.tokenizer import Tokenizer, tokenizer_for, tokenizer_path
 from megascale.errors import ConfigError, DataError
-from megascale.train.run_folder import RunFolder, checkpoint_folder
+from megascale.train.run_folder import RunFolder, checkpoint_folder, run_config
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.loader import Accept
 
 
 class Origin:
@@ -53,28 +57,32 @@ class Origin:
 
     def check(self, state: Mapping[str, Any], name: str) -> None:
         """DataError on all ranks if a saved state may not be gone on from. `name`: what to call the checkpoint."""
-        self._tell(self._judge(state, name) if self.peers.rank == 0 else None)
+        self._tell(lambda: self._judge(state, name))
 
     def check_nothing(self) -> None:
         """As `check`, where there is no state and the run begins at step 0."""
-        self._tell(self._judge_nothing() if self.peers.rank == 0 else None)
+        self._tell(self._judge_nothing)
 
     def check_anew(self) -> None:
         """As `check`, where checkpoint.resume=false begins at step 0 whatever there is."""
-        self._tell(self._judge_anew() if self.peers.rank == 0 else None)
+        self._tell(self._judge_anew)
 
     def settle(self) -> None:
         """The start is accepted by all: keep the run's identity and configuration."""
         if self.peers.rank == 0:
-            self._facts = self._facts or facts(self.config)
             self._identity = self._identity or secrets.token_hex(8)
             self.run.accept(self.config, self._identity)
             if self.config.checkpoint.location is not None:
                 folder.claim(self._storage, self._identity)
 
-    def _tell(self, problem: str | None) -> None:
-        problem = self.peers.share(problem)
-        if problem is not None:
+    def _tell(self, judge: Callable[[], str | None]) -> None:
+        problem = None
+        if self.peers.rank == 0:
+            try:
+                problem = judge()
+            except (ConfigError, DataError) as error:  # the others wait for an answer
+                problem = str(error)
+        if problem := self.peers.share(problem):
             raise DataError(problem)
 
     @property
@@ -136,11 +144,8 @@ class Origin:
     def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
         if "data.train" in self.accepted or state.get("data") in (None, self._facts["data"]):
             return None
-        try:  # the run folder's record names files
-            now = fingerprint.fingerprints(self.config)
-            fingerprint.compare(self.run.samples.parent / fingerprint.NAME, now)
-        except DataError as error:
-            return str(error)
+        # The run folder's record, where there is one, names the files; it is a DataError of its own.
+        fingerprint.compare(self.run.samples.parent / fingerprint.NAME, fingerprint.fingerprints(self.config))
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was trained "
             "with: samples would be repeated or skipped. Put the files back, begin anew with another --train.name, or "
@@ -163,7 +168,7 @@ class Origin:
     def _wrong_tokenizer(self, state: Mapping[str, Any], saved: Config | None, name: str) -> str | None:
         there, here = state.get("tokenizer"), self._facts["tokenizer"]
         if there is None and saved is not None:
-            there = _tokenizer(saved)
+            there = tokenizer_hash(saved)
         if there is None or here is None or there == here:
             return None
         return (
@@ -176,7 +181,7 @@ class Origin:
     def _judge_nothing(self) -> str | None:
         if problem := self._wrong_owner():
             return problem
-        self._identity = self.run.read_identity()
+        self._facts, self._identity = facts(self.config), self.run.read_identity()
         step = self.run.saved_before()
         if step is None:
             return None
@@ -191,7 +196,7 @@ class Origin:
         if problem := self._wrong_owner():
             return problem
         # What is begun anew is another run: the one before must not be gone on from by mistake.
-        self._identity = None
+        self._facts, self._identity = facts(self.config), None
         return None
 
     def _wrong_owner(self) -> str | None:
@@ -207,14 +212,60 @@ class Origin:
         return _of_another(storage.url, _called(its), self.config) if owner and owner != mine else None
 
 
+def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
+    """The configuration that the checkpoint of `step` (default: the newest) was trained with, and what refuses another.
+
+    The model and its precision are the checkpoint's own, whatever config.toml says; the rest is config.toml's, unless
+    that is of another model (an older version wrote it even where a start was refused).
+    """
+    config = run_config(run)
+    commits = folder.survey(open_storage(checkpoint_folder(run, config)))[0]
+    commit = next((c for c in commits if step in (None, c.step)), None)
+    tree = commit.state.get("config") if commit is not None else None
+    if commit is None or not isinstance(tree, Mapping):
+        return config, lambda state, name: None
+    saved, _ = changes.read_saved(tree)
+    foreign = any(c.kind == "refused" for c in changes.find_changes(saved, config, begun=False))
+    train = config.train.model_copy(update={"precision": saved.train.precision})
+    data = saved.data if foreign else config.data
+    wanted = commit.state.get("tokenizer")
+    if wanted is not None and tokenizer_hash(config.model_copy(update={"data": data})) != wanted:
+        other = saved.data if data is config.data else config.data
+        data = other if tokenizer_hash(config.model_copy(update={"data": other})) == wanted else data
+    config = config.model_copy(update={"model": saved.model, "train": train, "data": data})
+
+    def same(state: Mapping[str, Any], name: str) -> None:
+        other = state.get("config")
+        if isinstance(other, Mapping):
+            found = changes.find_changes(changes.read_saved(other)[0], config, begun=False)
+            if problem := changes.explain(name, [c for c in found if c.kind == "refused"], ()):
+                raise DataError(f"{problem} (--step chooses a checkpoint)")
+
+    return config, same
+
+
+def check_tokenizer(run: Path, config: Config, tokenizer: Tokenizer, step: int | None = None) -> None:
+    """DataError if it is not the one that a run's checkpoint was trained with, where that is known."""
+    commits = folder.survey(open_storage(checkpoint_folder(run, config)))[0]
+    commit = next((c for c in commits if step in (None, c.step)), None)
+    wanted = commit.state.get("tokenizer") if commit is not None else None
+    if wanted is not None and wanted != tokenizer.sha256:
+        raise DataError(
+            f"{tokenizer_path(config.data)} is not the tokenizer that {run} was trained with (SHA-256 "
+            f"{tokenizer.sha256[:12]}, {wanted[:12]} then): equal ids would mean different text. Put the file back, or "
+            "name it as data.tokenizer in the run's config.toml"
+        )
+
+
 def facts(config: Config) -> dict[str, Any]:
     """What a checkpoint keeps of data and tokenizer: a hash of all files' fingerprints in order, and the tokenizer's."""
     prints = list(fingerprint.fingerprints(config).values())
     digest = hashlib.blake2b(json.dumps(prints).encode(), digest_size=16).hexdigest()
-    return {"data": digest, "tokenizer": _tokenizer(config)}
+    return {"data": digest, "tokenizer": tokenizer_hash(config)}
 
 
-def _tokenizer(config: Config) -> str | None:
+def tokenizer_hash(config: Config) -> str | None:
+    """SHA-256 of the tokenizer of a configuration, None if it cannot be read."""
     try:
         return tokenizer_for(config.data).sha256
     except (ConfigError, DataError):
