@@ -390,8 +390,8 @@ class CheckpointConfig(Section):
         for key in keys:
             if key not in ACCEPTABLE:
                 raise ValueError(
-                    f"checkpoint.accept_changes has {key!r}; what may be accepted is {', '.join(ACCEPTABLE)}. The model "
-                    "and the tokenizer of a run cannot change; all other settings may without a word"
+                    f"checkpoint.accept_changes has {key!r}; what may be accepted is {', '.join(ACCEPTABLE)}. The "
+                    "model and the tokenizer of a run cannot change; all other settings may without being named here"
                 )
         return keys
 

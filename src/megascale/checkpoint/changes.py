@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, Section, from_tree
 from megascale.errors import ConfigError
 
-# Of the model, but without influence on a model that has its weights; or named otherwise by what it amounts to.
+# Of the model, but without influence on one that has its weights.
 _FREE_OF_MODEL = ("init_std", "vocab_multiple", "preset")
-# Say how this start is to be done, not what is trained; the tokenizer and the files are compared by contents.
-_NOT_COMPARED = ("checkpoint.accept_changes", "model.preset", "data.tokenizer", "data.train")
+_OF_THIS_START = "checkpoint.accept_changes"
+_BY_CONTENTS = ("data.tokenizer", "data.train")  # by whoever reads files: they may lie elsewhere
 _ONLY_LAMB = ("trust_min", "trust_max", "lamb_bias_correction")
 _ONLY_TEXT = ("data.text_key", "data.shuffle_tokens")
 
@@ -68,7 +68,7 @@ def read_saved(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
 
 
 def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = True) -> list[Change]:
-    """Settings that differ in what they amount to, in the order of the configuration.
+    """Settings that differ, in the order of the configuration; those that amount to the same are free.
 
     Args:
         saved, present: resolved, both.
@@ -76,12 +76,15 @@ def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = Tr
         text: data.train has text that is tokenised on the fly.
     """
     there, here = _flat(saved), _flat(present)
+    there_amounts, here_amounts = there | _amounts(saved), here | _amounts(present)
     changes = []
     for key, value in here.items():
         before = there.get(key)
-        if before == value or key in _NOT_COMPARED or (key in _ONLY_TEXT and not text):
+        if before == value or key == _OF_THIS_START:
             continue
         kind = _kind(key, present, begun)
+        if here_amounts[key] == there_amounts.get(key) or key in _BY_CONTENTS or (key in _ONLY_TEXT and not text):
+            kind = "free"
         if saved.optimizer.name != present.optimizer.name and key.removeprefix("optimizer.") in _ONLY_LAMB:
             kind = "free"  # it comes and goes with the name
         changes.append(Change(key, before, value, kind))
@@ -102,11 +105,13 @@ def _kind(key: str, present: Config, begun: bool) -> Literal["refused", "asked",
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """Every key to what it amounts to; None where it has no influence."""
-    flat = {f"{name}.{key}": value for name, table in config.model_dump().items() for key, value in table.items()}
-    flat |= {f"model.{key}": value for key, value in _model(config.model).items()}
-    flat |= {f"optimizer.{key}": value for key, value in _optimizer(config.optimizer).items()}
-    return flat
+    return {f"{name}.{key}": value for name, table in config.model_dump().items() for key, value in table.items()}
+
+
+def _amounts(config: Config) -> dict[str, Any]:
+    """What some keys amount to, by key; None where one has no influence."""
+    found = {f"model.{key}": value for key, value in _model(config.model).items()}
+    return found | {f"optimizer.{key}": value for key, value in _optimizer(config.optimizer).items()}
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,11 @@ def explain_leftovers(name: str, index: Index, rows: np.ndarray) -> str | None:
     if not left:
         return None
     here, there = _layers(names), _layers(index.tensors)
-    hint = f"model.layers is likely {there} there and {here} here" if here != there else "it has parts that this has not"
+    hint = f"model.layers is likely {there} there and {here} here" if here != there else "this one lacks those parts"
+    shown = ", ".join(left[:_SHOWN]) + (" ..." if len(left) > _SHOWN else "")
     return (
-        f"the checkpoint {name!r} is of another model: {', '.join(left[:_SHOWN])}{' ...' if len(left) > _SHOWN else ''} "
-        f"({len(left)} tensors) have no place in this one; {hint}. Use the configuration it was trained with, or another "
-        "train.name"
+        f"the checkpoint {name!r} is of another model: {shown} ({len(left)} tensors) have no place in this; {hint}. "
+        "Use the configuration it was trained with, or another train.name"
     )
 
 
@@ -77,7 +77,7 @@ def _likely_key(
     return "; ".join(dict.fromkeys(guesses)) + ". Use the configuration it was trained with, or another train.name"
 
 
-def _layers(names: Mapping[str, Any]) -> int:
+def _layers(names: Iterable[str]) -> int:
     """Number of layers that logical names speak of."""
     return len({m.group(1) for name in names if (m := re.search(r"\blayers\.(\d+)\.", name))})
 

@@ -102,7 +102,10 @@ class Origin:
                 self.notes.append(f"going on from {name}, a checkpoint of another run ({_called(its)}), as accepted")
             return None
         if its.get("id") is None:
-            return self._wrong_name(state, name) if elsewhere else self._unnamed(name)
+            if elsewhere and (problem := self._wrong_name(state, name)):
+                return problem
+            self._note_unnamed(name)
+            return None
         if mine is None and not elsewhere:
             self._identity = its["id"]  # checkpoints in a run folder are that run's, as when it was moved or copied
             return None
@@ -115,10 +118,12 @@ class Origin:
         saved = (state.get("config") or {}).get("train") or {}
         if saved.get("name", self.config.train.name) != self.config.train.name:
             return _of_another(name, repr(saved["name"]), self.config)
-        return self._unnamed(name)
+        return None
 
-    def _unnamed(self, name: str) -> None:
-        self.notes.append(f"{name} does not say which run it is of (an older version's, or imported); taken as this one's")
+    def _note_unnamed(self, name: str) -> None:
+        self.notes.append(
+            f"{name} does not say of which run it is (an older version's, or imported): taken as this one's"
+        )
 
     def _wrong_settings(self, state: Mapping[str, Any], name: str) -> str | None:
         tree = state.get("config")
@@ -147,8 +152,8 @@ class Origin:
         # The run folder's record, where there is one, names the files; it is a DataError of its own.
         fingerprint.compare(self.run.samples.parent / fingerprint.NAME, fingerprint.fingerprints(self.config))
         return (
-            f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was trained "
-            "with: samples would be repeated or skipped. Put the files back, begin anew with another --train.name, or "
+            f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
+            "trained with: samples would be repeated or skipped. Put the files back, begin anew with another --train.name, or "
             "accept it with --checkpoint.accept_changes=data.train"
         )
 
@@ -173,7 +178,7 @@ class Origin:
             return None
         return (
             f"the checkpoint {name!r} was trained with another tokenizer than data.tokenizer="
-            f"{self.config.data.tokenizer or 'the one beside data.train'} (SHA-256 {there[:12]} there, {here[:12]} here): "
+            f"{tokenizer_path(self.config.data)} (SHA-256 {there[:12]} there, {here[:12]} here): "
             "equal ids would mean different text. Name the tokenizer that it was trained with, or train under another "
             "--train.name"
         )
@@ -187,9 +192,9 @@ class Origin:
             return None
         place = checkpoint_folder(self.run.path, self.config)
         return (
-            f"{self.run.path} had committed the checkpoint of step {step}, and in {str(place)!r} there is none that can be "
-            "read: the run would begin again at step 0 and its metrics and ledger be lost. Put the checkpoints back, name "
-            "their folder with --checkpoint.location, or start over from step 0 with --checkpoint.resume=false"
+            f"{self.run.path} had committed the checkpoint of step {step}, and in {str(place)!r} there is none that can "
+            "be read: the run would begin again at step 0 and its metrics and ledger be lost. Put the checkpoints back, "
+            "name their folder with --checkpoint.location, or start over from step 0 with --checkpoint.resume=false"
         )
 
     def _judge_anew(self) -> str | None:
@@ -258,7 +263,7 @@ def check_tokenizer(run: Path, config: Config, tokenizer: Tokenizer, step: int |
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """What a checkpoint keeps of data and tokenizer: a hash of all files' fingerprints in order, and the tokenizer's."""
+    """What a checkpoint keeps of its data: a hash of all files' fingerprints in order, and the tokenizer's."""
     prints = list(fingerprint.fingerprints(config).values())
     digest = hashlib.blake2b(json.dumps(prints).encode(), digest_size=16).hexdigest()
     return {"data": digest, "tokenizer": tokenizer_hash(config)}
