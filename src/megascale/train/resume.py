@@ -153,8 +153,8 @@ class Origin:
         fingerprint.compare(self.run.samples.parent / fingerprint.NAME, fingerprint.fingerprints(self.config))
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
-            "trained with: samples would be repeated or skipped. Put the files back, begin anew with another --train.name, or "
-            "accept it with --checkpoint.accept_changes=data.train"
+            "trained with: samples would be repeated or skipped. Put the files back, begin anew with another "
+            "--train.name, or accept it with --checkpoint.accept_changes=data.train"
         )
 
     def _other_files(self, saved: Config, name: str) -> str | None:
@@ -192,9 +192,10 @@ class Origin:
             return None
         place = checkpoint_folder(self.run.path, self.config)
         return (
-            f"{self.run.path} had committed the checkpoint of step {step}, and in {str(place)!r} there is none that can "
-            "be read: the run would begin again at step 0 and its metrics and ledger be lost. Put the checkpoints back, "
-            "name their folder with --checkpoint.location, or start over from step 0 with --checkpoint.resume=false"
+            f"{self.run.path} had committed the checkpoint of step {step}, and in {str(place)!r} there is none that "
+            "can be read: the run would begin again at step 0, its metrics and ledger be lost. Put the checkpoints "
+            "back, name their folder with --checkpoint.location, or start over from step 0 with "
+            "--checkpoint.resume=false"
         )
 
     def _judge_anew(self) -> str | None:
