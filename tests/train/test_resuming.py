@@ -239,6 +239,24 @@ def test_settings_that_this_version_does_not_know(again, capsys) -> None:
     assert "lr.min 1.0 -> 0.0" in said
 
 
+def test_memory_is_judged_as_storage_is(tiny, tmp_path) -> None:
+    options = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.interval=100"]
+    options += ["--checkpoint.at_end=false", "--checkpoint.linger=20"]
+    train(load_config(tiny, [*options, "--train.stop_after=3"]))
+    run = tmp_path / "runs" / "tiny"
+    before = state_of(run)
+    with pytest.raises(DataError, match=r"'memory, step 2' is of another model: model\.tied_embeddings was true"):
+        train(load_config(tiny, [*options, "--model.tied_embeddings=false"]))
+    assert state_of(run) == before
+    train(load_config(tiny, [*options, "--train.stop_after=1"]))
+    train(load_config(tiny, [*options, "--train.stop_after=1", "--checkpoint.resume=false"]))
+    # What the run before left in memory is not gone on from by the one that was begun anew.
+    train(load_config(tiny, ["--checkpoint.background=true", "--checkpoint.linger=1"]))
+    found = [(r["event"], r.get("step", 0)) for r in lines(run / "events.jsonl")]
+    starts = [(event, step) for event, step in found if event in ("run_started", "resumed")]
+    assert starts == [("run_started", 0), ("resumed", 2), ("run_started", 0), ("run_started", 0)]
+
+
 def test_history_without_checkpoints_is_not_erased(again) -> None:
     shutil.rmtree(again.run / "checkpoints")
     refused(again, says=r"committed the checkpoint of step 5.*--checkpoint\.resume=false")

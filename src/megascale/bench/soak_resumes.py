@@ -58,8 +58,8 @@ linger = 1.0
 [observe]
 tensorboard = false
 """
-# Reaches for the network (wandb), or decides where the run is by itself (name and folder have cases of their own).
-_LEFT_OUT = ("observe.wandb",)
+# Reaches for the network; is never saved.
+_LEFT_OUT = ("observe.wandb", "rendezvous.password")
 # Number of ranks: these start processes.
 _OF_SEVERAL = ("parallel.tensor", "parallel.pipeline", "parallel.data", "data.loader")
 
@@ -145,8 +145,9 @@ def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], said: 
     run = RunFolder(config.run_folder)
     lines = read_lines(run.samples)
     faults = check(lines, SampleSource(config)).faults
-    if not lines or lines[-1]["step"] != config.train.steps:
-        faults.append(f"{config.train.steps} steps wanted, the ledger has {len(lines)}")
+    steps = max(config.train.steps, 0 if started or key == "checkpoint.resume" else _STOPPED)
+    if len(lines) != steps:
+        faults.append(f"{steps} steps wanted, the ledger has {len(lines)}")
     metrics = [r["step"] for r in read_lines(run.metrics) if "loss" in r]
     if metrics != list(range(1, len(lines) + 1)):
         faults.append("metrics have other steps than the ledger")
@@ -216,7 +217,6 @@ def _another(key: str, config: Config, folder: Path, rng: random.Random) -> str:
         "model.ffn_hidden": [32, 64],
         "parallel.layer_split": ["2"],
         "rendezvous.url": ["redis://127.0.0.1:1"],
-        "rendezvous.password": ["secret"],
         "resilience.listen": ["127.0.0.2"],
         "resilience.log_patterns": ["x"],
         "optimizer.trust_max": [5.0],

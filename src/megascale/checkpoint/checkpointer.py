@@ -124,9 +124,14 @@ class Checkpointer:
         return state
 
     def settle(self) -> None:
-        """The run goes on from what was loaded: checkpoints that were found damaged count as such from now on."""
+        """The run goes on from what was loaded: checkpoints that were found damaged count as such from now on.
+
+        If nothing was loaded, images of a run before it in memory never are.
+        """
         if self.peers.rank == 0:
             storage = open_storage(self.folder)
+            if self.loaded_from == "nothing":
+                folders.renew_identity(storage)
             for commit in self._passed_over:
                 with contextlib.suppress(OSError):  # a disk that fails is told of by the next save
                     folders.mark_damaged(storage, commit)

@@ -189,6 +189,12 @@ def identity(storage: Storage, create: bool = False) -> str:
     return name
 
 
+def renew_identity(storage: Storage) -> None:
+    """Give a folder that has a name another: a run begins anew here, and what lies in memory is not its own."""
+    if identity(storage):
+        storage.write(_IDENTITY, secrets.token_hex(8).encode())
+
+
 def owner(storage: Storage) -> str:
     """Identity of the run that this folder was given to, "" if none."""
     try:
