@@ -161,10 +161,11 @@ def generate(
     from megascale.data.tokenizer import tokenizer_for
     from megascale.train.generate import Sampling, generate_tokens, text_of
     from megascale.train.restore import restore_model
-    from megascale.train.run_folder import run_config
+    from megascale.train.resume import check_tokenizer, trained_config
 
-    config = run_config(Path(run))
+    config, _ = trained_config(Path(run), step)
     tokenizer = tokenizer_for(config.data)  # before the model, which may take a while to read
+    check_tokenizer(Path(run), config, tokenizer, step)
     agreement.check_run(Path(run), config)
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)

@@ -332,6 +332,22 @@ class TrainConfig(Section):
     stop_after: int | None = Field(None, ge=1, description="stop after this many steps of this start (for tests)")
 
 
+# What of a run may change under way where a person says so: windows are then trained twice or never, or trained
+# otherwise than those before. The model and the tokenizer may not; what is not named here may at any time.
+ACCEPTABLE = (
+    "run",
+    "data.train",
+    "data.weights",
+    "data.shuffle",
+    "data.shuffle_tokens",
+    "model.sequence_length",
+    "model.dropout",
+    "train.seed",
+    "train.precision",
+    *(f"optimizer.{key}" for key in OptimizerConfig.model_fields),
+)
+
+
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
@@ -362,6 +378,22 @@ class CheckpointConfig(Section):
         "127.0.0.1", description="address on which this host takes other hosts' copies; auto: the host's own address"
     )
     linger: float = Field(60.0, ge=0, description="seconds the service waits for new trainers before it ends")
+    accept_changes: list[str] = Field(
+        default_factory=list,
+        description="keys that may differ from those in the checkpoint that this start goes on from, such as "
+        "train.seed,optimizer.name; run: the checkpoint may be another run's. For one start: not kept in config.toml",
+    )
+
+    @field_validator("accept_changes")
+    @classmethod
+    def _acceptable(cls, keys: list[str]) -> list[str]:
+        for key in keys:
+            if key not in ACCEPTABLE:
+                raise ValueError(
+                    f"checkpoint.accept_changes has {key!r}; what may be accepted is {', '.join(ACCEPTABLE)}. The "
+                    "model and the tokenizer of a run cannot change; all other settings may without being named here"
+                )
+        return keys
 
     @model_validator(mode="after")
     def _background(self) -> CheckpointConfig:

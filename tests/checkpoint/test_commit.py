@@ -16,7 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megascale.checkpoint import Shard, inspect, latest, load, save, steps
-from megascale.checkpoint.folder import COMMIT
+from megascale.checkpoint.folder import COMMIT, read_index, survey
+from megascale.checkpoint.storage import open_storage
+from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
 
 from .conftest import assert_same, blank, cut, logical_state, run_group, whole
@@ -98,6 +100,38 @@ def test_damaged_index_or_commit_falls_back(folder: Path, name: str) -> None:
         got, state = _load(folder)
     assert state == {"step": 1}
     assert_same(got, logical_state(1))
+
+
+def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None:
+    tensors = logical_state()
+    weights = {name: t for name, t in tensors.items() if name.startswith("model.")}
+    save(folder, 0, whole(weights), {"step": 0}, keep=2)
+    place = save(folder, 5, whole(logical_state(5)), {"step": 5}, keep=2)
+    # A weight is damaged: by the time that it is found the moments have been read into place.
+    (commit,) = (c for c in survey(open_storage(folder))[0] if c.step == 5)
+    index = read_index(open_storage(folder), commit)
+    (row,) = index.overlapping("model.embedding.weight", Box((0, 0), (37, 12))).tolist()
+    (file,) = place.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[int(index.columns["data"][row])] ^= 0xFF
+    file.write_bytes(bytes(data))
+    got = {name: torch.zeros_like(t) for name, t in tensors.items()}
+    shards = whole(got)
+    initial = [s for s in shards if s.name.startswith("model.")]
+    with pytest.warns(UserWarning, match="Went back to the checkpoint of step 0"):
+        assert load(folder, shards, initial=initial) == {"step": 0}
+    assert_same({name: got[name] for name in weights}, weights)
+    assert all(not got[name].any() for name in got if name not in weights)
+
+
+def test_a_part_of_another_model_is_refused(folder: Path) -> None:
+    """All that is wanted is there, but the checkpoint has more of the model."""
+    save(folder, 1, whole(logical_state()), {}, keep=1)
+    got = blank(logical_state())
+    part = [s for s in whole(got) if s.name != next(n for n in got if n.startswith("model."))]
+    load(folder, part)
+    with pytest.raises(DataError, match=r"\(1 tensors\) have no place"):
+        load(folder, part, complete=True)
 
 
 def _damaged_group(rank: int, size: int, folder: Path) -> dict:

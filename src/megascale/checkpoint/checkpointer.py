@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megascale.checkpoint import folder as folders
 from megascale.checkpoint import pending, service, wire
+from megascale.checkpoint.folder import Commit
 from megascale.checkpoint.layout import Shard
-from megascale.checkpoint.loader import LoadReport, load, say
+from megascale.checkpoint.loader import Accept, LoadReport, load, say
 from megascale.checkpoint.memory import find_held, load_held
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.saver import save_to
@@ -20,7 +21,7 @@ from megascale.checkpoint.snapshot import Snapshots
 from megascale.checkpoint.staging import Outcome
 from megascale.checkpoint.storage import open_storage
 from megascale.config import CheckpointConfig
-from megascale.errors import TrainingError
+from megascale.errors import DataError, TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,6 +60,7 @@ class Checkpointer:
         self._unsaved = False  # what was loaded is nowhere but in memory
         self._snapshots: Snapshots | None = None
         self._ready: list[Outcome] = []
+        self._passed_over: list[Commit] = []
 
     def due(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
         """What the state after `step` is saved to; `last`: training ends here."""
@@ -74,13 +76,18 @@ class Checkpointer:
         shards: Sequence[Shard] | None = None,
         initial: Sequence[Shard] | None = None,
         report: LoadReport | None = None,
+        accept: Accept | None = None,
     ) -> dict[str, Any] | None:
         """Fill the shards (or only `shards`) from the newest state there is (or that of `step`) and return what was
         saved with it; None if there is none. Own memory comes before a peer's, that before storage, if it is as new.
 
-        `initial`: what to fill instead from a checkpoint of step 0. Raises DataError as `loader.load` does.
+        `initial`: what to fill instead from a checkpoint of step 0; `accept`: see `loader.Accept`. With all shards, no
+        tensor of the saved model may be without a place. Raises DataError as `loader.load` does.
         """
+        complete = shards is None
         shards = self.shards if shards is None else shards
+        report = report if report is not None else LoadReport()
+        held_damage = None
         storage = open_storage(self.folder)
         newest = None
         if self.peers.rank == 0:
@@ -89,20 +96,58 @@ class Checkpointer:
             newest = (max((c.sequence for c in commits), default=0), folders.identity(storage))
         sequence, identity = self.peers.share(newest)
         if self.config.background and identity:
-            state = self._load_held(sequence, identity, step, shards, report)
-            if state is not None:
+            state = self._load_held(sequence, identity, step, shards, report, accept, complete)
+            if isinstance(state, dict):
                 return state
+            held_damage = state
         # A first save that died half-way leaves nothing to load and nothing lost: as if there were none.
         there = self.peers.share(any(folders.survey(storage)) if self.peers.rank == 0 else None)
         if not there and step is None:
+            if held_damage:  # it may lie in the weights by now
+                raise DataError(
+                    f"{held_damage} and there is no checkpoint in {storage.url!r} to go back to; start over from step "
+                    "0 with --checkpoint.resume=false"
+                )
             return None
-        state = load(self.folder, shards, step=step, group=self.group, report=report, initial=initial)
+        state = load(
+            self.folder,
+            shards,
+            step=step,
+            group=self.group,
+            report=report,
+            initial=initial,
+            accept=accept,
+            complete=complete,
+        )
+        self._passed_over = report.passed_over
         self.loaded_from = "storage"
         return state
 
+    def settle(self) -> None:
+        """The run goes on from what was loaded: checkpoints that were found damaged count as such from now on.
+
+        If nothing was loaded, images of a run before it in memory never are.
+        """
+        if self.peers.rank == 0:
+            storage = open_storage(self.folder)
+            if self.loaded_from == "nothing":
+                folders.renew_identity(storage)
+            for commit in self._passed_over:
+                with contextlib.suppress(OSError):  # a disk that fails is told of by the next save
+                    folders.mark_damaged(storage, commit)
+        self._passed_over = []
+
     def _load_held(
-        self, sequence: int, identity: str, step: int | None, shards: Sequence[Shard], report: LoadReport | None
-    ) -> dict[str, Any] | None:
+        self,
+        sequence: int,
+        identity: str,
+        step: int | None,
+        shards: Sequence[Shard],
+        report: LoadReport,
+        accept: Accept | None,
+        complete: bool,
+    ) -> dict[str, Any] | str | None:
+        """The state loaded from memory, None if there is none as new as storage's, or how it is damaged."""
         sock = None
         try:
             with contextlib.suppress(OSError, TrainingError):  # a host without a service has nothing in memory
@@ -110,14 +155,15 @@ class Checkpointer:
             held = find_held(sock, self.peers, identity)
             if held is None or held.sequence < sequence or step not in (None, held.step):
                 return None
-            result = load_held(sock, held, shards, self.peers, report)
+            result = load_held(sock, held, shards, self.peers, report, accept=accept, complete=complete)
         finally:
             if sock is not None:
                 sock.close()
         if isinstance(result, str):
+            damage = f"the state of step {held.step} in memory is damaged ({result})"
             if self.peers.rank == 0:
-                say(f"the state of step {held.step} in memory is damaged ({result}); loading from storage instead")
-            return None
+                say(f"{damage}; loading from storage instead")
+            return damage
         self.loaded_from = "a peer's memory" if held.copies else "memory"
         self._above = held.sequence
         self._unsaved = held.sequence > sequence

@@ -14,7 +14,9 @@ import json
 import re
 import secrets
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ COMMIT = "COMMIT"
 FORMAT = 1
 METADATA = ".metadata"
 _IDENTITY = "ID"
+_OWNER = "RUN"
+_DAMAGED = "DAMAGED"
 _STEP = re.compile(r"step-(\d+)")
 _GENERATION = re.compile(r"(\d{8})-[0-9a-f]{8}")
 Place = Storage | Path | str
@@ -185,6 +189,39 @@ def identity(storage: Storage, create: bool = False) -> str:
     return name
 
 
+def renew_identity(storage: Storage) -> None:
+    """Give a folder that has a name another: a run begins anew here, and what lies in memory is not its own."""
+    if identity(storage):
+        storage.write(_IDENTITY, secrets.token_hex(8).encode())
+
+
+def owner(storage: Storage) -> str:
+    """Identity of the run that this folder was given to, "" if none."""
+    try:
+        return bytes(storage.read(_OWNER)).decode()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def claim(storage: Storage, run: str) -> None:
+    """Give the folder to a run."""
+    if owner(storage) != run:
+        storage.write(_OWNER, run.encode())
+
+
+def mark_damaged(storage: Storage, commit: Commit) -> None:
+    """Remember that reading found a commit damaged: `prune` then does not count it, nor is it loaded before others."""
+    storage.write(f"{step_name(commit.step)}/{_DAMAGED}", commit.generation.encode())
+
+
+def marked_damaged(storage: Storage, commit: Commit) -> bool:
+    """Whether a commit was marked so; a save of the same step since is another commit."""
+    try:
+        return bytes(storage.read(f"{step_name(commit.step)}/{_DAMAGED}")).decode() == commit.generation
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def commit_save(
     storage: Storage,
     step: int,
@@ -227,15 +264,20 @@ def remove_step(storage: Storage, step: int, names: list[str]) -> None:
     storage.clear(place, [name for name in names if name != COMMIT])
 
 
-def prune(folder: Place, keep: int) -> list[int]:
+def prune(folder: Place, keep: int, whole: Callable[[Commit], bool] | None = None) -> list[int]:
     """Remove all but the newest `keep` commits and the leftovers of saves before the newest; the steps removed.
 
-    A commit whose files are cut short or gone does not count among those kept. A COMMIT that cannot be read is left
-    for a person to look at, and so is what a save with a higher number than the newest commit writes just now.
+    A commit whose files are cut short or gone, or that was found damaged when it was read, does not count among those
+    kept. A COMMIT that cannot be read is left for a person to look at, and so is what a save with a higher number than
+    the newest commit writes just now.
+
+    Args:
+        whole: a closer look at each commit that would be kept; default: the lengths of its files.
     """
     storage = open_storage(folder)
-    good = [commit for commit in survey(storage)[0] if _sizes_hold(storage, commit)]
-    kept = {commit.step: commit for commit in good[: max(keep, 1)]}
+    sound = (c for c in survey(storage)[0] if _sizes_hold(storage, c) and not marked_damaged(storage, c))
+    good = list(islice((c for c in sound if whole is None or whole(c)), max(keep, 1)))
+    kept = {commit.step: commit for commit in good}
     if not good:
         return []
     removed = []

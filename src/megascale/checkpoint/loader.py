@@ -23,7 +23,7 @@ from megascale.checkpoint.archive import crc32, element_size
 from megascale.checkpoint.folder import Commit, Damaged
 from megascale.checkpoint.index import Index
 from megascale.checkpoint.layout import Shard, overlap, slices
-from megascale.checkpoint.mismatch import explain_mismatch
+from megascale.checkpoint.mismatch import explain_leftovers, explain_mismatch
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.reading import Want, assign_readers, info_of, moves, rounds, spans, want
 from megascale.checkpoint.storage import Storage, open_storage
@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 # Reads bytes `start .. stop` of a data file, given its name.
 Read = Callable[[str, int, int], "memoryview | bytes | bytearray"]
 
+# Told the saved state and what to call it before anything is read from it; raises DataError, on all processes alike,
+# if it may not be gone on from.
+Accept = Callable[[Mapping[str, Any], str], None]
+
 
 @dataclass
 class LoadReport:
@@ -46,6 +50,7 @@ class LoadReport:
     read: int = 0
     sent: int = 0
     damage: list[str] = field(default_factory=list)
+    passed_over: list[Commit] = field(default_factory=list)  # found damaged, the one before was taken
 
 
 def load(
@@ -56,6 +61,8 @@ def load(
     group: ProcessGroup | None = None,
     report: LoadReport | None = None,
     initial: Sequence[Shard] | None = None,
+    accept: Accept | None = None,
+    complete: bool = False,
 ) -> dict[str, Any]:
     """Fill `shards` in place from the newest committed checkpoint (or that of `step`); collective over `group`.
 
@@ -70,7 +77,10 @@ def load(
         group: the processes that load together and share what they read; None: the default group, or this process
             alone. It need not be the group that saved.
         report: filled with what this process read and sent.
-        initial: the shards to fill instead if the checkpoint is of step 0, which holds weights alone.
+        initial: the shards to fill instead if the checkpoint is of step 0, which holds weights alone; the others
+            become zero, as before the first step.
+        accept: see Accept.
+        complete: the model tensors of the checkpoint must all have a place in somebody's shards.
 
     Returns the saved state. Raises DataError if there is no committed checkpoint, if it is of another model (naming
     tensors and the key that likely differs), or if all are damaged.
@@ -82,14 +92,32 @@ def load(
     damages: list[str] = []
     for commit in candidates:
         place = f"{storage.url}/{folders.step_name(commit.step)}"
+        if accept is not None:
+            try:
+                accept(commit.state, place)
+            except DataError as error:
+                raise DataError("; ".join([*damages, str(error)])) from None
         wanted = shards if commit.step or initial is None else initial
-        damage = load_commit(storage, commit, wanted, peers, report)
+        if wanted is not shards:
+            _clear_others(shards, wanted)
+        damage = load_commit(storage, commit, wanted, peers, report, complete=complete)
         if damage is None:
             if damages and peers.rank == 0:
                 say(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
             return commit.state
         damages.append(f"the checkpoint {place!r} is damaged: {damage}")
+        if report is not None:
+            report.passed_over.append(commit)
     raise DataError(f"{'; '.join(damages)}. No other committed checkpoint is left to go back to")
+
+
+@torch.no_grad()
+def _clear_others(shards: Sequence[Shard], wanted: Sequence[Shard]) -> None:
+    """A damaged checkpoint, in storage or in memory, may have been read into them before."""
+    names = {shard.name for shard in wanted}
+    for shard in shards:
+        if shard.name not in names:
+            shard.tensor.zero_()
 
 
 def say(message: str) -> None:
@@ -113,18 +141,24 @@ def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
     for bad, why in unreadable.items() if good else ():
         say(f"the checkpoint '{storage.url}/{folders.step_name(bad)}' is passed over: {why}")
     if good:
-        return good
+        return sorted(good, key=lambda commit: folders.marked_damaged(storage, commit))
     halves = [f"{storage.url}/{folders.step_name(s)}" for s in folders.step_folders(storage)]
     if halves:
         return (
             f"no checkpoint in {storage.url!r} is whole: {', '.join(halves)} half-written (no readable COMMIT); "
-            "remove the folder to start anew"
+            "restore one, or start over from step 0 with --checkpoint.resume=false"
         )
     return f"there is no checkpoint in {storage.url!r}; train first, or name another run folder"
 
 
 def load_commit(
-    storage: Storage, commit: Commit, shards: Sequence[Shard], peers: Peers, report: LoadReport | None = None
+    storage: Storage,
+    commit: Commit,
+    shards: Sequence[Shard],
+    peers: Peers,
+    report: LoadReport | None = None,
+    *,
+    complete: bool = False,
 ) -> str | None:
     """Fill shards from one commit; None if all is well, else what is damaged, the same on all. DataError if the
     checkpoint is of another model."""
@@ -137,7 +171,8 @@ def load_commit(
     def read(file: str, start: int, stop: int) -> memoryview | bytes | bytearray:
         return storage.read(f"{place}/{file}", start, stop - start)
 
-    return fill(index, shards, peers, read, name=f"{storage.url}/{place}", state=commit.state, report=report)
+    name = f"{storage.url}/{place}"
+    return fill(index, shards, peers, read, name=name, state=commit.state, report=report, complete=complete)
 
 
 def _open(storage: Storage, commit: Commit) -> bytes | str:
@@ -160,6 +195,7 @@ def fill(
     state: Mapping[str, Any],
     holders: Mapping[str, Sequence[int]] | None = None,
     report: LoadReport | None = None,
+    complete: bool = False,
 ) -> str | None:
     """Fill shards from the chunks of an index; collective.
 
@@ -168,6 +204,7 @@ def fill(
         name: what to call this checkpoint in messages.
         state: its saved state, for naming the key that differs.
         holders: for each data file the processes that can read it; None: all.
+        complete: DataError if a tensor of the model has no place anywhere.
 
     Returns None if every chunk was as written, else what is damaged, the same on all processes.
     """
@@ -181,6 +218,8 @@ def fill(
     if wrong:
         raise DataError(wrong)
     wants = [w for _, w in answers]
+    if complete and (left := explain_leftovers(name, index, np.concatenate([w.rows for w in wants]))):
+        raise DataError(left)
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)

@@ -16,7 +16,7 @@ import numpy as np
 from megascale.checkpoint import wire
 from megascale.checkpoint.index import Index, join
 from megascale.checkpoint.layout import Shard
-from megascale.checkpoint.loader import LoadReport, fill
+from megascale.checkpoint.loader import Accept, LoadReport, fill
 from megascale.checkpoint.peers import Peers
 from megascale.checkpoint.plan import data_file
 
@@ -82,9 +82,19 @@ def find_held(sock: socket.socket | None, peers: Peers, identity: str) -> Held |
 
 
 def load_held(
-    sock: socket.socket | None, held: Held, shards: Sequence[Shard], peers: Peers, report: LoadReport | None = None
+    sock: socket.socket | None,
+    held: Held,
+    shards: Sequence[Shard],
+    peers: Peers,
+    report: LoadReport | None = None,
+    *,
+    accept: Accept | None = None,
+    complete: bool = False,
 ) -> dict[str, Any] | str:
-    """Fill shards from memory; the saved state, or what is damaged (the same on all). Collective."""
+    """Fill shards from memory; the saved state, or what is damaged (the same on all). Collective.
+
+    `accept`, `complete`: as for `loader.load`.
+    """
     images: dict[int, tuple[memoryview, wire.Message]] = {}
 
     def open_image(rank: int) -> tuple[memoryview, wire.Message]:
@@ -122,6 +132,10 @@ def load_held(
 
     name = f"memory, step {held.step}"
     record = json.loads(state)
+    if accept is not None:
+        accept(record, name)
     holders = {name: members for name, members in holders.items() if name in whole.files}
-    damage = fill(whole, shards, peers, read, name=name, state=record, holders=holders, report=report)
+    damage = fill(
+        whole, shards, peers, read, name=name, state=record, holders=holders, report=report, complete=complete
+    )
     return record if damage is None else damage

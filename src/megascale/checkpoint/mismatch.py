@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from megascale.checkpoint.index import Index
 from megascale.checkpoint.layout import Shard
@@ -30,6 +32,22 @@ def explain_mismatch(name: str, index: Index, shards: Sequence[Shard], state: Ma
     return (
         f"the checkpoint {name!r} is of another model ({len(missing) + len(shapes)} tensors differ): "
         f"{'; '.join(parts)}. {hint}"
+    )
+
+
+def explain_leftovers(name: str, index: Index, rows: np.ndarray) -> str | None:
+    """One paragraph naming the model's tensors of which nobody wants a chunk, or None; `rows`: wanted chunks."""
+    wanted = set(index.columns["tensor"][rows].tolist())
+    names = {n for number, n in enumerate(index.tensors) if number in wanted}
+    left = [n for n in index.tensors if n.startswith("model.") and n not in names]
+    if not left:
+        return None
+    here, there = _layers(names), _layers(index.tensors)
+    hint = f"model.layers is likely {there} there and {here} here" if here != there else "this one lacks those parts"
+    shown = ", ".join(left[:_SHOWN]) + (" ..." if len(left) > _SHOWN else "")
+    return (
+        f"the checkpoint {name!r} is of another model: {shown} ({len(left)} tensors) have no place in this; {hint}. "
+        "Use the configuration it was trained with, or another train.name"
     )
 
 
@@ -59,7 +77,7 @@ def _likely_key(
     return "; ".join(dict.fromkeys(guesses)) + ". Use the configuration it was trained with, or another train.name"
 
 
-def _layers(names: Mapping[str, Any]) -> int:
+def _layers(names: Iterable[str]) -> int:
     """Number of layers that logical names speak of."""
     return len({m.group(1) for name in names if (m := re.search(r"\blayers\.(\d+)\.", name))})
 

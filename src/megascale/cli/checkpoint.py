@@ -165,13 +165,16 @@ def prune(
 ) -> None:
     """Remove old checkpoints and what saves that died have left. Not while the run is training.
 
+    Those kept are read whole first: one that is damaged does not count, and an older one is kept in its place.
+
     Example: megascale checkpoint prune runs/first --keep 1
     """
     from megascale.checkpoint.folder import find_steps, steps
     from megascale.checkpoint.folder import prune as remove
+    from megascale.checkpoint.verify import verify as check
 
     storage, there = find_steps(path)
-    removed = remove(storage, keep)
+    removed = remove(storage, keep, whole=lambda commit: not check(storage, commit.step).problems)
     left = steps(storage)
     if not left:
         raise DataError(f"no checkpoint in {path!r} is whole, so nothing was removed; see megascale checkpoint inspect")

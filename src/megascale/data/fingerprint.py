@@ -59,17 +59,20 @@ def keep(record: Path, now: dict[str, str]) -> None:
 
 
 def watch(config: Config, consumed: int, leader: bool) -> None:
-    """At a start that goes on after `consumed` samples: files and tokenizer must be those of the run's first start.
+    """At a start that goes on after `consumed` samples: files and tokenizer must be those of the run's first start, the
+    files unless checkpoint.accept_changes has data.train.
 
     Raises DataError as `fingerprints`, `compare`, `check_tokenizers` and `check_run` do.
     """
     check_tokenizers(config)
     run = config.run_folder
     record, now = run / "samples" / NAME, fingerprints(config)
+    accepted = "data.train" in config.checkpoint.accept_changes
     if consumed:
-        compare(record, now)
+        if not accepted:
+            compare(record, now)
         agreement.check_run(run, config)
-    if leader and not (consumed and record.exists()):
+    if leader and not (consumed and record.exists() and not accepted):
         keep(record, now)
     if leader and not (consumed and agreement.remembered(run)):
         agreement.remember(run, config)
@@ -93,7 +96,7 @@ def compare(record: Path, now: dict[str, str]) -> None:
     raise DataError(
         f"data.train is not what this run began with: {'; '.join(faults[:3]) or 'the order of files differs'}{more} "
         f"({record} has what was there). Samples would be repeated or skipped: put the files back, begin anew with "
-        "another --train.name, or accept it by removing that record"
+        "another --train.name, or accept it with --checkpoint.accept_changes=data.train"
     )
 
 

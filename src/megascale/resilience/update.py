@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megascale.config import Config, load
+from megascale.config import ACCEPTABLE, Config, load
 from megascale.errors import ConfigError
 from megascale.resilience.contact import folder
 
@@ -40,6 +40,13 @@ def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, t
                 f"{key}={after.get(key)} cannot be changed in a job that runs ({', '.join(FIXED)} are fixed): "
                 "interrupt it and launch it again with the new value"
             )
+    asked = [key for key in changed if key in ACCEPTABLE and key not in new.checkpoint.accept_changes]
+    if asked:
+        accepted = ",".join([*new.checkpoint.accept_changes, *asked])
+        raise ConfigError(
+            f"{', '.join(f'{key}={after.get(key)}' for key in asked)} would have samples trained twice, never or "
+            f"otherwise than before; accept it with checkpoint.accept_changes={accepted} in the same update"
+        )
     os.replace(_written(config, file.with_name("job.before.tmp")), _before(run))
     os.replace(_written(new, file.with_name("job.tmp")), file)
     return new, tuple(f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed)

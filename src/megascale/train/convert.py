@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.reader import read_folder
 from megascale.model.huggingface.tensors import logical_shapes
 from megascale.model.huggingface.writer import write_folder
-from megascale.train.run_folder import RunFolder, checkpoint_folder, run_config
+from megascale.train.resume import tokenizer_hash, trained_config
+from megascale.train.run_folder import RunFolder, checkpoint_folder
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -80,11 +82,18 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         checkpoint.Shard(f"model.{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
         for name, tensor in found.tensors.items()
     ]
-    state = {"step": 0, "samples": 0, "config": config.model_dump(exclude_none=True)}
+    identity = secrets.token_hex(8)
+    state = {
+        "step": 0,
+        "samples": 0,
+        "run": {"id": identity, "name": config.train.name},
+        "tokenizer": tokenizer_hash(config),
+        "config": config.model_dump(exclude_none=True),
+    }
     checkpoint.save(place.checkpoints, 0, shards, state, keep=1)
     place.event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
     # Last, because a folder with it counts as a run.
-    place.config.write_text(config.to_toml())
+    place.accept(config, identity)
     return Converted(run, found.family.name, parameters(model), tokenizer is not None, notes)
 
 
@@ -117,7 +126,7 @@ def export_model(
     Raises ConfigError if no family (or not the named one) can say what the model is, naming the keys; DataError if
     there is no checkpoint.
     """
-    config = run_config(run)
+    config, same = trained_config(run, step)
     model = config.model
     chosen = family_for(model, family)
     if dtype is None:
@@ -134,7 +143,7 @@ def export_model(
     def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
         tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
         shards = [checkpoint.Shard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
-        checkpoint.load(checkpoints, shards, step=step)
+        checkpoint.load(checkpoints, shards, step=step, accept=same)
         return tensors
 
     written, total = 0, parameters(model) * kind.itemsize

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from megascale import checkpoint
+from megascale.checkpoint import changes
 from megascale.config import Config
 from megascale.core import calls
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.data.feed import open_feed
-from megascale.errors import MegascaleError, TrainingError
+from megascale.errors import DataError, MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
 from megascale.ops import dispatch
 from megascale.optim.schedule import learning_rate
@@ -31,6 +32,7 @@ from megascale.train.evaluate import Evaluation, evaluate_file
 from megascale.train.faults import Faults
 from megascale.train.garbage import Garbage
 from megascale.train.processes import Place, memory_gib
+from megascale.train.resume import Origin
 from megascale.train.run_folder import RunFolder, append
 from megascale.train.telling import Telling
 from megascale.train.weights import WeightWatch
@@ -99,6 +101,7 @@ class Trainer:
         self.engine = Engine(self.layout, self.groups, place.device)
         shards = [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
+        self.origin = Origin(config, self.folder, self.checkpointer.peers)
         self.step = 0
         self.consumed = 0
         self.tokens_per_sample = config.model.sequence_length
@@ -124,17 +127,14 @@ class Trainer:
         place = self.place
         self.telling = Telling(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
         self.status = self.telling.status
-        if self.leader:
-            self.folder.config.write_text(self.config.to_toml())
         self._resume()
-        self._open_sinks()
         try:
             with Interrupts() as interrupts:
                 # A state that came from memory is in storage only once it is saved there.
                 last_saved = self.step if self.checkpointer.loaded_from in ("nothing", "storage") else -1
                 stop = min(train.steps, self.step + (train.stop_after or train.steps))
+                self._begin(feed=self.step < stop)
                 if self.step < stop:
-                    self.feed.start(self.consumed)
                     self.checkpointer.prepare()
                 while self.step < stop and not self._stopping:
                     self._train_step(interrupts.wanted)
@@ -280,7 +280,7 @@ class Trainer:
         """Save the state; in the background this begins it and `_heed` tells what became of it. False if skipped."""
         self._flush()
         self.status.update("save", self.step)
-        state = {"step": self.step, "samples": self.consumed, "config": self.config.model_dump(exclude_none=True)}
+        state = {"step": self.step, "samples": self.consumed, **self.origin.about}
         try:
             begun = self.checkpointer.save(self.step, state, persist=persist, wait=last)
         except TrainingError as error:
@@ -313,27 +313,51 @@ class Trainer:
             )
 
     def _resume(self) -> None:
-        state = None
-        if self.config.checkpoint.resume:
-            self.status.update("load", 0)
-            # Before the first step the optimizer's moments are zero: an imported model comes without them.
-            weights = [s for s in self.checkpointer.shards if s.name.startswith("model.")]
-            state = self.checkpointer.load(initial=weights)
-        if state is not None:
-            self.engine.loaded()
-            self.step, self.consumed = state["step"], state["samples"]
+        """Load the newest state if this run may go on from it; nothing of the run changes yet."""
+        if not self.config.checkpoint.resume:
+            self.origin.check_anew()
+            return
+        self.status.update("load", 0)
+        # Before the first step the optimizer's moments are zero: an imported model comes without them.
+        weights = [s for s in self.checkpointer.shards if s.name.startswith("model.")]
+        state = self.checkpointer.load(initial=weights, accept=self.origin.check)
+        if state is None:
+            self.origin.check_nothing()
+            return
+        self.engine.loaded()
+        self.step, self.consumed = state["step"], state.get("samples", 0)
+
+    def _begin(self, feed: bool) -> None:
+        """Let the data be judged too, by all ranks; then the start is accepted, and what it changes is written."""
+        problem = None
+        if feed:
+            try:
+                self.feed.start(self.consumed)
+            except DataError as error:
+                problem = str(error)
+        if problem := next(filter(None, self.checkpointer.peers.exchange(problem)), None):
+            raise DataError(problem)
+        self.origin.settle()
+        self.checkpointer.settle()
         if not self.leader:
             return
-        if state is not None:
+        if self.checkpointer.loaded_from != "nothing":
             source = self.checkpointer.loaded_from
+            changed = {c.key: [c.saved, c.present] for c in self.origin.changes}
+            more = {"changed": changed} if changed else {}
             self._event(
-                Event.RESUMED, world=self.place.world, step=self.step, samples=self.consumed, loaded_from=source
+                Event.RESUMED, world=self.place.world, step=self.step, samples=self.consumed, loaded_from=source, **more
             )
         elif self.config.checkpoint.resume is False and self.folder.metrics.exists():
             self._event(Event.RUN_STARTED, world=self.place.world, note="checkpoint.resume=false: starting over")
         else:
             self._event(Event.RUN_STARTED, world=self.place.world, flops_convention=CONVENTION)
         self.folder.rewind(self.step)
+        self._open_sinks()
+        for note in self.origin.notes:
+            self._say(note)
+        if self.origin.changes:
+            self._say(changes.line(self.origin.changes, self.step))
 
     def _evaluate(self, samples: int | None) -> Evaluation | None:
         if self.config.data.valid is None:
@@ -359,8 +383,6 @@ class Trainer:
     # telling ----------------------------------------------------------------------------------------------------
 
     def _open_sinks(self) -> None:
-        if not self.leader:
-            return
         train, observe = self.config.train, self.config.observe
         self.terminal = Terminal(train.steps, train.log_interval, observe.progress)
         self.sinks = [JsonLines(self.folder.metrics), self.terminal]

@@ -13,21 +13,23 @@ from megascale.model.transformer import Chunk
 from megascale.ops import dispatch
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 from megascale.train.engine import DTYPES, Engine
-from megascale.train.run_folder import checkpoint_folder, run_config
+from megascale.train.resume import trained_config
+from megascale.train.run_folder import checkpoint_folder
 
 
 def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Engine, Config]:
-    """The engine with the weights of a committed checkpoint (default: the newest), and the run's configuration.
+    """The engine with the weights of a committed checkpoint (default: the newest), and the configuration it was
+    trained with.
 
     Raises DataError if `run` is no run folder or has no committed checkpoint.
     """
-    config = run_config(run)
+    config, same = trained_config(run, step)
     parallel = ParallelConfig()
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
     config = config.model_copy(update={"parallel": parallel, "train": train})
     engine = Engine(lay_out(config, 1), None, _device(device))
     shards = [checkpoint.Shard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
-    checkpoint.load(checkpoint_folder(run, config), shards, step=step)
+    checkpoint.load(checkpoint_folder(run, config), shards, step=step, accept=same)
     engine.loaded()
     return engine, config
 
@@ -35,7 +37,7 @@ def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tupl
 @torch.no_grad()
 def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Chunk, Config]:
     """As `restore`, the model alone: no master weights, gradients or moments, a fraction of an engine's memory."""
-    config, place = run_config(run), _device(device)
+    (config, same), place = trained_config(run, step), _device(device)
     dispatch.configure(config.kernels.mode, config.kernels.attention)
     dtype = DTYPES[config.train.precision]
     chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, dtype=dtype)
@@ -46,7 +48,7 @@ def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -
         for p in chunk.parameters()
         for piece, view in piece_views(spec_of(p), p.data)
     ]
-    checkpoint.load(checkpoint_folder(run, config), shards, step=step)
+    checkpoint.load(checkpoint_folder(run, config), shards, step=step, accept=same)
     return chunk.requires_grad_(False), config
 
 

@@ -28,6 +28,7 @@ class RunFolder:
         self.flight = path / "flight"
         self.faults = path / "faults"
         self.plots = path / "plots"
+        self.identity = path / "identity"
 
     def create(self) -> None:
         """Make the folder and its rooms."""
@@ -37,6 +38,33 @@ class RunFolder:
     def event(self, name: Event, **details: Any) -> None:
         """Append a line to events.jsonl, on disk before returning."""
         append(self.events, {"time": time.time(), "event": name.value, **details}, sync=True)
+
+    def read_identity(self) -> str | None:
+        """The random name that the run got at its first start, None before it (or in a folder of an older version)."""
+        try:
+            return self.identity.read_text().strip() or None
+        except FileNotFoundError:
+            return None
+
+    def accept(self, config: Config, identity: str) -> None:
+        """A start was accepted: keep whose folder this is and with which settings it goes on, each in one piece."""
+        # What was accepted was so for this start alone.
+        section = config.checkpoint.model_copy(update={"accept_changes": []})
+        config = config.model_copy(update={"checkpoint": section})
+        for file, text in ((self.identity, identity + "\n"), (self.config, config.to_toml())):
+            temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+            temporary.write_text(text)
+            os.replace(temporary, file)
+
+    def saved_before(self) -> int | None:
+        """Step of the last checkpoint that this run committed since it last began at step 0, as its events tell."""
+        step = None
+        for line in read_lines(self.events) if self.events.exists() else ():
+            if line.get("event") == Event.RUN_STARTED.value:
+                step = None
+            elif line.get("event") == Event.CHECKPOINT_SAVED.value:
+                step = line.get("step")
+        return step
 
     def rewind(self, step: int) -> None:
         """Drop metric and ledger lines of steps after `step`: a resumed run writes them again."""

@@ -1,0 +1,291 @@
+"""What a start may go on from: this run's own state, of this model, tokenizer and data, with settings that may differ.
+
+Judged by rank 0 before a byte of a checkpoint is read, told to all. Until a start is accepted nothing in the run
+folder changes but its log of events and status files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascale.checkpoint import changes, folder
+from megascale.checkpoint.changes import Change
+from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.storage import open_storage
+from megascale.config import Config
+from megascale.data import fingerprint
+from megascale.data.samples import is_text
+from megascale.data.tokenizer import Tokenizer, tokenizer_for, tokenizer_path
+from megascale.errors import ConfigError, DataError
+from megascale.train.run_folder import RunFolder, checkpoint_folder, run_config
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.loader import Accept
+
+
+class Origin:
+    """Where this start's state comes from. Every method is collective, the attributes are rank 0's.
+
+    Attributes:
+        changes: settings that differ from those of the checkpoint.
+        notes: what a person should know, a sentence each.
+    """
+
+    def __init__(self, config: Config, run: RunFolder, peers: Peers) -> None:
+        self.config, self.run, self.peers = config, run, peers
+        self.accepted = config.checkpoint.accept_changes
+        self.changes: list[Change] = []
+        self.notes: list[str] = []
+        self._identity: str | None = None
+        self._facts: dict[str, Any] = {}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What each checkpoint of this run says of it: identity, hashes of data and tokenizer, settings."""
+        section = self.config.checkpoint.model_copy(update={"accept_changes": []})
+        config = self.config.model_copy(update={"checkpoint": section})
+        return {
+            "run": {"id": self._identity, "name": self.config.train.name},
+            **self._facts,
+            "config": config.model_dump(exclude_none=True),
+        }
+
+    def check(self, state: Mapping[str, Any], name: str) -> None:
+        """DataError on all ranks if a saved state may not be gone on from. `name`: what to call the checkpoint."""
+        self._tell(lambda: self._judge(state, name))
+
+    def check_nothing(self) -> None:
+        """As `check`, where there is no state and the run begins at step 0."""
+        self._tell(self._judge_nothing)
+
+    def check_anew(self) -> None:
+        """As `check`, where checkpoint.resume=false begins at step 0 whatever there is."""
+        self._tell(self._judge_anew)
+
+    def settle(self) -> None:
+        """The start is accepted by all: keep the run's identity and configuration."""
+        if self.peers.rank == 0:
+            self._identity = self._identity or secrets.token_hex(8)
+            self.run.accept(self.config, self._identity)
+            if self.config.checkpoint.location is not None:
+                folder.claim(self._storage, self._identity)
+
+    def _tell(self, judge: Callable[[], str | None]) -> None:
+        problem = None
+        if self.peers.rank == 0:
+            try:
+                problem = judge()
+            except (ConfigError, DataError) as error:  # the others wait for an answer
+                problem = str(error)
+        if problem := self.peers.share(problem):
+            raise DataError(problem)
+
+    @property
+    def _storage(self) -> Any:
+        return open_storage(checkpoint_folder(self.run.path, self.config))
+
+    def _judge(self, state: Mapping[str, Any], name: str) -> str | None:
+        self.changes, self.notes = [], []
+        return self._wrong_run(state, name) or self._wrong_settings(state, name)
+
+    def _wrong_run(self, state: Mapping[str, Any], name: str) -> str | None:
+        mine, its = self.run.read_identity(), state.get("run") or {}
+        elsewhere = self.config.checkpoint.location is not None
+        self._identity = mine
+        if "run" in self.accepted:
+            if its.get("id") not in (None, mine):
+                self.notes.append(f"going on from {name}, a checkpoint of another run ({_called(its)}), as accepted")
+            return None
+        if its.get("id") is None:
+            if elsewhere and (problem := self._wrong_name(state, name)):
+                return problem
+            self._note_unnamed(name)
+            return None
+        if mine is None and not elsewhere:
+            self._identity = its["id"]  # checkpoints in a run folder are that run's, as when it was moved or copied
+            return None
+        if its["id"] == mine:
+            return None
+        return _of_another(name, _called(its), self.config)
+
+    def _wrong_name(self, state: Mapping[str, Any], name: str) -> str | None:
+        """An older version's checkpoint in a place that several runs may share: only names can tell them apart."""
+        saved = (state.get("config") or {}).get("train") or {}
+        if saved.get("name", self.config.train.name) != self.config.train.name:
+            return _of_another(name, repr(saved["name"]), self.config)
+        return None
+
+    def _note_unnamed(self, name: str) -> None:
+        self.notes.append(
+            f"{name} does not say of which run it is (an older version's, or imported): taken as this one's"
+        )
+
+    def _wrong_settings(self, state: Mapping[str, Any], name: str) -> str | None:
+        tree = state.get("config")
+        begun = bool(state.get("samples"))
+        self._facts = facts(self.config)
+        problem = self._wrong_data(state, name) if begun else None
+        if not isinstance(tree, Mapping):
+            self.notes.append(f"{name} keeps no configuration: only the names and shapes of its tensors are compared")
+            return problem or self._wrong_tokenizer(state, None, name)
+        saved, unknown = changes.read_saved(tree)
+        if unknown:
+            self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
+        text = any(map(is_text, self.config.data.train))
+        self.changes = changes.find_changes(saved, self.config, begun=begun, text=text)
+        return (
+            changes.explain(name, [c for c in self.changes if c.kind == "refused"], self.accepted)
+            or self._wrong_tokenizer(state, saved, name)
+            or problem
+            or (self._other_files(saved, name) if begun and "data" not in state else None)
+            or changes.explain(name, self.changes, self.accepted)
+        )
+
+    def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
+        if "data.train" in self.accepted or state.get("data") in (None, self._facts["data"]):
+            return None
+        # The run folder's record, where there is one, names the files; it is a DataError of its own.
+        fingerprint.compare(self.run.samples.parent / fingerprint.NAME, fingerprint.fingerprints(self.config))
+        return (
+            f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
+            "trained with: samples would be repeated or skipped. Put the files back, begin anew with another "
+            "--train.name, or accept it with --checkpoint.accept_changes=data.train"
+        )
+
+    def _other_files(self, saved: Config, name: str) -> str | None:
+        """An older version's checkpoint has no hash of its data; without a record in the run folder paths must do."""
+        if (self.run.samples.parent / fingerprint.NAME).exists() or "data.train" in self.accepted:
+            return None
+        there, here = saved.data.train, self.config.data.train
+        if there == here:
+            return None
+        return (
+            f"the checkpoint {name!r} was trained on data.train={','.join(there)} and this start has "
+            f"{','.join(here)}. Name the files that it began with, or accept it with "
+            "--checkpoint.accept_changes=data.train"
+        )
+
+    def _wrong_tokenizer(self, state: Mapping[str, Any], saved: Config | None, name: str) -> str | None:
+        there, here = state.get("tokenizer"), self._facts["tokenizer"]
+        if there is None and saved is not None:
+            there = tokenizer_hash(saved)
+        if there is None or here is None or there == here:
+            return None
+        return (
+            f"the checkpoint {name!r} was trained with another tokenizer than data.tokenizer="
+            f"{tokenizer_path(self.config.data)} (SHA-256 {there[:12]} there, {here[:12]} here): "
+            "equal ids would mean different text. Name the tokenizer that it was trained with, or train under another "
+            "--train.name"
+        )
+
+    def _judge_nothing(self) -> str | None:
+        if problem := self._wrong_owner():
+            return problem
+        self._facts, self._identity = facts(self.config), self.run.read_identity()
+        step = self.run.saved_before()
+        if step is None:
+            return None
+        place = checkpoint_folder(self.run.path, self.config)
+        return (
+            f"{self.run.path} had committed the checkpoint of step {step}, and in {str(place)!r} there is none that "
+            "can be read: the run would begin again at step 0, its metrics and ledger be lost. Put the checkpoints "
+            "back, name their folder with --checkpoint.location, or start over from step 0 with "
+            "--checkpoint.resume=false"
+        )
+
+    def _judge_anew(self) -> str | None:
+        if problem := self._wrong_owner():
+            return problem
+        # What is begun anew is another run: the one before must not be gone on from by mistake.
+        self._facts, self._identity = facts(self.config), None
+        return None
+
+    def _wrong_owner(self) -> str | None:
+        """A place outside the run folder that belongs to another run: saving there would remove its checkpoints."""
+        if self.config.checkpoint.location is None or "run" in self.accepted:
+            return None
+        mine, storage = self.run.read_identity(), self._storage
+        commit = next(iter(folder.survey(storage)[0]), None)
+        its = (commit.state.get("run") or {}) if commit is not None else {}
+        owner = its.get("id") or folder.owner(storage)
+        if not owner and commit is not None:
+            return self._wrong_name(commit.state, f"{storage.url}/{folder.step_name(commit.step)}")
+        return _of_another(storage.url, _called(its), self.config) if owner and owner != mine else None
+
+
+def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
+    """The configuration that the checkpoint of `step` (default: the newest) was trained with, and what refuses another.
+
+    The model and its precision are the checkpoint's own, whatever config.toml says; the rest is config.toml's, unless
+    that is of another model (an older version wrote it even where a start was refused).
+    """
+    config = run_config(run)
+    commits = folder.survey(open_storage(checkpoint_folder(run, config)))[0]
+    commit = next((c for c in commits if step in (None, c.step)), None)
+    tree = commit.state.get("config") if commit is not None else None
+    if commit is None or not isinstance(tree, Mapping):
+        return config, lambda state, name: None
+    saved, _ = changes.read_saved(tree)
+    foreign = any(c.kind == "refused" for c in changes.find_changes(saved, config, begun=False))
+    train = config.train.model_copy(update={"precision": saved.train.precision})
+    data = saved.data if foreign else config.data
+    wanted = commit.state.get("tokenizer")
+    if wanted is not None and tokenizer_hash(config.model_copy(update={"data": data})) != wanted:
+        other = saved.data if data is config.data else config.data
+        data = other if tokenizer_hash(config.model_copy(update={"data": other})) == wanted else data
+    config = config.model_copy(update={"model": saved.model, "train": train, "data": data})
+
+    def same(state: Mapping[str, Any], name: str) -> None:
+        other = state.get("config")
+        if isinstance(other, Mapping):
+            found = changes.find_changes(changes.read_saved(other)[0], config, begun=False)
+            if problem := changes.explain(name, [c for c in found if c.kind == "refused"], ()):
+                raise DataError(f"{problem} (--step chooses a checkpoint)")
+
+    return config, same
+
+
+def check_tokenizer(run: Path, config: Config, tokenizer: Tokenizer, step: int | None = None) -> None:
+    """DataError if it is not the one that a run's checkpoint was trained with, where that is known."""
+    commits = folder.survey(open_storage(checkpoint_folder(run, config)))[0]
+    commit = next((c for c in commits if step in (None, c.step)), None)
+    wanted = commit.state.get("tokenizer") if commit is not None else None
+    if wanted is not None and wanted != tokenizer.sha256:
+        raise DataError(
+            f"{tokenizer_path(config.data)} is not the tokenizer that {run} was trained with (SHA-256 "
+            f"{tokenizer.sha256[:12]}, {wanted[:12]} then): equal ids would mean different text. Put the file back, or "
+            "name it as data.tokenizer in the run's config.toml"
+        )
+
+
+def facts(config: Config) -> dict[str, Any]:
+    """What a checkpoint keeps of its data: a hash of all files' fingerprints in order, and the tokenizer's."""
+    prints = list(fingerprint.fingerprints(config).values())
+    digest = hashlib.blake2b(json.dumps(prints).encode(), digest_size=16).hexdigest()
+    return {"data": digest, "tokenizer": tokenizer_hash(config)}
+
+
+def tokenizer_hash(config: Config) -> str | None:
+    """SHA-256 of the tokenizer of a configuration, None if it cannot be read."""
+    try:
+        return tokenizer_for(config.data).sha256
+    except (ConfigError, DataError):
+        return None
+
+
+def _called(run: Mapping[str, Any]) -> str:
+    return f"{run['name']!r}" if run.get("name") else "without a name"
+
+
+def _of_another(place: str, called: str, config: Config) -> str:
+    return (
+        f"{place!r} is of another run ({called}) than {config.run_folder}: two runs that share "
+        f"checkpoint.location={config.checkpoint.location or 'their folder'} would go on from each other's state and "
+        "remove each other's checkpoints. Give each run its own checkpoint.location, or go on from the other's state "
+        "on purpose with --checkpoint.accept_changes=run"
+    )

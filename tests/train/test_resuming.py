@@ -1,0 +1,358 @@
+"""What a start may go on from: its own run, model, tokenizer and data. A refused start changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.conftest import lines
+
+from megascale import checkpoint
+from megascale.api import evaluate, export_model, generate, load_config, train
+from megascale.bench.soak_resumes import state_of
+from megascale.checkpoint import changes
+from megascale.checkpoint.archive import crc32
+from megascale.checkpoint.folder import COMMIT
+from megascale.config import ACCEPTABLE, Config, from_tree
+from megascale.data.indexed import IndexedWriter
+from megascale.data.ledger import check
+from megascale.data.samples import SampleSource
+from megascale.data.tokenizer import Tokenizer
+from megascale.errors import ConfigError, DataError
+
+ROTARY = "--model.positions=rotary"
+
+
+@pytest.fixture(scope="module")
+def stopped(tokens, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with one, `tiny`, that was stopped after step 5 of 8, and the data set beside it."""
+    from tests.conftest import TINY
+
+    folder = tmp_path_factory.mktemp("stopped")
+    shutil.copytree(tokens, folder / "data")
+    (folder / "tiny.toml").write_text(TINY.format(data=folder / "data", runs=folder / "runs"))
+    train(load_config(folder / "tiny.toml", [ROTARY, "--train.stop_after=5"]))
+    return folder
+
+
+@pytest.fixture
+def again(stopped: Path, tmp_path: Path):
+    """Starts a copy of that run once more with other settings; returns its folder."""
+    shutil.copytree(stopped / "runs", tmp_path / "runs")
+
+    def start(*options: str) -> Path:
+        train(load_config(stopped / "tiny.toml", [ROTARY, f"--train.runs={tmp_path / 'runs'}", *options]))
+        return tmp_path / "runs" / "tiny"
+
+    start.run = tmp_path / "runs" / "tiny"
+    start.folder = stopped
+    return start
+
+
+def refused(again, *options: str, says: str, kind: type[Exception] = DataError) -> None:
+    before = state_of(again.run)
+    with pytest.raises(kind, match=says):
+        again(*options)
+    assert state_of(again.run) == before
+
+
+def rewrite_state(run: Path, *drop: str, **more: object) -> None:
+    """Change what the checkpoints of a run say besides tensors, as an older version would have written it."""
+    for file in run.glob(f"checkpoints/step-*/{COMMIT}"):
+        record = json.loads(file.read_bytes().partition(b"\n")[0])
+        record["state"] = {k: v for k, v in record["state"].items() if k not in drop} | more
+        body = json.dumps(record, sort_keys=True).encode()
+        file.write_bytes(body + b"\n" + f"{crc32(body):08x}\n".encode())
+
+
+@pytest.mark.parametrize(
+    ("setting", "saved"),
+    [
+        ("model.layers=1", "2"),
+        ("model.tied_embeddings=false", "true"),
+        ("model.heads=2", "4"),
+        ("model.activation=gelu_tanh", "gelu"),
+        ("model.window=8", "not set"),
+        ("model.norm_eps=1e-6", "1e-05"),
+        ("model.block=parallel", "serial"),
+        ("model.rotary_base=500.0", "10000.0"),
+        ("model.vocab_size=72", "64"),
+    ],
+)
+def test_another_model_is_refused(again, setting: str, saved: str) -> None:
+    key = setting.partition("=")[0]
+    refused(again, f"--{setting}", says=rf"of another model: {key} was {saved} and is .*--train\.name")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.seed=1",
+        "model.sequence_length=15",
+        "model.dropout=0.1",
+        "data.shuffle=false",
+        "data.weights=[2.0]",
+        "optimizer.name=lamb",
+        "optimizer.beta2=0.99",
+        "train.precision=float64",
+    ],
+)
+def test_what_trains_otherwise_is_asked_for(again, setting: str) -> None:
+    key = setting.partition("=")[0]
+    refused(again, f"--{setting}", says=rf"{key} was .*--checkpoint\.accept_changes={key}")
+    run = again(f"--{setting}", f"--checkpoint.accept_changes={key}")
+    (resumed,) = [r for r in lines(run / "events.jsonl") if r["event"] == "resumed"]
+    assert resumed["step"] == 5
+    assert key in resumed["changed"]
+    # It was said for that start: the next takes the new setting for granted, and would not take the old.
+    assert load_config(run / "config.toml").checkpoint.accept_changes == []
+    refused(again, "--train.steps=9", says=rf"{key} was ")
+
+
+def test_other_settings_are_free_and_told(again, capsys) -> None:
+    run = again("--train.global_batch=6", "--train.micro_batch=3", "--lr.peak=1e-3", "--train.steps=9")
+    said = capsys.readouterr().out
+    (told,) = [line for line in said.splitlines() if line.startswith("settings changed after step 5: ")]
+    wanted = {"lr.peak 0.01 -> 0.001", "train.steps 8 -> 9", "train.micro_batch 2 -> 3", "train.global_batch 4 -> 6"}
+    assert wanted <= set(told.removeprefix("settings changed after step 5: ").split("; "))
+    ledger = lines(run / "samples" / "ledger.jsonl")
+    assert [line["count"] for line in ledger] == [4] * 5 + [6] * 4
+    assert check(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
+
+
+def test_data_that_changed_is_refused_and_may_move(again, tmp_path) -> None:
+    with IndexedWriter(tmp_path / "train", np.uint16) as writer:
+        writer.add_document([np.arange(2000) % 64])
+    (again.run / "samples" / "sources.json").unlink()  # the checkpoint remembers too
+    refused(again, f"--data.train={tmp_path}/train", says=r"data\.train=.* other contents.*accept_changes=data\.train")
+    shutil.copytree(again.folder / "data", tmp_path / "moved")
+    run = again(f"--data.train={tmp_path}/moved/train", "--train.stop_after=1")
+    with pytest.raises(DataError, match=r"accept_changes=data\.train"):
+        again(f"--data.train={tmp_path}/train")
+    again(f"--data.train={tmp_path}/train", "--checkpoint.accept_changes=data.train")
+    assert [r["step"] for r in lines(run / "samples" / "ledger.jsonl")] == list(range(1, 9))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    Tokenizer.train(["some words and some more words " * 9], 262).save(folder / "one.json")
+    Tokenizer.train(["altogether different text, in other letters " * 9], 262).save(folder / "two.json")
+    return folder
+
+
+def test_another_tokenizer_is_refused_and_never_mixed_in(tiny, tokenizers, tmp_path) -> None:
+    named = tmp_path / "mine.json"
+    shutil.copy(tokenizers / "one.json", named)
+    options = ["--train.steps=4", "--model.vocab_size=264", f"--data.tokenizer={named}"]
+    train(load_config(tiny, [*options, "--train.stop_after=2"]))
+    run = tmp_path / "runs" / "tiny"
+    before = state_of(run)
+    with pytest.raises(DataError, match=r"another tokenizer than data\.tokenizer=.*two\.json"):
+        train(load_config(tiny, [*options, f"--data.tokenizer={tokenizers}/two.json"]))
+    assert state_of(run) == before
+    list(generate(run, "some", tokens=3, device="cpu"))
+    # The same tokenizer may lie elsewhere.
+    moved = tmp_path / "moved.json"
+    shutil.copy(tokenizers / "one.json", moved)
+    assert train(load_config(tiny, [*options, f"--data.tokenizer={moved}"])).step == 4
+    # Another in its place is found before a word is made of it.
+    for file in (moved, named):
+        shutil.copy(tokenizers / "two.json", file)
+    for use in (lambda: list(generate(run, "some", device="cpu")), lambda: export_model(run, tmp_path / "out")):
+        with pytest.raises(DataError, match=r"moved\.json is not the tokenizer.*data\.tokenizer"):
+            use()
+    assert evaluate(run, device="cpu").tokens  # needs none
+
+
+def test_a_shared_location_is_one_runs_only(tiny, tmp_path) -> None:
+    place = f"--checkpoint.location={tmp_path / 'shared'}"
+    train(load_config(tiny, ["--train.name=first", "--train.steps=4", place]))
+    held = state_of(tmp_path / "shared")
+    for more in ([], ["--checkpoint.resume=false"]):
+        with pytest.raises(
+            DataError, match=r"of another run \('first'\).*own checkpoint\.location.*accept_changes=run"
+        ):
+            train(load_config(tiny, ["--train.name=second", place, *more]))
+        assert state_of(tmp_path / "shared") == held
+        assert not (tmp_path / "runs" / "second" / "config.toml").exists()
+    # On purpose it may start from there; the place is then the second's, and the first is told.
+    accept = "--checkpoint.accept_changes=run"
+    assert train(load_config(tiny, ["--train.name=second", place, "--train.steps=6", accept])).step == 6
+    assert [r["step"] for r in lines(tmp_path / "runs" / "second" / "samples" / "ledger.jsonl")] == [5, 6]
+    assert train(load_config(tiny, ["--train.name=second", place, "--train.steps=7"])).step == 7
+    with pytest.raises(DataError, match=r"of another run \('second'\)"):
+        train(load_config(tiny, ["--train.name=first", place]))
+
+
+def test_two_runs_that_begin_at_one_location(tiny, tmp_path) -> None:
+    """Before either has saved there is no checkpoint to tell whose the place is."""
+    options = ["--train.steps=2", "--checkpoint.at_end=false", "--checkpoint.interval=0"]
+    options.append(f"--checkpoint.location={tmp_path / 'shared'}")
+    train(load_config(tiny, [*options, "--train.name=first"]))
+    with pytest.raises(DataError, match="of another run"):
+        train(load_config(tiny, [*options, "--train.name=second"]))
+    assert train(load_config(tiny, [*options, "--train.name=first"])).step == 2
+
+
+def test_a_run_begun_anew_is_another(again) -> None:
+    identity = (again.run / "identity").read_text()
+    run = again("--checkpoint.resume=false", "--train.stop_after=1", "--checkpoint.at_end=false")
+    assert (run / "identity").read_text() != identity
+    refused(again, says=r"of another run")
+
+
+def test_a_run_folder_may_move(again, tmp_path) -> None:
+    shutil.move(tmp_path / "runs", tmp_path / "there")
+    moved = tmp_path / "there" / "tiny"
+    (moved / "identity").unlink()  # its checkpoints say it too
+    identity = checkpoint.inspect(moved).state["run"]["id"]
+    assert again(f"--train.runs={tmp_path / 'there'}")
+    assert (moved / "identity").read_text().strip() == identity
+
+
+def test_an_older_versions_checkpoint_is_read_with_a_word(again, capsys) -> None:
+    rewrite_state(again.run, "run", "config", "data", "tokenizer")
+    (again.run / "identity").unlink()
+    refused(again, "--model.layers=1", says=r"model\.layers is likely 2 there and 1 here")
+    run = again()
+    said = capsys.readouterr().out
+    assert said.count("does not say of which run it is") == said.count("keeps no configuration") == 1
+    assert lines(run / "samples" / "ledger.jsonl")[-1]["step"] == 8
+
+
+def test_settings_that_this_version_does_not_know(again, capsys) -> None:
+    saved = checkpoint.inspect(again.run).state["config"]
+    saved["model"]["flavour"] = "sweet"
+    saved["lr"]["min"] = 1.0  # no longer allowed: above peak
+    rewrite_state(again.run, config=saved | {"gone": {"key": 1}})
+    refused(again, "--model.heads=2", says=r"model\.heads was 4 and is 2")
+    again()
+    said = capsys.readouterr().out
+    assert "does not know and ignores: gone, model.flavour" in said
+    assert "lr.min 1.0 -> 0.0" in said
+
+
+def test_memory_is_judged_as_storage_is(tiny, tmp_path) -> None:
+    options = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.interval=100"]
+    options += ["--checkpoint.at_end=false", "--checkpoint.linger=20"]
+    train(load_config(tiny, [*options, "--train.stop_after=3"]))
+    run = tmp_path / "runs" / "tiny"
+    before = state_of(run)
+    with pytest.raises(DataError, match=r"'memory, step 2' is of another model: model\.tied_embeddings was true"):
+        train(load_config(tiny, [*options, "--model.tied_embeddings=false"]))
+    assert state_of(run) == before
+    train(load_config(tiny, [*options, "--train.stop_after=1"]))
+    train(load_config(tiny, [*options, "--train.stop_after=1", "--checkpoint.resume=false"]))
+    # What the run before left in memory is not gone on from by the one that was begun anew.
+    train(load_config(tiny, ["--checkpoint.background=true", "--checkpoint.linger=1"]))
+    found = [(r["event"], r.get("step", 0)) for r in lines(run / "events.jsonl")]
+    starts = [(event, step) for event, step in found if event in ("run_started", "resumed")]
+    assert starts == [("run_started", 0), ("resumed", 2), ("run_started", 0), ("run_started", 0)]
+
+
+def test_history_without_checkpoints_is_not_erased(again) -> None:
+    shutil.rmtree(again.run / "checkpoints")
+    refused(again, says=r"committed the checkpoint of step 5.*--checkpoint\.resume=false")
+    run = again("--checkpoint.resume=false")
+    assert [r["step"] for r in lines(run / "samples" / "ledger.jsonl")] == list(range(1, 9))
+
+
+def test_a_start_refused_for_its_data_leaves_the_settings(again, tmp_path, megascale) -> None:
+    before = state_of(again.run)
+    file = tmp_path / "data.toml"
+    shutil.copytree(again.folder / "data", tmp_path / "data")
+    (tmp_path / "data" / "train.bin").write_bytes((tmp_path / "data" / "train.bin").read_bytes()[::-1])
+    text = (again.folder / "tiny.toml").read_text().replace(str(again.folder / "data"), str(tmp_path / "data"))
+    file.write_text(text)
+    found = megascale("train", file, ROTARY, f"--train.runs={tmp_path / 'runs'}", "--parallel.tensor=2")
+    assert found.returncode == 4, found.stderr
+    assert "data.train" in found.stderr
+    assert state_of(again.run) == before
+    assert evaluate(again.run, device="cpu").tokens
+
+
+def test_evaluation_takes_the_checkpoints_model(again) -> None:
+    """Older versions wrote config.toml even where the start was refused."""
+    right = evaluate(again.run, device="cpu").loss
+    file = again.run / "config.toml"
+    file.write_text(
+        file.read_text().replace('activation = "gelu"', 'activation = "gelu_tanh"').replace("= 1e-05", "= 0.1")
+    )
+    assert load_config(file).model.activation == "gelu_tanh"
+    assert evaluate(again.run, device="cpu").loss == right
+
+
+def flip(run: Path, step: int) -> None:
+    """Change a byte of a checkpoint's largest data file, its length kept."""
+    file = max((run / "checkpoints" / f"step-{step}").glob("*.distcp"), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    for at in range(len(data) // 3, len(data), len(data) // 7):
+        data[at] ^= 0xFF
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint")
+def test_what_was_gone_back_to_outlives_the_damaged(again) -> None:
+    flip(again.run, 5)  # 4 and 5 are kept
+    run = again("--checkpoint.interval=0", "--train.steps=6")
+    assert [r["step"] for r in lines(run / "events.jsonl") if r["event"] == "resumed"] == [4]
+    assert checkpoint.steps(run / "checkpoints") == [4, 6]
+    flip(run, 6)
+    assert again("--train.steps=6")
+    assert [r["step"] for r in lines(run / "events.jsonl") if r["event"] == "resumed"] == [4, 4]
+
+
+def test_prune_reads_what_it_keeps(again, megascale) -> None:
+    flip(again.run, 5)
+    found = megascale("checkpoint", "prune", again.run, "--keep", "1")
+    assert found.returncode == 0, found.stderr
+    assert 4 in checkpoint.steps(again.run / "checkpoints")
+    with pytest.warns(UserWarning, match="Went back to the checkpoint of step 4"):
+        again()
+
+
+SETTINGS = [f"{s}.{k}" for s, f in Config.model_fields.items() for k in f.annotation.model_fields]  # type: ignore[union-attr]
+VALUES = {
+    "model": {"heads": 8, "activation": "swiglu", "tied_embeddings": False, "dropout": 0.5, "init_std": 1.0},
+    "optimizer": {"name": "lamb", "beta1": 0.5, "trust_max": 3.0},
+    "train": {"seed": 5, "steps": 7, "global_batch": 16, "name": "other"},
+    "data": {"shuffle": False, "valid": "x", "loader": "local"},
+    "lr": {"warmup_steps": 3},
+}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sets(st.sampled_from([(s, k) for s, keys in VALUES.items() for k in keys])), st.booleans(), st.data())
+def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun: bool, data: st.DataObject) -> None:
+    tree: dict[str, dict[str, object]] = {}
+    for section, key in chosen:
+        tree.setdefault(section, {})[key] = VALUES[section][key]
+    saved, _ = changes.read_saved(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
+    found = changes.find_changes(saved, from_tree(tree), begun=begun)
+    names = {f"{s}.{k}" for s, k in chosen}
+    assert names <= {c.key for c in found}
+    assert {c.key for c in found} - names <= {"lr.peak", "optimizer.trust_min", "optimizer.lamb_bias_correction"}
+    model = {"model.heads", "model.activation", "model.tied_embeddings"} & names
+    asked = {name for name in names if name in ACCEPTABLE} if begun else set()
+    if "optimizer.name" in asked or ("optimizer.trust_max" in asked and "optimizer.name" not in names):
+        asked.discard("optimizer.trust_max")
+    assert {c.key for c in found if c.kind == "refused"} == model
+    assert {c.key for c in found if c.kind == "asked"} == asked
+    accepted: Sequence[str] = sorted(asked)
+    assert (changes.explain("x", found, accepted) is None) == (not model)
+    if asked and not model:
+        left = data.draw(st.sampled_from(sorted(asked)))
+        assert left in (changes.explain("x", found, [k for k in accepted if k != left]) or "")
+
+
+def test_only_what_may_be_accepted_can_be_named() -> None:
+    assert set(ACCEPTABLE) - {"run"} <= set(SETTINGS)
+    with pytest.raises(ConfigError, match=r"model\.layers.*train\.seed"):
+        from_tree({"checkpoint": {"accept_changes": ["model.layers"]}})
