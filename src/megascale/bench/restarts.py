@@ -152,7 +152,7 @@ class Run:
     def start(self) -> None:
         """Begin, or go on."""
         file = Path(self.config.train.runs) / f"{self.name}.toml"
-        file.write_text(self.config.to_toml())
+        self.config.write(file)
         command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), f"--train.name={self.name}"]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

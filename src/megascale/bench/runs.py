@@ -47,7 +47,7 @@ def train(
         update={"train": config.train.model_copy(update={"runs": str(folder), "name": "compared"})}
     )
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(config.to_toml())
+    config.write(folder / "config.toml")
     command = [sys.executable, "-m", "megascale.cli.main", "train", str(folder / "config.toml")]
     command += [f"--parallel.data={processes // (config.parallel.tensor * config.parallel.pipeline)}"]
     metrics = config.run_folder / "metrics.jsonl"

@@ -108,7 +108,7 @@ def _differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
     saved = summary.state.get("config")
     if file is None or not isinstance(saved, dict):
         return {}
-    now = tomllib.loads(file.read_text())
+    now = tomllib.loads(file.read_text(encoding="utf-8"))
     result = {}
     for section in sorted({*saved, *now}):
         there, here = saved.get(section) or {}, now.get(section) or {}

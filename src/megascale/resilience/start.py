@@ -103,8 +103,7 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
 
 
 def _write_settings(config: Config) -> None:
-    path = contact.folder(config.run_folder.absolute()) / "job.toml"
-    path.write_text(config.to_toml())
+    config.write(contact.folder(config.run_folder.absolute()) / "job.toml")
 
 
 async def _serve(driver: Driver) -> int:

@@ -84,7 +84,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     checkpoint.save(place.checkpoints, 0, shards, state, keep=1)
     place.event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
     # Last, because a folder with it counts as a run.
-    place.config.write_text(config.to_toml())
+    config.write(place.config)
     return Converted(run, found.family.name, parameters(model), tokenizer is not None, notes)
 
 

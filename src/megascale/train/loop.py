@@ -125,7 +125,7 @@ class Trainer:
         self.telling = Telling(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
         self.status = self.telling.status
         if self.leader:
-            self.folder.config.write_text(self.config.to_toml())
+            self.config.write(self.folder.config)
         self._resume()
         self._open_sinks()
         try:
