@@ -11,7 +11,7 @@ from typing import Any
 
 from megascale.core.events import Event
 from megascale.resilience.journal import Entry, Journal
-from megascale.resilience.ladder import RUNGS, Use
+from megascale.resilience.ladder import RUNGS, Use, give_back
 
 
 class Diary:
@@ -62,7 +62,7 @@ class Diary:
         for entry in self._journal.events():
             if entry.kind == Event.LADDER and entry.action in rungs:
                 if entry.details.get("explains"):
-                    found.remove(next(use for use in reversed(found) if not use.node))
+                    give_back(found)
                 found.append(Use(entry.time, rungs[entry.action], entry.nodes[0] if entry.nodes else ""))
         return found
 
