@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def inspect(
 
     Example: megascale checkpoint inspect runs/first
     """
-    import json
     from dataclasses import asdict
 
     from rich.console import Console
@@ -50,7 +50,7 @@ def inspect(
         record["checkpoints"] = [
             {"step": s.step, "committed": s.committed, "problem": s.problem, "bytes": s.bytes} for s in found
         ]
-        typer.echo(json.dumps(record))
+        typer.echo(strict_json.dumps(record))
         return
     console = Console()
     console.print(_checkpoints_table(found))
@@ -127,7 +127,6 @@ def verify(
 
     Example: megascale checkpoint verify runs/first
     """
-    import json
 
     from rich.console import Console
     from rich.table import Table
@@ -144,7 +143,7 @@ def verify(
             verdicts.append(check(storage, step, told))
     bad = [v for v in verdicts if v.problems]
     if as_json:
-        typer.echo(json.dumps([v.__dict__ | {"tensors": sorted(v.tensors)} for v in verdicts]))
+        typer.echo(strict_json.dumps([v.__dict__ | {"tensors": sorted(v.tensors)} for v in verdicts]))
     else:
         table = Table("step", "verdict", "bytes read", "tensors touched")
         for v in verdicts:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megascale.core import strict_json
 from megascale.core.events import Event
 from megascale.resilience.journal import Entry, Journal
 from megascale.resilience.ladder import RUNGS, Use, give_back
@@ -43,7 +43,7 @@ class Diary:
         for name, value in (("action", action), ("nodes", nodes), ("ranks", ranks), ("evidence", evidence)):
             if value:
                 record[name] = list(value) if isinstance(value, tuple) else value
-        self._append(json.dumps(record | details) + "\n")
+        self._append(strict_json.dumps(record | details) + "\n")
         self._say("driver", describe(entry))
         return entry
 
