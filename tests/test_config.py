@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import tomllib
 from pathlib import Path
@@ -155,3 +156,10 @@ def test_an_override_of_text_is_taken_whole(text):
 def test_text_that_is_not_unicode_is_named():
     with pytest.raises(ConfigError, match=r"train\.sample_prompt"):
         config.load(None, ["--train.sample_prompt=\udc80"])
+
+
+@pytest.mark.parametrize("key", ["lr.peak", "optimizer.clip", "rendezvous.timeout", "model.rotary_base"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_setting_that_is_no_number_is_refused(key, value):
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        config.load(None, [f"--{key}={value}"])

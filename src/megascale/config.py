@@ -24,7 +24,7 @@ from megascale.errors import ConfigError, FitError
 class Section(BaseModel):
     """A section of the tree: unknown keys are refused, values may not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
