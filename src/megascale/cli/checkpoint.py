@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.core import strict_json
+from megascale.core import run_lock, strict_json
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def prune(
     path: str = typer.Argument(..., help="a run folder or its checkpoints folder (path or URL)"),
     keep: int = typer.Option(1, min=1, help="committed checkpoints to keep, newest first"),
 ) -> None:
-    """Remove old checkpoints and what saves that died have left. Not while the run is training.
+    """Remove old checkpoints and what saves that died have left. Refused (exit code 2) while the run is training.
 
     Example: megascale checkpoint prune runs/first --keep 1
     """
@@ -170,8 +171,9 @@ def prune(
     from megascale.checkpoint.folder import prune as remove
 
     storage, there = find_steps(path)
-    removed = remove(storage, keep)
-    left = steps(storage)
+    with _alone("megascale checkpoint prune", path, storage.url):
+        removed = remove(storage, keep)
+        left = steps(storage)
     if not left:
         raise DataError(f"no checkpoint in {path!r} is whole, so nothing was removed; see megascale checkpoint inspect")
     swept = sorted(set(there) - set(left) - set(removed))
@@ -232,7 +234,8 @@ def import_(
     with _progress() as progress:
         task = progress.add_task("import", total=None)
         told = lambda what: progress.update(task, description=what)
-        size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=told)
+        with _alone("megascale checkpoint import", target):
+            size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=told)
     typer.echo(f"{len(foreign[0])} tensors, {size:,} bytes, committed as {target}/step-{step}")
 
 
@@ -257,8 +260,24 @@ def reshard(
     with _progress() as progress:
         task = progress.add_task("reshard", total=None)
         told = lambda what: progress.update(task, description=what)
-        size = write_checkpoint(open_storage(target), whole.commit.step, source_of(whole), whole.state, files, told)
+        with _alone("megascale checkpoint reshard", target):
+            size = write_checkpoint(open_storage(target), whole.commit.step, source_of(whole), whole.state, files, told)
     typer.echo(f"step {whole.commit.step}: {len(whole.tensors)} tensors, {size:,} bytes in {files} files at {target}")
+
+
+def _alone(what: str, *places: str) -> contextlib.ExitStack:
+    """Keep trainings out of the runs whose checkpoints change, or ConfigError if one is there."""
+    folders: set[Path] = set()
+    for place in places:
+        if "://" in place:
+            continue
+        path = Path(place).resolve()
+        folders |= {folder for folder in (path, *path.parents[:2]) if (folder / "config.toml").is_file()}
+        folders |= {path} if (path / run_lock.TRAINERS).is_file() else set()
+    with contextlib.ExitStack() as undo:
+        for folder in sorted(folders):
+            undo.enter_context(run_lock.take(folder, what, 0.0))
+        return undo.pop_all()
 
 
 def _progress() -> Progress:

@@ -1,9 +1,9 @@
 """Who may write into a run folder: one training at a time, held by rank 0 and freed by the kernel when it ends.
 
-Two files, locked as a whole with flock, say who is there. RUN/lock is held exclusively by rank 0 of whatever trains,
-and for a moment by commands that change checkpoints. RUN/driver.lock is held, shared, by the drivers of a launched job
-(two for a moment when one replaces the other), so that nobody slips in between two attempts; their trainers do not ask
-it. The text in a file names its holder for people; the lock alone decides.
+Two files, locked as a whole with flock, say who is there. RUN/trainer.lock is held exclusively by rank 0 of whatever
+trains, and for a moment by commands that change checkpoints. RUN/driver.lock is held, shared, by the drivers of a
+launched job (two for a moment when one replaces the other), so that nobody slips in between two attempts; their
+trainers do not ask it. The text in a file names its holder for people; the lock alone decides.
 
 A lock ends with its process, whatever ended it, so nothing is ever left to clear away. It holds between hosts where the
 file system passes flock on: NFS as Linux mounts it by default (not with `nolock` or `local_lock=flock`), CephFS, GPFS,
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megascale.errors import ConfigError, TrainingError
 
-TRAINERS, DRIVERS = "lock", "driver.lock"
+TRAINERS, DRIVERS = "trainer.lock", "driver.lock"
 PATIENCE = 3.0  # seconds for a holder that was just killed to be gone
 _LOOK = 0.05  # seconds between two looks
 _BUSY = (errno.EAGAIN, errno.EACCES)  # NFS says the second

@@ -26,6 +26,7 @@ from megascale.ops import dispatch
 from megascale.optim.schedule import learning_rate
 from megascale.rendezvous.groups import Groups, lost_peer, shutdown
 from megascale.rendezvous.start import initialise
+from megascale.train import attention_choice
 from megascale.train.claim import claim, tell_status
 from megascale.train.clock import StepClock
 from megascale.train.engine import Engine, StepResult
@@ -141,7 +142,11 @@ class Trainer:
         store = self.groups.store if self.groups is not None else None
         self.feed = open_feed(self.layout, place.rank, place.local_rank, place.local_world, place.device, store)
         self._closing.callback(self.feed.close)
-        self.engine = Engine(self.layout, self.groups, place.device)
+        kept: attention_choice.Choices = {}
+        if self.leader:
+            place_of_state = config.checkpoint.location or self.folder.checkpoints
+            kept = attention_choice.read(self.folder.path, place_of_state, config.checkpoint.resume)
+        self.engine = Engine(self.layout, self.groups, place.device, kept=kept)
         shards = [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         every = config.resilience.checksum_interval
@@ -166,6 +171,7 @@ class Trainer:
         self.status, self._begun = self.telling.status, True
         if self.leader:
             self.config.write(self.folder.config)
+            attention_choice.write(self.folder.path, self.engine.attention)
         self._resume()
         self._open_sinks()
         with Interrupts() as interrupts:
@@ -361,6 +367,7 @@ class Trainer:
         self._flush()
         self.status.update("save", self.step)
         state = {"step": self.step, "samples": self.consumed, "config": self.config.model_dump(exclude_none=True)}
+        state["attention"] = self.engine.attention
         try:
             begun = self.checkpointer.save(self.step, state, persist=persist, wait=last)
         except TrainingError as error:
