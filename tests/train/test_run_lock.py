@@ -16,9 +16,13 @@ from tests.exact.processes import Start, launched, run_ranks, wait_for_step
 from tests.train.test_run import losses
 
 from megascale import checkpoint
+from megascale.api import load_config, train
+from megascale.cli.checkpoint import prune
 from megascale.core import run_lock
 from megascale.core.run_lock import Busy
 from megascale.errors import TrainingError
+from megascale.resilience import start
+from megascale.train import launch
 
 HOLD = """
 import sys
@@ -118,24 +122,28 @@ def test_a_driver_keeps_others_out_and_its_own_trainers_in(tmp_path, monkeypatch
         run_lock.take_for_driver(tmp_path, "launch", 0.0)
 
 
-def test_a_training_is_alone_with_its_run(tiny, megascale, tmp_path):
+def test_a_training_is_alone_with_its_run(tiny, tmp_path):
     run, place = tmp_path / "runs" / "tiny", tmp_path / "elsewhere"
     words = ["--train.steps=100000", "--parallel.tensor=2", f"--checkpoint.location={place}"]
     with launched(tiny, *words) as (launcher, ranks):
         wait_for_step(run, 4, launcher)
         before = (run / "config.toml").read_bytes()
-        second = megascale("train", tiny, "--train.steps=3", "--lr.peak=1e-3")
+        alone = load_config(tiny, ["--train.steps=3", "--lr.peak=1e-3"])
+        several = load_config(tiny, ["--parallel.tensor=2"])
+        sharer = load_config(tiny, ["--train.name=other", f"--checkpoint.location={place}"])
+        for second in (
+            lambda: train(alone),
+            lambda: train(sharer),
+            lambda: launch.launch(["train", str(tiny)], 2, several),
+            lambda: start.drive(*start.prepare(several), lambda who, text: None),
+            lambda: prune(str(run), 1),
+            lambda: prune(str(place), 1),
+        ):
+            with pytest.raises(Busy, match=str(ranks[0].pid)) as caught:
+                second()
+            assert caught.value.exit_code == 2
         pair = run_ranks(tiny, ["--parallel.tensor=2"], [Start(0, 2), Start(1, 2)])
-        driver = megascale("launch", tiny, "--nodes", 1, "--train.steps=3")
-        several = megascale("train", tiny, "--parallel.tensor=2")
-        sharer = megascale("train", tiny, "--train.name=other", f"--checkpoint.location={place}")
-        for found in (second, driver, several, sharer):
-            assert found.returncode == 2, found.stderr
-            assert str(ranks[0].pid) in found.stderr
         assert [(p.code, str(ranks[0].pid) in p.said) for p in pair] == [(2, True)] * 2
-        for words in (["prune", run, "--keep", 1], ["prune", place]):
-            pruned = megascale("checkpoint", *words)
-            assert (pruned.returncode, str(ranks[0].pid) in pruned.stderr) == (2, True)
         assert before == (run / "config.toml").read_bytes()
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(60)
@@ -144,5 +152,5 @@ def test_a_training_is_alone_with_its_run(tiny, megascale, tmp_path):
     steps = [step for step, _, _ in losses(run)]
     assert steps == list(range(1, len(steps) + 1))
     assert [r["first"] for r in lines(run / "samples" / "ledger.jsonl")] == [4 * i for i in range(len(steps))]
-    assert megascale("checkpoint", "prune", run, "--keep", 1).returncode == 0
+    prune(str(run), 1)
     assert len(checkpoint.steps(place)) == 1
