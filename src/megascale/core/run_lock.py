@@ -26,7 +26,7 @@ from pathlib import Path
 from megascale.errors import ConfigError, TrainingError
 
 TRAINERS, DRIVERS = "trainer.lock", "driver.lock"
-PATIENCE = 3.0  # seconds for a holder that was just killed to be gone
+PATIENCE = 5.0  # seconds for a holder that was just killed to be gone
 _LOOK = 0.05  # seconds between two looks
 _BUSY = (errno.EAGAIN, errno.EACCES)  # NFS says the second
 
