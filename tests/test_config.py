@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 import tomllib
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale import config
@@ -131,3 +134,32 @@ def test_lamb_has_its_own_rate():
         config.load(None, [lamb, "--lr.min=1e-2"])
     again = config.load(None, [lamb])
     assert config.from_tree(tomllib.loads(again.to_toml())) == again
+
+
+@settings(max_examples=300)
+@given(st.text(), st.lists(st.text(), min_size=1, max_size=3))
+def test_every_string_survives_being_written_and_read(text, several):
+    tree = {"train": {"sample_prompt": text}, "data": {"train": several, "tokenizer": text}}
+    found = config.from_tree(tree)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.toml"
+        found.write(file)
+        assert config.load(file) == found
+
+
+@example("1\nb = 2")
+@given(st.text())
+def test_an_override_of_text_is_taken_whole(text):
+    assert config.load(None, [f"--train.sample_prompt=1{text}"]).train.sample_prompt == "1" + text
+
+
+def test_text_that_is_not_unicode_is_named():
+    with pytest.raises(ConfigError, match=r"train\.sample_prompt"):
+        config.load(None, ["--train.sample_prompt=\udc80"])
+
+
+@pytest.mark.parametrize("key", ["lr.peak", "optimizer.clip", "rendezvous.timeout", "model.rotary_base"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_setting_that_is_no_number_is_refused(key, value):
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        config.load(None, [f"--{key}={value}"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascale.config import Config
 from megascale.config import load as load_config
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
     from megascale.data.build import Built
@@ -103,11 +103,19 @@ def train(config: Config) -> Result:
 
     Raises MegascaleError subclasses with a message for a person; KeyboardInterrupt after a clean interruption.
     """
+    from megascale.core.layout import lay_out
+    from megascale.train.claim import tell_refusal
     from megascale.train.loop import Trainer
     from megascale.train.processes import find_place
 
-    config = resolve(config)
-    return Trainer(config, find_place(config)).run()
+    try:
+        config = resolve(config)
+        place = find_place(config)
+        lay_out(config, place.world)
+    except MegascaleError as error:
+        tell_refusal(config, str(error))
+        raise
+    return Trainer(config, place).run()
 
 
 def evaluate(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from megascale.errors import ConfigError, FitError
@@ -23,7 +24,7 @@ from megascale.errors import ConfigError, FitError
 class Section(BaseModel):
     """A section of the tree: unknown keys are refused, values may not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -597,24 +598,12 @@ class Config(Section):
         return self.train.global_batch // per_micro
 
     def to_toml(self) -> str:
-        """The resolved tree as TOML; unset keys are left out."""
-        lines = []
-        for name, section in self.model_dump(exclude_none=True).items():
-            lines.append(f"[{name}]")
-            lines += [f"{key} = {_toml_value(value)}" for key, value in section.items()]
-            lines.append("")
-        return "\n".join(lines)
+        """The resolved tree as TOML, which `load` reads again whatever its strings hold; unset keys are left out."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
 
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    return repr(value)
+    def write(self, file: Path) -> None:
+        """Write `to_toml` to a file, in the encoding that `load` reads wherever it runs."""
+        file.write_text(self.to_toml(), encoding="utf-8")
 
 
 def presets() -> list[str]:
@@ -640,7 +629,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     if path is not None:
         file = Path(path)
         try:
-            tree = tomllib.loads(file.read_text())
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             near = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
             hint = f"; there is {', '.join(near[:4])}" if near else ""
@@ -660,6 +649,9 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Validate nested dictionaries (as TOML gives them) into a Config; ConfigError on anything wrong."""
     tree = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tree.items()}
+    for name, table in tree.items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            _check_text(f"{name}.{key}", value)
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("preset"), str):
         tree["model"] = {**preset(model["preset"]), **model}
@@ -669,6 +661,13 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(e, tree) for e in error.errors())) from None
 
 
+def _check_text(name: str, value: Any) -> None:
+    """ConfigError for text that no file can hold: bytes of a command line that are not UTF-8."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{name}={text!r} holds bytes that are not UTF-8; write it in UTF-8")
+
+
 def _parse_override(text: str) -> tuple[str, str, Any]:
     name, equals, raw = text.removeprefix("--").partition("=")
     section, dot, key = name.partition(".")
@@ -676,7 +675,8 @@ def _parse_override(text: str) -> tuple[str, str, Any]:
         raise ConfigError(f"override {text!r} is not of the form --section.key=value, such as --train.steps=100")
     section, key = section.replace("-", "_"), key.replace("-", "_")
     try:
-        value = tomllib.loads(f"v = {raw}")["v"]
+        parsed = tomllib.loads(f"v = {raw}")
+        value = parsed["v"] if len(parsed) == 1 else raw  # text of several lines may look like several keys
     except tomllib.TOMLDecodeError:
         field = Config.model_fields.get(section)
         sub = getattr(field.annotation, "model_fields", {}).get(key) if field else None

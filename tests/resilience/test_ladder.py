@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import ResilienceConfig, from_tree
-from megascale.resilience.ladder import RUNGS, Situation, Use, choose, data_sizes
+from megascale.core.events import Event
+from megascale.resilience.diary import Diary
+from megascale.resilience.journal import Journal
+from megascale.resilience.ladder import RUNGS, Situation, Use, choose, data_sizes, give_back
 from megascale.resilience.machine import ENDED, FOLLOWS, Job, Phase
 
 CONFIG = ResilienceConfig(retries=2, respawns=1, replacements=2, budget_seconds=100, replenish_wait=10)
@@ -57,6 +60,27 @@ def test_a_node_that_fails_again_and_again_climbs_the_ladder_and_time_gives_budg
         used.append(Use(at.now, rungs[-1], "n1"))
     assert rungs == ["retry", "retry", "respawn", "spare", "spare", "shrink"]
     assert choose(CONFIG, Situation("n1", False, True, True, 1, 200.0), used).rung == "retry"
+
+
+@given(uses)
+def test_a_start_that_a_node_explains_later_gives_back_its_own_budget_and_no_shrink(used):
+    left = list(used)
+    give_back(left)
+    blameless = [u for u in used if not u.node and u.rung in ("retry", "respawn")]
+    assert [u for u in left if u.node or u.rung not in ("retry", "respawn")] == [
+        u for u in used if u.node or u.rung not in ("retry", "respawn")
+    ]
+    assert [u for u in left if not u.node and u.rung in ("retry", "respawn")] == blameless[:-1]
+
+
+def test_the_journal_gives_back_a_retry_and_not_the_shrink_after_it(tmp_path):
+    journal, _ = Journal.take(tmp_path, 5.0)
+    diary = Diary(tmp_path, journal, lambda who, text: None)
+    diary.note(Event.LADDER, attempt=1, action="retry")
+    diary.note(Event.LADDER, attempt=1, action="shrink")
+    diary.note(Event.LADDER, attempt=1, action="respawn", nodes=("n1",), explains=True)
+    assert [(u.rung, u.node) for u in diary.uses()] == [("shrink", ""), ("respawn", "n1")]
+    journal.close()
 
 
 def test_no_new_nodes_where_none_may_be_asked_for():

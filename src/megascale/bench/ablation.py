@@ -20,6 +20,7 @@ import typer
 
 from megascale.bench.runs import machine, plain, train
 from megascale.config import Config
+from megascale.core import strict_json
 
 # MFU of 175B on 256 GPUs after each row, percent: paper, Table 3.
 PAPER = {
@@ -141,7 +142,7 @@ def ablation(
     }
     for run in _run_all(plans, processes, repeats, warmup, cuda, runs):
         runs.append(run)
-        out.write_text(json.dumps(record | {"runs": [asdict(r) for r in runs]}, indent=1) + "\n")
+        out.write_text(strict_json.dumps(record | {"runs": [asdict(r) for r in runs]}, indent=1) + "\n")
     show(record, runs)
     draw(record, runs, plot)
     typer.echo(f"figures: {out}; plot: {plot}")
@@ -215,7 +216,7 @@ def _config(config: Config, row: Row, links: str, steps: int, warmup: int) -> Co
 
 def _key(config: Config, steps: int, warmup: int, window: int | None, processes: int) -> str:
     what = [config.model_dump(mode="json"), steps, warmup, window, processes]
-    return hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(strict_json.dumps(what, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _before(out: Path, key: str) -> list[Run]:

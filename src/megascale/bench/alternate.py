@@ -6,7 +6,6 @@ be told. Weights stay as they are (the learning rate is zero), so that losses an
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from megascale.core import strict_json
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -85,7 +86,7 @@ def alternate(
     record = measure(config, key, values, turns, each)
     if record is not None:
         show(record)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(strict_json.dumps(record, indent=1) + "\n")
         typer.echo(f"figures: {out}")
 
 

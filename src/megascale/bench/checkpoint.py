@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import tempfile
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.core import strict_json
 from megascale.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def checkpoint(
             figures = _measure(console, Path(name), parts.split(","), gigabytes, repeats, replicas, preset, layout)
             if "stall" in parts.split(","):
                 figures["stall"] = _stall(console, Path(name), gigabytes, step_seconds, repeats, persist)
-    out.write_text(json.dumps({**_about(), **figures}, indent=2) + "\n")
+    out.write_text(strict_json.dumps({**_about(), **figures}, indent=2) + "\n")
     console.print(f"figures: {out}")
     if chaos and not all(row["held"] == row["points"] for row in figures["chaos"]["kinds"]):
         raise TrainingError(f"some blows broke the checkpoints: see {out}")

@@ -23,6 +23,8 @@ from typing import Any
 
 import typer
 
+from megascale.core import strict_json
+
 VARIANTS = ("serial", "parallel", "window", "lamb")
 # AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
 # samples: tells what the model does from what we do.
@@ -150,7 +152,7 @@ def convergence(
         "tokens": tokens,
         "runs": [asdict(o) for o in outcomes],
     }
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    out.write_text(strict_json.dumps(record, indent=1) + "\n")
     show(outcomes, console)
     if at_once > 1:
         console.print(f"tokens/s: of one run while up to {at_once} shared its device")
@@ -175,7 +177,7 @@ def collect(out: Path) -> int:
             digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
             if text.strip() and digest not in seen:
                 seen.add(digest)
-                sink.write(json.dumps({"text": text}) + "\n")
+                sink.write(strict_json.dumps({"text": text}) + "\n")
     return len(seen)
 
 
@@ -299,7 +301,7 @@ def _share(run: Path, command: list[str]) -> float:
 
 def read(variant: str, seed: int, run: Path) -> Outcome:
     """What a finished run came to."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     at = {r["step"]: r["tokens"] for r in steps}
     held = [(at[r["step"]], r["valid_loss"]) for r in records if "valid_loss" in r and r["step"] in at]

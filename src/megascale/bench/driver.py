@@ -24,6 +24,8 @@ from typing import Any
 
 import typer
 
+from megascale.core import strict_json
+
 RANKS = 8  # a node
 
 
@@ -73,7 +75,7 @@ def driver(
     for key, value in figures.items():
         table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
     Console().print(table)
-    out.write_text(json.dumps(figures, indent=1))
+    out.write_text(strict_json.dumps(figures, indent=1))
     typer.echo(f"figures: {out}")
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.core import strict_json
 from megascale.core.calls import NoCalls
 from megascale.errors import TrainingError
 
@@ -91,7 +92,7 @@ def exposed(
     record = measure(config, warmup)
     if record is not None:
         show(record)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(strict_json.dumps(record, indent=1) + "\n")
         if plot is not None:
             draw(record, plot)
             typer.echo(f"timeline: {plot}")

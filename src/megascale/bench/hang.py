@@ -7,7 +7,6 @@ or loses its reader, at a random step. Nothing tells the verdict which case it i
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -18,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
+
+from megascale.core import strict_json
 
 CASES = ("stopped rank", "mismatched collective", "missing send", "dead reader")
 # (tensor, pipeline, data): four ranks each, two stages so that there is something to send.
@@ -139,7 +140,7 @@ def _place_fault(run: Path, case: str, rank: int, step: int, rng: random.Random,
     kind = {"mismatched collective": "mismatch", "missing send": "missing-send", "dead reader": "dead-reader"}.get(case)
     if kind is not None:
         fault = {"kind": kind, "rank": rank, "step": step, "group": group, "number": rng.randrange(2)}
-        (run / "faults" / "a.json").write_text(json.dumps(fault | {"kill": rng.random() < 0.5}))
+        (run / "faults" / "a.json").write_text(strict_json.dumps(fault | {"kill": rng.random() < 0.5}))
 
 
 def _records(run: Path, world: int):
@@ -240,6 +241,6 @@ def register(app: typer.Typer) -> None:
             import torch
 
             facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-            out.write_text(json.dumps({"facts": facts, "hangs": [asdict(o) for o in outcomes]}, indent=1))
+            out.write_text(strict_json.dumps({"facts": facts, "hangs": [asdict(o) for o in outcomes]}, indent=1))
         if total < len(outcomes):
             raise typer.Exit(1)

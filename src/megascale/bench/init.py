@@ -17,7 +17,6 @@ not wake who waits for a key that compare_set makes), redis.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.core import strict_json
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -233,11 +233,11 @@ def register(app: typer.Typer) -> None:
             "note": NOTE,
             "results": [asdict(r) | {"extrapolated": r.extrapolated} for r in results],
         }
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(strict_json.dumps(record, indent=1) + "\n")
         picture = out.with_suffix(".png")
         plot(results, picture)
         if as_json:
-            typer.echo(json.dumps(record))
+            typer.echo(strict_json.dumps(record))
         else:
             _print(results, machine)
             typer.echo(f"figures: {out}   plot: {picture}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import platform
 import sys
 import time
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from megascale.bench import timing
 from megascale.bench.kernel_cases import Case, Sizes, cases, head_inputs, plain_head
+from megascale.core import strict_json
 from megascale.errors import TrainingError
 from megascale.ops import attention, dispatch, linear
 from megascale.ops.adamw import adamw_apply, adamw_apply_reference
@@ -72,7 +72,7 @@ class Bench:
 
     def save(self) -> None:
         """Write what there is, so that a bench that is stopped has still measured something."""
-        self.out.write_text(json.dumps(self.result(), indent=1))
+        self.out.write_text(strict_json.dumps(self.result(), indent=1))
 
     def result(self) -> dict[str, Any]:
         """What the JSON file holds."""

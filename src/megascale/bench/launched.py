@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megascale.core import strict_json
+
 WAIT = 240.0  # seconds; only a broken job takes them
 
 _SETTINGS = """
@@ -89,7 +91,7 @@ class Launched:
         faults.mkdir(parents=True)
         for rank in range(2):
             fault = {"kind": "slow-rank", "rank": rank, "seconds": pace, "stays": True}
-            (faults / f"00-pace-{rank}.json").write_text(json.dumps(fault))
+            (faults / f"00-pace-{rank}.json").write_text(strict_json.dumps(fault))
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:

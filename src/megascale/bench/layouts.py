@@ -6,7 +6,6 @@ bfloat16. Each run is a real `megascale train` with its own processes.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 import time
@@ -20,6 +19,7 @@ import typer
 
 from megascale.bench.runs import machine, plain, train
 from megascale.config import Config
+from megascale.core import strict_json
 
 FLOOR = 1e-17  # of the plot of differences: below the rounding of float64
 ROWS = 12  # of the table; the JSON file has every step
@@ -85,7 +85,7 @@ def layouts(
             runs.append(_train(one, processes, Path(folder) / str(number)))
     record = _record(file, plans[0][0], runs)
     _show(record, runs)
-    out.write_text(json.dumps(record, indent=2) + "\n")
+    out.write_text(strict_json.dumps(record, indent=2) + "\n")
     if plot is not None:
         draw(record, plot)
         typer.echo(f"wrote {plot}")

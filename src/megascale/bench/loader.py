@@ -27,6 +27,7 @@ from typing import Any
 import typer
 
 from megascale.bench import usage
+from megascale.core import strict_json
 
 SOURCES = ("tokens", "jsonl", "parquet")
 STEP = 0.1  # seconds of compute that the wait is compared with
@@ -78,7 +79,7 @@ def main(
             result = measure(Path(place), source, ranks, batches, steps, repeat)
             _show(console, result)
     result |= machine()
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(strict_json.dumps(result, indent=1) + "\n")
     console.print(f"wrote {out}")
     if chaos and not result["equal"]:
         raise typer.Exit(1)

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megascale.core import strict_json
 from megascale.data import host_loader, ring
 
 _RANKS = 2
@@ -98,7 +99,7 @@ def _sources(folder: Path) -> None:
     Tokenizer.train(texts[:40], 512).save(folder / "tokenizer.json")
     (folder / "text").mkdir()
     with open(folder / "text" / "a.jsonl", "w") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts[:60])
+        file.writelines(strict_json.dumps({"text": text}) + "\n" for text in texts[:60])
     pyarrow.parquet.write_table(pyarrow.table({"text": texts[60:]}), folder / "text" / "b.parquet", row_group_size=5)
 
 
@@ -236,7 +237,7 @@ class _Run:
         """Of each step: its samples as the ledger has them, loss and gradient norm."""
         run = self.config.run_folder
         ledger = [json.loads(line) for line in (run / "samples" / "ledger.jsonl").read_text().splitlines()]
-        losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return [
             (a["step"], a["first"], a["count"], a["ids"], b["step"], b["loss"].hex(), b["grad_norm"].hex())
             for a, b in zip(ledger, losses, strict=True)

@@ -6,7 +6,6 @@ product, then both in each way of overlapping. Exposed is what a way costs over 
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from megascale.core import strict_json
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ def overlap(
     record = measure(config, repeats)
     if record is not None:
         show(record)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(strict_json.dumps(record, indent=1) + "\n")
         typer.echo(f"figures: {out}")
 
 

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.core import strict_json
+
 if TYPE_CHECKING:
     import torch
 
@@ -167,7 +169,7 @@ def peers(
                 result.turn = turn
                 results.append(result)
                 # After each turn: whoever stops the bench keeps what it has measured.
-                out.write_text(json.dumps(record | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
+                out.write_text(strict_json.dumps(record | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
                 progress.advance(bar)
     show(record, config, results)
     typer.echo(f"figures: {out}")
@@ -293,7 +295,7 @@ def run_child(prepare: Callable[[Job, torch.device], Timed], file: str) -> None:
         memory = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
         versions = {"torch": torch.__version__, **timed.versions}
         told = {"seconds": seconds, "memory_gib": memory, "versions": versions, "settings": timed.settings}
-        Path(job.out).write_text(json.dumps(told | {"losses": losses}))
+        Path(job.out).write_text(strict_json.dumps(told | {"losses": losses}))
     dist.destroy_process_group()
 
 
@@ -309,7 +311,7 @@ def _ours(preset: str, settings: list[str], steps: int, warmup: int, out: Path) 
 
 def _theirs(name: str, job: Job) -> Result:
     file = Path(job.out).with_suffix(".job.json")
-    file.write_text(json.dumps(asdict(job)))
+    file.write_text(strict_json.dumps(asdict(job)))
     words = ["--nproc-per-node", str(job.world), "--master-port", str(_free_port()), "-m", PEERS[name][1], str(file)]
     _run([sys.executable, "-m", "torch.distributed.run", *words], name)
     return Result(name, 0, **json.loads(Path(job.out).read_text()))

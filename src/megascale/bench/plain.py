@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megascale.config import Config, ModelConfig, load
+from megascale.core import strict_json
 from megascale.data.samples import IGNORE, HeldOut, SampleSource
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops.attention_backends import causal_mask
@@ -196,7 +197,7 @@ def main(words: list[str]) -> None:
             return
     with open(written, "w") as sink:
         for record in train(config, torch.device(name)):
-            print(json.dumps(record), file=sink, flush=True)
+            print(strict_json.dumps(record), file=sink, flush=True)
 
 
 if __name__ == "__main__":

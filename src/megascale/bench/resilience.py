@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import typer
 
 from megascale.bench.launched import Launched, make, phases
+from megascale.core import strict_json
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def resilience(
     about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
     about |= {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
     about["load"] = list(os.getloadavg())
-    out.write_text(json.dumps(about | figures, indent=1))
+    out.write_text(strict_json.dumps(about | figures, indent=1))
     typer.echo(f"figures: {out}")
     if not good:
         raise typer.Exit(1)
@@ -147,7 +147,7 @@ def _all(file: Path, kinds: list[str], runs: int) -> tuple[dict[str, Any], bool]
             rows.append(row)
             mark = "[green]right[/]" if row["right"] else "[bold red]WRONG[/]"
             console.print(f"{mark} ", end="")
-            console.print(json.dumps(row), markup=False)
+            console.print(strict_json.dumps(row), markup=False)
     _show(rows, kinds)
     return {"rows": rows}, all(row.get("right", True) for row in rows)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.bench.launched import Launched, phases
+from megascale.core import strict_json
 
 PACE = 0.1  # least seconds of a step
 RARE = 3 * 3600.0  # seconds between faults that the ratio is extrapolated to
@@ -65,7 +66,7 @@ def _faults(job: Launched, until: float, every: float, dice: random.Random) -> l
         if kind in _ONCE:
             del left[kind]
         rows.append(_one(job, kind, dice))
-        print(json.dumps(rows[-1]), flush=True)
+        print(strict_json.dumps(rows[-1]), flush=True)
         if not rows[-1]["recovered"] and job.process.poll() is not None:
             return rows
         due += dice.expovariate(1 / every)

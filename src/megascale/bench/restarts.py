@@ -26,6 +26,7 @@ from typing import Any
 import typer
 
 from megascale.config import Config
+from megascale.core import strict_json
 
 # Shares of kills: during start-up; of one rank alone where there are several.
 _EARLY, _ONE_RANK = 0.15, 0.25
@@ -131,7 +132,7 @@ def restarts(
     found.attempts = attempts
     record = _record(file, config, found, memory)
     _show(record, found)
-    out.write_text(json.dumps(record, indent=2) + "\n")
+    out.write_text(strict_json.dumps(record, indent=2) + "\n")
     limit = within if layout else 0.0
     if not found.ledger or found.loss > limit or found.steps != steps or (not layout and found.weights):
         raise TrainingError(
@@ -152,7 +153,7 @@ class Run:
     def start(self) -> None:
         """Begin, or go on."""
         file = Path(self.config.train.runs) / f"{self.name}.toml"
-        file.write_text(self.config.to_toml())
+        self.config.write(file)
         command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), f"--train.name={self.name}"]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -271,7 +272,7 @@ def compare(calm: Path, killed: Path) -> Comparison:
     from megascale.train.restore import restore
 
     def lines(file: Path) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        return [strict_json.loads(line) for line in file.read_text().splitlines()]
 
     ours = {r["step"]: r["loss"] for r in lines(calm / "metrics.jsonl")}
     records = lines(killed / "metrics.jsonl")
@@ -319,7 +320,7 @@ def _show(record: dict[str, Any], found: Comparison) -> None:
     sources["killed before that"] = len(found.attempts) - len(began)
     lost = [before.step - after.resumed for before, after in itertools.pairwise(began)]
     waits = [a.first_step for a in found.attempts if a.first_step is not None]
-    layouts = len({json.dumps(a.layout, sort_keys=True) for a in found.attempts})
+    layouts = len({strict_json.dumps(a.layout, sort_keys=True) for a in found.attempts})
     for name, value in {
         "killed": ", ".join(f"{what} {count}" for what, count in victims.items()),
         "went on from": ", ".join(f"{what} {count}" for what, count in sources.items() if count),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.config import Config
+from megascale.core import strict_json
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def train(
         update={"train": config.train.model_copy(update={"runs": str(folder), "name": "compared"})}
     )
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(config.to_toml())
+    config.write(folder / "config.toml")
     command = [sys.executable, "-m", "megascale.cli.main", "train", str(folder / "config.toml")]
     command += [f"--parallel.data={processes // (config.parallel.tensor * config.parallel.pipeline)}"]
     metrics = config.run_folder / "metrics.jsonl"
@@ -65,7 +65,7 @@ def train(
     if process.returncode:
         said = (folder / "output.log").read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
         raise TrainingError(f"the run of {name} ended with exit code {process.returncode}: " + "\n  ".join(said))
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [strict_json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def load_shape(settings: list[str]) -> Config:

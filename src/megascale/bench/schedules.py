@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
+from megascale.core import strict_json
 
 # (stages, chunks a stage, micro-batches, data-parallel replicas replayed together)
 CASES = ((8, 6, 32, 1), (8, 6, 32, 192), (35, 3, 280, 1), (64, 1, 512, 1), (64, 4, 512, 1))
@@ -102,7 +103,7 @@ def schedules(
     for row in record["rounds"]:
         shown.add_row(str(row["chunks"]), *(f"{s:.2f}" for s in row["seconds"]), f"{row['free']:.2f}")
     Console().print(shown)
-    out.write_text(json.dumps(record, indent=2) + "\n")
+    out.write_text(strict_json.dumps(record, indent=2) + "\n")
 
 
 def rounds() -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ the right exit code, or its losses, weights and ledger are those of an undisturb
 from __future__ import annotations
 
 import importlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
+
+from megascale.core import strict_json
 
 # Each part is a module `megascale.bench.soak_NAME` with `run(count, seed, folder, report)`; the number is of its cases.
 PARTS: dict[str, int] = {
@@ -100,7 +101,7 @@ def soak(
     console.print(table)
     record = {part: [asdict(case) for case in cases] for part, cases in results.items()}
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    out.write_text(json.dumps({"date": date, "seed": seed, "seconds": seconds, "parts": record}, indent=1))
+    out.write_text(strict_json.dumps({"date": date, "seed": seed, "seconds": seconds, "parts": record}, indent=1))
     failed = [f"{part}: {case.name}" for part, cases in results.items() for case in cases if not case.held]
     if failed:
         raise TrainingError(f"{len(failed)} cases did not hold: " + "; ".join(failed[:5]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 import tomllib
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megascale.config import Config
+from megascale.core import strict_json
 from megascale.errors import ConfigError, MegascaleError
 
 # Shell words that start a bench.
@@ -150,7 +150,7 @@ class Case(BaseModel):
 
     def key(self, replicas: int) -> str:
         """Changes with what is measured, not with what it must reach."""
-        what = json.dumps([self.words(replicas), self.environment], sort_keys=True)
+        what = strict_json.dumps([self.words(replicas), self.environment], sort_keys=True)
         return hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
 
     def config(self, replicas: int) -> Config:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megascale.bench.runs import LAST_LINES
 from megascale.bench.targets_cases import Case
+from megascale.core import strict_json
 from megascale.errors import ConfigError
 
 PATIENCE = 10.0  # seconds that a run which is told to end has for it
@@ -97,7 +98,7 @@ class Record:
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         beside = self.file.with_name(f".{self.file.name}.part")
-        beside.write_text(json.dumps(told, indent=1) + "\n")
+        beside.write_text(strict_json.dumps(told, indent=1) + "\n")
         os.replace(beside, self.file)
 
 

@@ -7,7 +7,6 @@ and after: cards and power limits differ, so a share of that rate is what can be
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from megascale.core import strict_json
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +81,7 @@ def register(app: typer.Typer) -> None:
         if result is not None:
             show(result)
             if out is not None:
-                out.write_text(json.dumps(result, indent=2) + "\n")
+                out.write_text(strict_json.dumps(result, indent=2) + "\n")
 
 
 def gemm_rate(device: torch.device, seconds: float) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.core import run_lock, strict_json
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ def inspect(
 
     Example: megascale checkpoint inspect runs/first
     """
-    import json
     from dataclasses import asdict
 
     from rich.console import Console
@@ -50,7 +51,7 @@ def inspect(
         record["checkpoints"] = [
             {"step": s.step, "committed": s.committed, "problem": s.problem, "bytes": s.bytes} for s in found
         ]
-        typer.echo(json.dumps(record))
+        typer.echo(strict_json.dumps(record))
         return
     console = Console()
     console.print(_checkpoints_table(found))
@@ -108,7 +109,7 @@ def _differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
     saved = summary.state.get("config")
     if file is None or not isinstance(saved, dict):
         return {}
-    now = tomllib.loads(file.read_text())
+    now = tomllib.loads(file.read_text(encoding="utf-8"))
     result = {}
     for section in sorted({*saved, *now}):
         there, here = saved.get(section) or {}, now.get(section) or {}
@@ -127,7 +128,6 @@ def verify(
 
     Example: megascale checkpoint verify runs/first
     """
-    import json
 
     from rich.console import Console
     from rich.table import Table
@@ -144,7 +144,7 @@ def verify(
             verdicts.append(check(storage, step, told))
     bad = [v for v in verdicts if v.problems]
     if as_json:
-        typer.echo(json.dumps([v.__dict__ | {"tensors": sorted(v.tensors)} for v in verdicts]))
+        typer.echo(strict_json.dumps([v.__dict__ | {"tensors": sorted(v.tensors)} for v in verdicts]))
     else:
         table = Table("step", "verdict", "bytes read", "tensors touched")
         for v in verdicts:
@@ -163,7 +163,7 @@ def prune(
     path: str = typer.Argument(..., help="a run folder or its checkpoints folder (path or URL)"),
     keep: int = typer.Option(1, min=1, help="committed checkpoints to keep, newest first"),
 ) -> None:
-    """Remove old checkpoints and what saves that died have left. Not while the run is training.
+    """Remove old checkpoints and what saves that died have left. Refused (exit code 2) while the run is training.
 
     Those kept are read whole first: one that is damaged does not count, and an older one is kept in its place.
 
@@ -174,8 +174,9 @@ def prune(
     from megascale.checkpoint.verify import verify as check
 
     storage, there = find_steps(path)
-    removed = remove(storage, keep, whole=lambda commit: not check(storage, commit.step).problems)
-    left = steps(storage)
+    with _alone("megascale checkpoint prune", path, storage.url):
+        removed = remove(storage, keep, whole=lambda commit: not check(storage, commit.step).problems)
+        left = steps(storage)
     if not left:
         raise DataError(f"no checkpoint in {path!r} is whole, so nothing was removed; see megascale checkpoint inspect")
     swept = sorted(set(there) - set(left) - set(removed))
@@ -236,7 +237,8 @@ def import_(
     with _progress() as progress:
         task = progress.add_task("import", total=None)
         told = lambda what: progress.update(task, description=what)
-        size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=told)
+        with _alone("megascale checkpoint import", target):
+            size = write_checkpoint(open_storage(target), step, foreign, state, files=1, told=told)
     typer.echo(f"{len(foreign[0])} tensors, {size:,} bytes, committed as {target}/step-{step}")
 
 
@@ -261,8 +263,24 @@ def reshard(
     with _progress() as progress:
         task = progress.add_task("reshard", total=None)
         told = lambda what: progress.update(task, description=what)
-        size = write_checkpoint(open_storage(target), whole.commit.step, source_of(whole), whole.state, files, told)
+        with _alone("megascale checkpoint reshard", target):
+            size = write_checkpoint(open_storage(target), whole.commit.step, source_of(whole), whole.state, files, told)
     typer.echo(f"step {whole.commit.step}: {len(whole.tensors)} tensors, {size:,} bytes in {files} files at {target}")
+
+
+def _alone(what: str, *places: str) -> contextlib.ExitStack:
+    """Keep trainings out of the runs whose checkpoints change, or ConfigError if one is there."""
+    folders: set[Path] = set()
+    for place in places:
+        if "://" in place:
+            continue
+        path = Path(place).resolve()
+        folders |= {folder for folder in (path, *path.parents[:2]) if (folder / "config.toml").is_file()}
+        folders |= {path} if (path / run_lock.TRAINERS).is_file() else set()
+    with contextlib.ExitStack() as undo:
+        for folder in sorted(folders):
+            undo.enter_context(run_lock.take(folder, what, 0.0))
+        return undo.pop_all()
 
 
 def _progress() -> Progress:

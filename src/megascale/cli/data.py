@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from megascale.core import strict_json
+
 data = typer.Typer(no_args_is_help=True, help="Make data sets of text and look into them.")
 
 
@@ -41,7 +43,6 @@ def build(
 
         megascale data build --input crawl/ --tokenizer llama/tokenizer.json --held-out 0.001 --out datasets/crawl
     """
-    import json
     from dataclasses import asdict
 
     from rich.console import Console
@@ -61,7 +62,7 @@ def build(
         progress=not as_json,
     )
     if as_json:
-        typer.echo(json.dumps(asdict(made.manifest)))
+        typer.echo(strict_json.dumps(asdict(made.manifest)))
         return
     console = Console()
     if not made.fresh:
@@ -99,7 +100,6 @@ def inspect(
 
         megascale data inspect corpus_text_document --tokenizer gpt2/tokenizer.json --samples 10
     """
-    import json
     from dataclasses import asdict
 
     from rich.console import Console
@@ -112,7 +112,7 @@ def inspect(
     for prefix in prefixes(path):
         facts = describe(prefix, samples, tokens, tokenizer)
         if as_json:
-            typer.echo(json.dumps(asdict(facts)))
+            typer.echo(strict_json.dumps(asdict(facts)))
             continue
         low, median, mean, high = facts.lengths
         console.print(f"\n[bold]{escape(facts.prefix)}[/bold]: index and data agree")
@@ -150,7 +150,6 @@ def ledger(
 
         megascale data ledger runs/stdlib --no-draw
     """
-    import json
     from dataclasses import asdict
 
     from megascale.data.host_plan import index_folder
@@ -168,7 +167,7 @@ def ledger(
     if source is not None:
         source.close()
     if as_json:
-        typer.echo(json.dumps(asdict(found)))
+        typer.echo(strict_json.dumps(asdict(found)))
     else:
         typer.echo(f"{found.steps:,} steps, {found.samples:,} samples from number 0 on")
         if source is not None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from megascale.core import strict_json
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -38,7 +40,6 @@ def register(app: typer.Typer) -> None:
 
           megascale diagnose --pairs 10.0.0.1:29700 --node 3 --world 8
         """
-        import json
 
         from megascale.resilience.diagnose import suite
         from megascale.resilience.diagnose.expected import default_file
@@ -59,7 +60,7 @@ def register(app: typer.Typer) -> None:
             if learn:
                 known.save(file)
         if as_json:
-            typer.echo(json.dumps(suite.as_json(kind, found), indent=2))
+            typer.echo(strict_json.dumps(suite.as_json(kind, found), indent=2))
         elif pairs is not None:
             _say(found[0], 0.0)
         failed = [result for result in found if not result.passed]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from megascale.core import strict_json
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -14,7 +16,6 @@ def register(app: typer.Typer) -> None:
 
         Example: megascale doctor
         """
-        import json
 
         from rich.console import Console
         from rich.table import Table
@@ -23,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
         findings = examine()
         if as_json:
-            typer.echo(json.dumps([finding.__dict__ for finding in findings], indent=2))
+            typer.echo(strict_json.dumps([finding.__dict__ for finding in findings], indent=2))
             return
         table = Table("", "what", "found", "what follows", box=None, padding=(0, 2))
         marks = {"good": "[green]ok[/green]", "slow": "[yellow]slow[/yellow]", "missing": "[red]no[/red]"}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import typer
+
+from megascale.core import strict_json
 
 
 def register(app: typer.Typer) -> None:
@@ -38,6 +39,6 @@ def register(app: typer.Typer) -> None:
 
         found = api.evaluate(run, file, stride=stride, step=step, device=device)
         if as_json:
-            typer.echo(json.dumps(asdict(found)))
+            typer.echo(strict_json.dumps(asdict(found)))
         else:
             print_evaluation(found)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from megascale.core import strict_json
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -35,13 +37,12 @@ def register(app: typer.Typer) -> None:
 
           megascale hang dumps-from-another-cluster --no-ask
         """
-        import json
 
         from megascale.observe.hang import report
 
         scene, verdict = report.examine(folder, ask, watch)
         if as_json:
-            typer.echo(json.dumps(report.as_json(scene, verdict), indent=2))
+            typer.echo(strict_json.dumps(report.as_json(scene, verdict), indent=2))
         else:
             _print(scene, verdict)
         if verdict.kind != "none":

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from megascale.cli.common import OVERRIDES
+from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError, TrainingError
 
 RUN = typer.Argument(..., help="The run folder, such as runs/stdlib.", show_default=False)
@@ -56,7 +57,7 @@ def jobs(
                 | {"ranks": job.world, "nodes": list(job.placement), "driver": alive, "why": job.why}
             )
     if as_json:
-        typer.echo(json.dumps(rows))
+        typer.echo(strict_json.dumps(rows))
         return
     table = Table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision", box=None)
     table.columns[0].overflow = "fold"
@@ -97,7 +98,7 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
             for n in remembered
         ]
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(strict_json.dumps(found))
         return
     table = Table("node", "address", "state", "ranks", "heartbeat", "doing", box=None)
     for n in found:
@@ -141,7 +142,7 @@ def events(
         told = []
         for entry in story:
             if as_json:
-                typer.echo(json.dumps(entry if isinstance(entry, dict) else vars(entry)))
+                typer.echo(strict_json.dumps(entry if isinstance(entry, dict) else vars(entry)))
                 continue
             first = first if first is not None else (entry["time"] if isinstance(entry, dict) else entry.time)
             _tell(console, entry, first)
@@ -274,7 +275,7 @@ def _ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None) 
 
     contact = read_contact(run)
     headers = {"Authorization": f"Bearer {read_token(run).decode()}", "Content-Type": "application/json"}
-    data = json.dumps(body).encode() if body is not None else None
+    data = strict_json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(contact.api + path, data, headers, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from megascale.cli.common import OVERRIDES, load
+from megascale.core import strict_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +59,7 @@ def plan(
         raise ConfigError(f"--device={device!r} is not known ({', '.join(DEVICES)}); give its memory with --device-gib")
     made = make_plan(load(file, extra), gpus, memory)
     if as_json:
-        typer.echo(json.dumps(made.to_dict(), indent=2))
+        typer.echo(strict_json.dumps(made.to_dict(), indent=2))
     else:
         from rich.console import Console
 

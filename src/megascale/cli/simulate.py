@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from megascale.cli.common import OVERRIDES, load
 from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, predict, validate
+from megascale.core import strict_json
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -174,7 +174,7 @@ def step(
     scenarios = [scenario] if against == "none" else [_baseline(scenario, against), scenario]
     results: list[Result] = [run(s, level, fleet=seed, seed=seed) for s in scenarios]  # type: ignore[arg-type]
     if as_json:
-        typer.echo(json.dumps([r.as_dict() for r in results], indent=2))
+        typer.echo(strict_json.dumps([r.as_dict() for r in results], indent=2))
     else:
         console = _console()
         render.headline(results, tokens, console)
@@ -235,7 +235,9 @@ def ablate(
     if as_json:
         both = {"cumulative": up, "leave_one_out": down}
         typer.echo(
-            json.dumps({k: [{"technique": n, "change": c, **r.as_dict()} for n, r, c in v] for k, v in both.items()})
+            strict_json.dumps(
+                {k: [{"technique": n, "change": c, **r.as_dict()} for n, r, c in v] for k, v in both.items()}
+            )
         )
     else:
         console = _console()
@@ -280,7 +282,7 @@ def sweep(
     rows, left_out = sweep_rows(base, axes, [_baseline(base, s) if s else base for s in stacks], _level(level))
     keys = [key for key, _ in axes]
     if as_json:
-        typer.echo(json.dumps({"rows": rows, "left_out": left_out}, indent=2))
+        typer.echo(strict_json.dumps({"rows": rows, "left_out": left_out}, indent=2))
     else:
         _show_sweep(rows, keys, left_out)
     if csv is not None and rows:
@@ -359,7 +361,7 @@ def search(
         results = finder.best(found, config, scenario, fastest)
     changes = finder.sensitivities(results[0].scenario)
     if as_json:
-        typer.echo(json.dumps({"layouts": [r.as_dict() for r in results], "sensitivities": changes}, indent=2))
+        typer.echo(strict_json.dumps({"layouts": [r.as_dict() for r in results], "sensitivities": changes}, indent=2))
     else:
         console = _console()
         render.layouts(results, tokens / share, console, title)
@@ -439,7 +441,7 @@ def effective(
         "curve": curve,
     }
     if as_json:
-        typer.echo(json.dumps(record, indent=2))
+        typer.echo(strict_json.dumps(record, indent=2))
     else:
         _show_effective(record, monte_carlo.SOURCES)
     if plot is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from megascale.core import strict_json
 
 CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
 SOFTWARE = typer.Option(
@@ -129,7 +130,7 @@ def compare(
     else:
         raise ConfigError("give two JSON files of `simulate step --json`, one run, or --runs FOLDER")
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(strict_json.dumps(rows, indent=2))
         return
     from rich.table import Table
 
@@ -179,7 +180,7 @@ def validate(
             }
             for c in checks
         ]
-        typer.echo(json.dumps(records, indent=2))
+        typer.echo(strict_json.dumps(records, indent=2))
     else:
         render.checks(checks, _console(), rows)
     if plot is not None:

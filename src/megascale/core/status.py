@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megascale.core import strict_json
 from megascale.core.calls import read_calls
 
 _SIZE = 4096
@@ -75,7 +76,7 @@ class StatusFile:
             self.checksum,
             round(self.compute_seconds, 6),
         )
-        body = json.dumps(asdict(status)).encode()[: _SIZE - _HEADER.size]
+        body = strict_json.dumps(asdict(status)).encode()[: _SIZE - _HEADER.size]
         self._sequence += 2
         self._map[: _HEADER.size] = _HEADER.pack(self._sequence - 1, len(body))
         self._map[_HEADER.size : _HEADER.size + len(body)] = body

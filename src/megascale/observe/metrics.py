@@ -3,7 +3,6 @@ terminal."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from megascale.core import strict_json
 from megascale.errors import ConfigError, remedy
 
 
@@ -34,7 +34,7 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append."""
-        self._out.write(json.dumps(record) + "\n")
+        self._out.write(strict_json.dumps(record) + "\n")
         self._out.flush()
 
     def close(self) -> None:

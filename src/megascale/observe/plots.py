@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+from megascale.core import strict_json
 from megascale.errors import DataError
 
 Axis = Literal["tokens", "steps", "hours"]
@@ -23,7 +24,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     records = []
     for line in file.read_text().splitlines():
         try:
-            records.append(json.loads(line))
+            records.append(strict_json.loads(line))
         except json.JSONDecodeError:
             continue  # a last line cut by a crash
     if not any("loss" in record for record in records):

@@ -6,6 +6,7 @@ is chosen by measuring, forward and backward, those that implement the mask (`At
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -64,11 +65,46 @@ class AttentionChoice:
         return self.name + (f" ({'; '.join(parts)})" if parts else "")
 
 
+def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
+    """Run every backend that may serve the shape; the fastest of those that agree."""
+    if device.type != "cuda" or shape.dtype not in (torch.bfloat16, torch.float16):
+        return AttentionChoice("sdpa")
+    if torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            f"attention for {shape} would be measured inside a CUDA graph capture; call "
+            "AttentionChooser.choose for every shape before capturing"
+        )
+    choice = AttentionChoice("sdpa")
+    agreed: Tensor | None = None
+    for name in (*candidates(shape.window), "sdpa"):
+        if name == "sdpa" and choice.milliseconds:
+            break  # the last resort: slow, and its explicit mask may not even fit
+        try:
+            milliseconds, out = _time(name, shape, device)
+        except Exception as error:  # a kernel that cannot serve a shape says so in many ways
+            choice.refused[name] = _first_line(error)
+            continue
+        agreed = out if agreed is None else agreed
+        apart = ((out.float() - agreed.float()).norm() / agreed.float().norm()).item()
+        if not apart <= AGREEMENT:
+            choice.refused[name] = f"its output is {apart:.1e} away from {next(iter(choice.milliseconds))}'s"
+        else:
+            choice.milliseconds[name] = milliseconds
+    if choice.milliseconds:
+        choice.name = min(choice.milliseconds, key=choice.milliseconds.__getitem__)
+    return choice
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:160] or type(error).__name__
+
+
 class AttentionChooser:
     """Measures once a shape which kernel is fastest there, and remembers."""
 
     def __init__(self) -> None:
         self.choices: dict[AttentionShape, AttentionChoice] = {}
+        self.measure: Callable[[AttentionShape, torch.device], AttentionChoice] = measure
 
     def choose(
         self,
@@ -90,66 +126,61 @@ class AttentionChooser:
             window = None
         shape = AttentionShape(S, B, N, G, D, window, dtype)
         if shape not in self.choices:
-            self.choices[shape] = self._measure(shape, torch.device(device))
+            self.choices[shape] = self.measure(shape, torch.device(device))
             dispatch.note(f"attention {shape}", str(self.choices[shape]))
         return self.choices[shape].name
 
-    def adopt(self, shape: AttentionShape, name: str) -> None:
-        """Take another process's choice, so that all ranks run the same kernel."""
+    def adopt(self, shape: AttentionShape, name: str, why: str = "") -> None:
+        """Take what all ranks have agreed on, so that they run the same kernel; `why` is for people."""
         self.choices[shape] = AttentionChoice(name)
-        dispatch.note(f"attention {shape}", f"{name} (chosen by another rank)")
+        dispatch.note(f"attention {shape}", f"{name} ({why})" if why else name)
+
+    def refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
+        """Why a backend cannot run a shape on this process's device; "" if it can."""
+        if name == "sdpa":
+            return ""
+        if name not in BACKENDS:
+            return "this version does not know it"
+        try:
+            _once(name, shape, *_inputs(shape, device))
+        except Exception as error:  # as in `measure`
+            return _first_line(error)
+        return ""
 
     def describe(self) -> list[str]:
         """One printable line a shape: the choice, what was measured, what could not run and why."""
         return [f"attention {shape}: {choice}" for shape, choice in self.choices.items()]
 
-    def _measure(self, shape: AttentionShape, device: torch.device) -> AttentionChoice:
-        if device.type != "cuda" or shape.dtype not in (torch.bfloat16, torch.float16):
-            return AttentionChoice("sdpa")
-        if torch.cuda.is_current_stream_capturing():
-            raise ConfigError(
-                f"attention for {shape} would be measured inside a CUDA graph capture; call "
-                "AttentionChooser.choose for every shape before capturing"
-            )
-        choice = AttentionChoice("sdpa")
-        agreed: Tensor | None = None
-        for name in (*candidates(shape.window), "sdpa"):
-            if name == "sdpa" and choice.milliseconds:
-                break  # the last resort: slow, and its explicit mask may not even fit
-            try:
-                milliseconds, out = _time(name, shape, device)
-            except Exception as error:  # a kernel that cannot serve a shape says so in many ways
-                choice.refused[name] = str(error).strip().partition("\n")[0][:160] or type(error).__name__
-                continue
-            agreed = out if agreed is None else agreed
-            apart = ((out.float() - agreed.float()).norm() / agreed.float().norm()).item()
-            if not apart <= AGREEMENT:
-                choice.refused[name] = f"its output is {apart:.1e} away from {next(iter(choice.milliseconds))}'s"
-            else:
-                choice.milliseconds[name] = milliseconds
-        if choice.milliseconds:
-            choice.name = min(choice.milliseconds, key=choice.milliseconds.__getitem__)
-        return choice
+
+def _inputs(shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The fused QKV output and the gradient of the result, made up."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (shape.S, shape.B, (shape.N + 2 * shape.G) * shape.D)
+    qkv = torch.randn(sizes, device=device, generator=generator).to(shape.dtype).requires_grad_()
+    return qkv, torch.randn(shape.S, shape.B, shape.N * shape.D, device=device, generator=generator).to(shape.dtype)
+
+
+def _once(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Tensor:
+    """Forward + backward through the QKV split; the output."""
+    with torch.enable_grad():
+        out = BACKENDS[name](*split_qkv(qkv, shape.N, shape.G), shape.window)
+        torch.autograd.grad(out, qkv, upstream)
+    return out.detach()
 
 
 def _time(name: str, shape: AttentionShape, device: torch.device) -> tuple[float, Tensor]:
     """Best milliseconds of forward + backward through the QKV split, and the output."""
-    generator = torch.Generator(device).manual_seed(0)
-    sizes = (shape.S, shape.B, (shape.N + 2 * shape.G) * shape.D)
-    qkv = torch.randn(sizes, device=device, generator=generator).to(shape.dtype).requires_grad_()
-    upstream = torch.randn(shape.S, shape.B, shape.N * shape.D, device=device, generator=generator).to(shape.dtype)
+    qkv, upstream = _inputs(shape, device)
     best, out = float("inf"), upstream
-    with torch.enable_grad():
-        for repeat in range(2 + REPEATS):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            out = BACKENDS[name](*split_qkv(qkv, shape.N, shape.G), shape.window)
-            torch.autograd.grad(out, qkv, upstream)
-            stop.record()
-            stop.synchronize()
-            if repeat >= 2:
-                best = min(best, start.elapsed_time(stop))
-    return best, out.detach()
+    for repeat in range(2 + REPEATS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        out = _once(name, shape, qkv, upstream)
+        stop.record()
+        stop.synchronize()
+        if repeat >= 2:
+            best = min(best, start.elapsed_time(stop))
+    return best, out
 
 
 chooser = AttentionChooser()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megascale.core import strict_json
 from megascale.core.events import Event
 from megascale.resilience.journal import Entry, Journal
-from megascale.resilience.ladder import RUNGS, Use
+from megascale.resilience.ladder import RUNGS, Use, give_back
 
 
 class Diary:
@@ -43,7 +43,7 @@ class Diary:
         for name, value in (("action", action), ("nodes", nodes), ("ranks", ranks), ("evidence", evidence)):
             if value:
                 record[name] = list(value) if isinstance(value, tuple) else value
-        self._append(json.dumps(record | details) + "\n")
+        self._append(strict_json.dumps(record | details) + "\n")
         self._say("driver", describe(entry))
         return entry
 
@@ -62,7 +62,7 @@ class Diary:
         for entry in self._journal.events():
             if entry.kind == Event.LADDER and entry.action in rungs:
                 if entry.details.get("explains"):
-                    found.remove(next(use for use in reversed(found) if not use.node))
+                    give_back(found)
                 found.append(Use(entry.time, rungs[entry.action], entry.nodes[0] if entry.nodes else ""))
         return found
 

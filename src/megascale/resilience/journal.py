@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.machine import Job
 
@@ -134,7 +135,7 @@ class Journal:
 
     def save_node(self, node: NodeRow) -> None:
         """Remember a node."""
-        row = (node.name, node.address, node.state, node.why, node.since, json.dumps(node.facts))
+        row = (node.name, node.address, node.state, node.why, node.since, strict_json.dumps(node.facts))
         with self._write() as db:
             db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", row)
 
@@ -151,8 +152,8 @@ class Journal:
     ) -> Entry:
         """Append an event."""
         now = time.time()
-        lists = [json.dumps(list(part)) for part in (nodes, ranks, evidence)]
-        row = (now, self.epoch, attempt, kind, action, *lists, json.dumps(details))
+        lists = [strict_json.dumps(list(part)) for part in (nodes, ranks, evidence)]
+        row = (now, self.epoch, attempt, kind, action, *lists, strict_json.dumps(details))
         with self._write() as db:
             number = db.execute(
                 "INSERT INTO events (time, epoch, attempt, kind, action, nodes, ranks, evidence, details) "

@@ -113,6 +113,17 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
     return Choice("shrink", tuple(why))
 
 
+def give_back(uses: list[Use]) -> None:
+    """Strike the last start that blamed no node from `uses`, in place: its cause has been found since.
+
+    Only `retry` and `respawn` are chosen for want of a node to blame; a `shrink` names none either, but is spent.
+    """
+    for i in range(len(uses) - 1, -1, -1):
+        if not uses[i].node and uses[i].rung in ("retry", "respawn"):
+            del uses[i]
+            return
+
+
 def data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
     """(data-parallel size, nodes it takes) that `nodes` nodes can run, largest first, down to resilience.min_data."""
     parallel, train = config.parallel, config.train

@@ -225,7 +225,7 @@ class Mending:
         why, explains = choice.why, bool(name) and self._unexplained
         if explains:
             # Ranks had lost contact with nobody known to blame; it was this node, so that retry costs no budget.
-            self.uses.remove(next(use for use in reversed(self.uses) if not use.node))
+            ladder.give_back(self.uses)
             why = (*why, f"{name} explains why ranks had lost contact; that retry does not count")
         self._unexplained = not name
         self.uses.append(Use(at.now, choice.rung, name))

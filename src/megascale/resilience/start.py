@@ -9,8 +9,10 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
+from pathlib import Path
 
 from megascale.config import Config, load
+from megascale.core import run_lock
 from megascale.core.events import Event
 from megascale.errors import ConfigError, FitError
 from megascale.resilience import contact
@@ -71,10 +73,19 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     """Run the driver until the job has ended; returns its exit code.
 
     A job whose driver died goes on where it is, with the settings it was started with; one that has ended starts
-    again from its newest checkpoint. Raises ConfigError if another driver runs it.
+    again from its newest checkpoint. Raises ConfigError if another driver runs it, or somebody trains without one.
     """
     run = config.run_folder.absolute()
-    run.mkdir(parents=True, exist_ok=True)
+    lock = run_lock.take_for_driver(run, "megascale launch")
+    try:
+        return _drive(config, found, say, run, lock.warning)
+    finally:
+        lock.drop()
+
+
+def _drive(config: Config, found: Size, say: Callable[[str, str], None], run: Path, warning: str) -> int:
+    if warning:
+        say("driver", warning)
     contact.make_token(run)
     known = 0
     with contextlib.suppress(Exception):
@@ -103,8 +114,7 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
 
 
 def _write_settings(config: Config) -> None:
-    path = contact.folder(config.run_folder.absolute()) / "job.toml"
-    path.write_text(config.to_toml())
+    config.write(contact.folder(config.run_folder.absolute()) / "job.toml")
 
 
 async def _serve(driver: Driver) -> int:

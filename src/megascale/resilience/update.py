@@ -63,7 +63,7 @@ def _before(run: Path) -> Path:
 
 
 def _written(config: Config, file: Path) -> Path:
-    file.write_text(config.to_toml())
+    config.write(file)
     return file
 
 

@@ -11,6 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from megascale.errors import ConfigError
 
 # z of the 10th and 90th percentile of a normal distribution.
@@ -126,7 +128,7 @@ class Calibration:
 
 
 def _text(value: str) -> str:
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
 def shipped_calibrations() -> list[str]:

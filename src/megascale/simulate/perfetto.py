@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 
 import numpy as np
 
+from megascale.core import strict_json
 from megascale.core.replay import LANES
 from megascale.core.schedule import ActionKind
 from megascale.simulate.step import Result
@@ -56,7 +56,7 @@ def write(result: Result, path: Path) -> int:
                     "args": {},
                 }
             )
-    text = json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
+    text = strict_json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".gz":
         with gzip.open(path, "wt") as out:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from megascale import config as configuration
 from megascale.errors import ConfigError
@@ -32,7 +33,7 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
     lines = [
         "# Step times of this project's own engine, said before they were measured. Start a run with `megascale train`",
         "# and its settings (the step time does not depend on the data), then `megascale simulate compare`.",
-        f"made = {json.dumps(made)}",
+        f"made = {_toml(made)}",
     ]
     for name, gpus, settings in wanted:
         settings = [*settings, f"train.name={name}"]
@@ -41,15 +42,20 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
         lines += [
             "",
             "[[run]]",
-            f"name = {json.dumps(name)}",
+            f"name = {_toml(name)}",
             f"gpus = {gpus}",
-            f"settings = {json.dumps(settings)}",
-            f"software = {json.dumps(software)}",
+            f"settings = {_toml(settings)}",
+            f"software = {_toml(software)}",
             f"seconds = {result.seconds:.4f}",
             f"p10 = {result.low:.4f}",
             f"p90 = {result.high:.4f}",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: str | list[str]) -> str:
+    """A value as TOML writes it; JSON escapes differ."""
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
 def _tree(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.parameters import initialise
 from megascale.parallel.pipeline import Lane, Lanes, PipelineExecutor, Work
 from megascale.rendezvous.groups import Groups
+from megascale.train.attention_choice import Choices, agree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -51,10 +52,20 @@ class Engine:
         groups: this rank's communicators; None for a world of one.
         device: where it computes.
         recorder: times the actions of a step.
+        kept: attention kernels that the run has chosen before (see train/attention_choice.py); rank 0's count. With
+            it, or with groups, ranks agree on kernels now; without, each is chosen when it is first needed.
+
+    Attributes:
+        attention: the kernels by kind of device and shape, to be kept.
     """
 
     def __init__(
-        self, layout: Layout, groups: Groups | None, device: torch.device, recorder: Recorder | None = None
+        self,
+        layout: Layout,
+        groups: Groups | None,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        kept: Choices | None = None,
     ) -> None:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
@@ -69,6 +80,11 @@ class Engine:
         self.before_update: list[Callable[[int], None]] = []
         self.after_update: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
+        self.attention = kept or {}
+        if groups is not None or kept is not None:
+            dtype = DTYPES[config.train.precision]
+            self.attention, others = agree(config, grid.tensor, dtype, device, kept)
+            self.active |= others
         if device.type == "cuda" or config.overlap.products == "on":
             auto = " (overlap.products=auto)" if config.overlap.products == "auto" else ""
             self.active["independent products"] = products + auto

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from megascale.config import Config
+from megascale.core import run_lock
 from megascale.data import host_loader
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, FitError
 
@@ -80,6 +81,7 @@ def launch(words: list[str], world: int, config: Config) -> int:
     second is passed on as it is, and ranks that are still there then are ended. When a rank fails the others are ended
     too. Returns the exit code of the first failure, 130 after an interruption, else 0.
     """
+    run_lock.check(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megascale.cli.main", *words]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from megascale import checkpoint
 from megascale.checkpoint import changes
+from megascale.checkpoint.peers import Peers
 from megascale.config import Config
 from megascale.core import calls
 from megascale.core.events import Event
@@ -24,8 +25,10 @@ from megascale.errors import DataError, MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
 from megascale.ops import dispatch
 from megascale.optim.schedule import learning_rate
-from megascale.rendezvous.groups import lost_peer, shutdown
+from megascale.rendezvous.groups import Groups, lost_peer, shutdown
 from megascale.rendezvous.start import initialise
+from megascale.train import attention_choice
+from megascale.train.claim import claim, tell_status
 from megascale.train.clock import StepClock
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluate import Evaluation, evaluate_file
@@ -91,104 +94,186 @@ class Trainer:
         self.leader = place.rank == 0
         self.layout = lay_out(config, place.world)
         self.grid = self.layout.grid
-        self.groups = None
-        if place.world > 1:
-            self.groups = initialise(
-                config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device
-            )
-        store = self.groups.store if self.groups is not None else None
-        self.feed = open_feed(self.layout, place.rank, place.local_rank, place.local_world, place.device, store)
-        self.engine = Engine(self.layout, self.groups, place.device)
-        shards = [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
-        self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
-        self.origin = Origin(config, self.folder, self.checkpointer.peers)
         self.step = 0
         self.consumed = 0
         self.tokens_per_sample = config.model.sequence_length
         name = torch.cuda.get_device_name() if place.device.type == "cuda" else ""
         self.peak = config.observe.peak_tflops or device_peak(name)
+        self.groups: Groups | None = None
+        self._closing = contextlib.ExitStack()
         self.sinks: list[Sink] = []
+        self._lost = False  # the others may be: nothing waits for them
+        self._mine = False  # the folder is this run's to write in
+        self._begun = False  # this rank has its files there
         self._unread: tuple[dict[str, Any], StepResult] | None = None
         self._stopping = False  # agreed by all ranks
+        self._ended = False  # all ranks end together, and it is told why
         self._told = False
+        self.clock = StepClock(place.device)
+        self.garbage = Garbage(config.train.gc_interval)
+        self._closing.callback(self.garbage.close)
+        self._loss: float | None = None
+        with self._telling_failures():
+            self._meet()
+            self._build()
+
+    def _meet(self) -> None:
+        """The run's lock, the other ranks, and whether the run is theirs: told to all, or the others would wait."""
+        refusal: MegascaleError | None = None
+        if self.leader:
+            try:
+                for lock in claim(self.config):
+                    self._closing.callback(lock.release)
+            except MegascaleError as error:
+                refusal = error
+            self._mine = refusal is None
+        if self.place.world > 1:
+            at = self.place
+            self.groups = initialise(
+                self.config, rank=at.rank, world=at.world, local_rank=at.local_rank, device=at.device
+            )
+            self._closing.callback(self._leave)
+            refusal = Peers().share(refusal)
+        if refusal is not None:
+            self._ended = True  # whoever trains there has the word
+            raise refusal
+        self._mine = True
+
+    def _build(self) -> None:
+        config, place = self.config, self.place
+        store = self.groups.store if self.groups is not None else None
+        self.feed = open_feed(self.layout, place.rank, place.local_rank, place.local_world, place.device, store)
+        self._closing.callback(self.feed.close)
+        kept: attention_choice.Choices = {}
+        if self.leader:
+            place_of_state = config.checkpoint.location or self.folder.checkpoints
+            kept = attention_choice.read(self.folder.path, place_of_state, config.checkpoint.resume)
+        self.engine = Engine(self.layout, self.groups, place.device, kept=kept)
+        shards = [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
+        self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
+        self.origin = Origin(config, self.folder, self.checkpointer.peers)
         every = config.resilience.checksum_interval
         self.weights = WeightWatch(self.engine, place.rank, every) if every else None
         self.faults = Faults(self.folder.faults, self) if config.resilience.faults else None
-        self.clock = StepClock(place.device)
-        self.garbage = Garbage(config.train.gc_interval)
-        self._loss: float | None = None
 
     # the run ----------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
-        """Train to train.steps (or an interruption); always leaves a checkpoint of the last whole step."""
-        train = self.config.train
-        self.folder.create()
-        place = self.place
-        self.telling = Telling(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
-        self.status = self.telling.status
-        self._resume()
-        try:
-            with Interrupts() as interrupts:
-                # A state that came from memory is in storage only once it is saved there.
-                last_saved = self.step if self.checkpointer.loaded_from in ("nothing", "storage") else -1
-                stop = min(train.steps, self.step + (train.stop_after or train.steps))
-                self._begin(feed=self.step < stop)
-                if self.step < stop:
-                    self.checkpointer.prepare()
-                while self.step < stop and not self._stopping:
-                    self._train_step(interrupts.wanted)
-                    if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
-                        self._evaluate(train.eval_samples)
-                    due = self.checkpointer.due(self.step) if self.step < stop else None
-                    if due and self._save(persist=due == "storage") and due == "storage":
-                        last_saved = self.step
-                self._flush()
-                if self.step > last_saved and self.config.checkpoint.at_end:
-                    self._save(last=True)
-                self._heed(self.checkpointer.finish(over=self.config.checkpoint.at_end), strict=True)
-                if self._stopping:
-                    self._event(Event.INTERRUPTED, step=self.step)
-                    self._say(f"interrupted; step {self.step} is saved, the same command goes on from there")
-                    raise KeyboardInterrupt
-            finished = self.step >= train.steps
-            evaluation = self._evaluate(None) if finished else None
-            self._event(Event.RUN_FINISHED, step=self.step, finished=finished)
-            self.status.update("done", self.step)
-            return Result(self.step, finished, self._loss, evaluation)
-        except MegascaleError as error:
-            self._failed(error)
-            raise
-        except RuntimeError as error:
-            why = lost_peer(error)
-            if why is None:
-                raise
-            lost = TrainingError(
-                f"rank {self.place.rank} lost contact with another rank in step {self.step + 1} ({why}): a rank ended, "
-                f"hung for rendezvous.group_timeout={self.config.rendezvous.group_timeout:g} seconds, or its network "
-                f"broke. The log of the rank that stopped first tells why ({self.folder.logs}); {self._kept()}. "
-                "Start the same command again to go on"
-            )
-            self._failed(lost)
-            raise lost from error
-        finally:
-            self.garbage.close()
-            self.feed.close()
-            for sink in self.sinks:
-                sink.close()
-            self.telling.close()
-            if self.groups is not None:
-                failure = sys.exc_info()[0]
-                if failure is None or failure is KeyboardInterrupt:
-                    self.engine.settle()
-                shutdown(self.groups, failed=failure is not None and failure is not KeyboardInterrupt)
+        """Train to train.steps (or an interruption); leaves a checkpoint of the last whole step unless
+        checkpoint.at_end=false."""
+        with self._telling_failures():
+            result = self._run()
+        self._closing.close()
+        return result
 
-    def _failed(self, error: MegascaleError) -> None:
-        self.status.update("failed", self.step, message=str(error))
-        self._event(Event.RUN_FAILED, step=self.step, message=str(error))
+    def _run(self) -> Result:
+        train, place = self.config.train, self.place
+        self.folder.create()
+        self.telling = Telling(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
+        self._closing.callback(self.telling.close)
+        self.status, self._begun = self.telling.status, True
+        self._resume()
+        with Interrupts() as interrupts:
+            # A state that came from memory is in storage only once it is saved there.
+            last_saved = self.step if self.checkpointer.loaded_from in ("nothing", "storage") else -1
+            stop = min(train.steps, self.step + (train.stop_after or train.steps))
+            self._begin(feed=self.step < stop)
+            if self.step < stop:
+                self.checkpointer.prepare()
+            while self.step < stop and not self._stopping:
+                self._train_step(interrupts.wanted)
+                if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
+                    self._evaluate(train.eval_samples)
+                due = self.checkpointer.due(self.step) if self.step < stop else None
+                if due and self._save(persist=due == "storage") and due == "storage":
+                    last_saved = self.step
+            self._flush()
+            if self.step > last_saved and self.config.checkpoint.at_end:
+                self._save(last=True)
+            self._heed(self.checkpointer.finish(over=self.config.checkpoint.at_end), strict=True)
+            if self._stopping:
+                self._interrupted()
+        finished = self.step >= train.steps
+        evaluation = self._evaluate(None) if finished else None
+        self._event(Event.RUN_FINISHED, step=self.step, finished=finished)
+        self.status.update("done", self.step)
+        return Result(self.step, finished, self._loss, evaluation)
+
+    def _interrupted(self) -> None:
+        """Say what is kept, and end."""
+        if not self.leader:
+            self._ended = True
+            raise KeyboardInterrupt
+        saved = checkpoint.latest(self.checkpointer.folder)
+        if saved == self.step:
+            text = f"interrupted; step {self.step} is saved, the same command goes on from there"
+        else:
+            why = " (checkpoint.at_end=false)" if not self.config.checkpoint.at_end else ""
+            begin = f"goes on from step {saved}, the last that is" if saved is not None else "begins anew"
+            text = f"interrupted; step {self.step} is not saved{why}: the same command {begin}"
+        self._event(Event.INTERRUPTED, step=self.step, saved=saved)
+        self._ended = True
+        self._say(text)
+        raise KeyboardInterrupt
+
+    # ends -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """However this rank ends before its time: an event, a status, and groups that are closed."""
+        try:
+            yield
+        except BaseException as error:
+            told = self._explained(error)
+            try:
+                self._tell_end(told)
+            finally:
+                self._lost = not self._ended
+                self._closing.close()
+            if told is error:
+                raise
+            raise told from error
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What a person is told instead of a library's words."""
+        why = lost_peer(error) if isinstance(error, RuntimeError) else None
+        if why is None:
+            return error
+        where = "while starting" if not self._begun else f"in step {self.step + 1}"
+        return TrainingError(
+            f"rank {self.place.rank} lost contact with another rank {where} ({why}): a rank ended, "
+            f"hung for rendezvous.group_timeout={self.config.rendezvous.group_timeout:g} seconds, or its network "
+            f"broke. The log of the rank that stopped first tells why ({self.folder.logs}); {self._kept()}. "
+            "Start the same command again to go on"
+        )
+
+    def _tell_end(self, error: BaseException) -> None:
+        if self._ended:
+            return
+        if isinstance(error, KeyboardInterrupt):
+            message, event = f"interrupted at once, in step {self.step + 1}, which is not saved", Event.INTERRUPTED
+        else:
+            message, event = str(error), Event.RUN_FAILED
+            if not isinstance(error, MegascaleError):
+                message = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):  # a full disk: what broke the run must still be raised
+            if self._mine:
+                self.folder.create()
+            if self._begun:
+                self.status.update("failed", self.step, message=message)
+            else:
+                tell_status(self.folder, self.place.rank, self._mine, message)
+            if self._mine:
+                self._event(event, step=self.step, message=message[:2000])
+
+    def _leave(self) -> None:
+        assert self.groups is not None
+        if not self._lost and hasattr(self, "engine"):
+            self.engine.settle()
+        shutdown(self.groups, failed=self._lost)
 
     def _kept(self) -> str:
-        last = checkpoint.latest(self.checkpointer.folder)
+        last = checkpoint.latest(self.config.checkpoint.location or self.folder.checkpoints)
         return f"the checkpoint of step {last} is kept" if last is not None else "no checkpoint had been saved yet"
 
     # one step ---------------------------------------------------------------------------------------------------
@@ -280,7 +365,7 @@ class Trainer:
         """Save the state; in the background this begins it and `_heed` tells what became of it. False if skipped."""
         self._flush()
         self.status.update("save", self.step)
-        state = {"step": self.step, "samples": self.consumed, **self.origin.about}
+        state = {"step": self.step, "samples": self.consumed, **self.origin.about, "attention": self.engine.attention}
         try:
             begun = self.checkpointer.save(self.step, state, persist=persist, wait=last)
         except TrainingError as error:
@@ -341,6 +426,7 @@ class Trainer:
         self.checkpointer.settle()
         if not self.leader:
             return
+        attention_choice.write(self.folder.path, self.engine.attention)
         if self.checkpointer.loaded_from != "nothing":
             source = self.checkpointer.loaded_from
             changed = {c.key: [c.saved, c.present] for c in self.origin.changes}
@@ -380,12 +466,17 @@ class Trainer:
         self.clock.pause()
         return found
 
+    def _close_sinks(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
     # telling ----------------------------------------------------------------------------------------------------
 
     def _open_sinks(self) -> None:
         train, observe = self.config.train, self.config.observe
         self.terminal = Terminal(train.steps, train.log_interval, observe.progress)
         self.sinks = [JsonLines(self.folder.metrics), self.terminal]
+        self._closing.callback(self._close_sinks)
         if observe.tensorboard:
             self.sinks.append(TensorBoard(self.folder.path / "tensorboard", self.step))
         if observe.wandb is not None:

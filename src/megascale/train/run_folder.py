@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import Config, load
+from megascale.core import strict_json
 from megascale.core.events import Event
 from megascale.errors import DataError
 
@@ -53,7 +54,7 @@ class RunFolder:
         config = config.model_copy(update={"checkpoint": section})
         for file, text in ((self.identity, identity + "\n"), (self.config, config.to_toml())):
             temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, file)
 
     def saved_before(self) -> int | None:
@@ -73,7 +74,7 @@ class RunFolder:
                 continue
             kept = [line for line in read_lines(file) if line.get("step", 0) <= step]
             temporary = file.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            temporary.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, file)
 
 
@@ -93,7 +94,7 @@ def checkpoint_folder(run: Path, config: Config) -> Path | str:
 def append(file: Path, record: dict[str, Any], sync: bool = False) -> None:
     """Append one JSON line."""
     with open(file, "a") as out:
-        out.write(json.dumps(record) + "\n")
+        out.write(strict_json.dumps(record) + "\n")
         if sync:
             out.flush()
             os.fsync(out.fileno())
@@ -105,7 +106,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            records.append(strict_json.loads(line))
         except json.JSONDecodeError:
             if number == len(lines):
                 break

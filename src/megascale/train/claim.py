@@ -1,0 +1,78 @@
+"""A start before the run folder is its own: the locks that rank 0 takes, and what a start that fails leaves there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from megascale.config import Config
+from megascale.core import run_lock
+from megascale.core.events import Event
+from megascale.core.run_lock import RunLock
+from megascale.core.status import StatusFile, read_status
+from megascale.errors import MegascaleError
+from megascale.train.run_folder import RunFolder
+
+
+def claim(config: Config) -> list[RunLock]:
+    """The locks of one training: of its run folder, and of a folder of checkpoints that several runs might name.
+
+    Raises as `run_lock.take`, with nothing held.
+    """
+    patience = run_lock.PATIENCE
+    if run_lock.started_by_driver():
+        patience = min(60.0, config.rendezvous.timeout / 2)  # ranks of the attempt before may be dying
+    places, location = [config.run_folder], config.checkpoint.location
+    if location is not None and "://" not in location:
+        places.append(Path(location))
+    with contextlib.ExitStack() as undo:
+        locks = [undo.enter_context(run_lock.take(path, "megascale train", patience)) for path in places]
+        undo.pop_all()
+    for lock in locks:
+        if lock.warning:
+            print(lock.warning, file=sys.stderr)
+    return locks
+
+
+def tell_status(folder: RunFolder, rank: int, mine: bool, message: str) -> None:
+    """Why a rank ended that had not come to its own status file yet. `mine`: nobody else trains in the folder;
+    without that nothing is made, and the status of a rank that lives on this host is left alone."""
+    path = folder.status / f"rank-{rank}.status"
+    if not mine:
+        if not folder.status.is_dir():
+            return
+        last = read_status(path)
+        if last is not None and last.phase not in ("done", "failed") and last.pid != os.getpid() and _lives(last.pid):
+            return
+    status = StatusFile(folder.status, rank)
+    status.update("failed", 0, message=message)
+    status.close()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def tell_refusal(config: Config, message: str) -> None:
+    """A start that was refused before it came to its folder: tell it there, if there is one that nobody trains in."""
+    folder, rank = RunFolder(config.run_folder), os.environ.get("RANK", "0")
+    if not folder.path.is_dir() or not rank.isdecimal():
+        return
+    try:
+        lock = run_lock.take(folder.path, "a start that failed", 0.0) if rank == "0" else None
+    except MegascaleError:
+        return
+    with contextlib.suppress(OSError):
+        tell_status(folder, int(rank), lock is not None, message)
+        if lock is not None:
+            folder.event(Event.RUN_FAILED, step=0, message=message)
+    if lock is not None:
+        lock.release()

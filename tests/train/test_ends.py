@@ -1,0 +1,113 @@
+"""How a run ends before its time: what it says is true, an event and a status tell why, and nothing stays open."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tests.conftest import lines
+from tests.exact.processes import Start, run_ranks, wait_for_step
+
+from megascale import checkpoint
+from megascale.api import load_config, train
+from megascale.core import run_lock
+from megascale.core.status import read_status
+from megascale.errors import ConfigError, DataError
+from megascale.train import loop
+
+
+def told(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
+    """The last event and its reason, and what the status file says."""
+    event, status = lines(run / "events.jsonl")[-1], read_status(run / "status" / f"rank-{rank}.status")
+    assert status is not None
+    return event["event"], event["message"], status.phase, status.message
+
+
+@pytest.mark.parametrize("interval", [0, 3])
+def test_an_interruption_without_a_last_checkpoint_says_which_step_is_kept(tiny, tmp_path, interval):
+    words = ["--train.steps=100000", "--checkpoint.at_end=false", f"--checkpoint.interval={interval}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    run = tmp_path / "runs" / "tiny"
+    wait_for_step(run, 5, process)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, said
+    event, kept = lines(run / "events.jsonl")[-1], checkpoint.latest(run / "checkpoints")
+    assert (event["event"], event["saved"]) == ("interrupted", kept)
+    if kept == event["step"]:
+        assert f"step {kept} is saved" in said
+    else:
+        assert f"step {event['step']} is not saved (checkpoint.at_end=false)" in said
+        assert (f"goes on from step {kept}" if interval else "begins anew") in said
+
+
+def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "tiny"
+    with pytest.raises(DataError):
+        train(load_config(tiny, ["--data.train=nowhere/train"]))
+    event, why, phase, message = told(run)
+    assert (event, phase) == ("run_failed", "failed")
+    assert "nowhere/train" in why
+    assert why.startswith(message)
+
+    def broken(*args: object, **options: object) -> None:
+        raise ValueError("a mistake in the code")
+
+    monkeypatch.setattr(loop, "Engine", broken)
+    with pytest.raises(ValueError, match="a mistake"):
+        train(load_config(tiny, []))
+    assert told(run) == (
+        "run_failed",
+        "ValueError: a mistake in the code",
+        "failed",
+        "ValueError: a mistake in the code",
+    )
+    monkeypatch.undo()
+    with pytest.raises(ConfigError):
+        train(load_config(tiny, ["--train.device=cuda"]))
+    assert "train.device=cuda" in told(run)[1]
+    run_lock.take(run, "the next", 0.0).release()
+    assert train(load_config(tiny, [])).finished
+
+
+def test_a_mistake_inside_the_loop_leaves_its_reason(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "learning_rate", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(load_config(tiny, []))
+    assert told(tmp_path / "runs" / "tiny")[0::2] == ("run_failed", "failed")
+    assert "ZeroDivisionError" in told(tmp_path / "runs" / "tiny")[1]
+
+
+def test_of_several_ranks_each_tells_why_and_all_leave_their_groups(tiny, tmp_path):
+    before = """
+import atexit, torch.distributed as dist
+from megascale.train import loop
+def broken(*args, **options):
+    raise OSError(28, "No space left on device")
+loop.Engine = broken
+atexit.register(lambda: print("groups open:", dist.is_initialized()))
+"""
+    pair = run_ranks(tiny, ["--parallel.tensor=2"], [Start(0, 2, before=before), Start(1, 2, before=before)])
+    for rank, found in enumerate(pair):
+        assert found.code == 1, found.said
+        assert "groups open: False" in found.said
+        event, why, phase, message = told(tmp_path / "runs" / "tiny", rank)
+        assert (event, phase) == ("run_failed", "failed")
+        assert "No space left" in why
+        assert "No space left" in message
+    assert not dist.is_initialized()
+
+
+def test_a_refused_start_makes_no_folder(tiny, tmp_path):
+    with pytest.raises(ConfigError):
+        train(load_config(tiny, ["--train.device=cuda", "--train.name=mistyped"]))
+    assert not (tmp_path / "runs" / "mistyped").exists()
