@@ -55,6 +55,7 @@ class Agent:
         self.gpus = health.GpuHealth()
         self.facts = (health.hardware(), health.versions())
         self.forward: int | None = None
+        self.state = ""  # the job as the trainers were started; "" once they were told to stop
         self.ended = asyncio.Event()
         self._soon = asyncio.Event()
         self._doing: asyncio.Task[None] | None = None
@@ -101,6 +102,7 @@ class Agent:
                 channel = await wire.open_channel(reader, writer, self.token, driver=False)
                 hello: dict[str, Any] = {"job": self.job, "node": self.node, "address": self.address, "pod": self.pod}
                 hello |= {"boot": self.boot, "epoch": self.epoch, "attempt": self.trainers.attempt}
+                hello |= self._held()
                 hello |= {"pid": os.getpid(), "hardware": self.facts[0], "versions": self.facts[1]}
                 channel.tell(do="hello", **hello)
                 _, text = await channel.receive()
@@ -149,6 +151,7 @@ class Agent:
     async def _obey(self, order: dict[str, Any]) -> None:
         what = order["do"]
         if what == "stop":
+            self.state = ""
             if self._doing is not None:
                 self._doing.cancel()
             self._doing = asyncio.create_task(self._stop(order))
@@ -183,7 +186,7 @@ class Agent:
         except OSError as error:
             self._tell(do="failed", attempt=order["attempt"], why=f"could not start the trainers: {error}")
             return
-        self.forward = order.get("forward")
+        self.forward, self.state = order.get("forward"), str(order.get("state", ""))
         self.logs.follow({t.rank: (t.log, t.log_start) for t in self.trainers.trainers.values()})
         self.beat_soon()
 
@@ -211,6 +214,14 @@ class Agent:
                 process.kill()
                 await process.wait()
         self._tell(do="diagnosed", order=order["order"], **report)
+
+    def _held(self) -> dict[str, Any]:
+        """What a driver must know to go on with the trainers, should its journal be lost (adopting.py)."""
+        if not self.state:
+            return {}
+        stages = self.trainers.stages().values()
+        stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
+        return {"held": {"state": self.state, "stepped": stepped}}
 
     def _tell(self, **message: Any) -> None:
         if self.channel is not None:

@@ -20,6 +20,7 @@ from megascale.core.events import Event
 from megascale.core.heartbeat import Heartbeat
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from megascale.resilience import update, wire
+from megascale.resilience.adopting import Adopting
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.contact import Contact, make_token, write_contact
 from megascale.resilience.diary import Diary
@@ -27,7 +28,6 @@ from megascale.resilience.figures import Figures
 from megascale.resilience.garbage import OldGarbage
 from megascale.resilience.intake import Intake
 from megascale.resilience.journal import Entry, Journal
-from megascale.resilience.judging import Judging
 from megascale.resilience.learning import Stays
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
@@ -41,7 +41,7 @@ GONE = 0.1  # seconds after a connection has closed in which its agent may come 
 LEAVE = 10.0  # seconds that agents get to end
 
 
-class Driver(Judging):
+class Driver(Adopting):
     """Args:
     run: the run folder.
     config: resolved; `resilience` and the layout are used.
@@ -50,6 +50,7 @@ class Driver(Judging):
     journal: held by this driver.
     job: where it stands: new, or as the journal remembers it.
     say: called with each line for the terminal: (who, text).
+    unsure: the journal may be behind what runs, so the agents are asked first (adopting.py).
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class Driver(Judging):
         journal: Journal,
         job: Job,
         say: Callable[[str, str], None] = lambda who, text: None,
+        unsure: bool = False,
     ) -> None:
         self.run_folder, self.config, self.cluster, self.words = run, config, cluster, words
         self.limits = config.resilience
-        self.journal, self.job, self.say = journal, job, say
+        self.journal, self.job, self.say, self.unsure = journal, job, say, unsure
         self.diary = Diary(run, journal, say)
         self.nodes: dict[str, Node] = {row.name: Node.from_row(row) for row in journal.nodes()}
         self.token = make_token(run)
@@ -105,7 +107,9 @@ class Driver(Judging):
     async def run(self) -> int:
         """Work until the job has ended; returns its exit code. Raises Fenced when another driver has taken over."""
         now = time.monotonic()
-        took_over = self.job.phase is not Phase.WAITING or bool(self.job.placement)
+        took_over = self.unsure or self.job.phase is not Phase.WAITING or bool(self.job.placement)
+        if self.unsure:
+            self.doubt(now)
         event = Event.DRIVER_TOOK_OVER if took_over else Event.DRIVER_STARTED
         self.note(event, evidence=(f"epoch {self.journal.epoch}; the job is {self.job.phase}",), pid=os.getpid())
         for node in self.nodes.values():
@@ -207,13 +211,15 @@ class Driver(Judging):
         if node.state is not NodeState.UP and node.state is not NodeState.EVICTED:
             self.set_state(node, NodeState.UP, "its agent came")
             self.note(Event.NODE_JOINED, nodes=(name,), evidence=(f"{name} at {node.address} joined",))
+        self.heed_held(node, hello)
         if again or node.attempt < self.job.attempt:
             node.forget_attempt()
-        self._catch_up(node, again)
+        if not self.unsure:
+            self.catch_up(node)
         self._wake.set()
         return ""
 
-    def _catch_up(self, node: Node, again: bool) -> None:
+    def catch_up(self, node: Node) -> None:
         """Tell a node that comes (again) what it has missed."""
         phase, placed = self.job.phase, node.name in self.job.placement
         if phase is Phase.STOPPING:
@@ -278,6 +284,8 @@ class Driver(Judging):
     async def _look_after(self, node: Node) -> None:
         """A connection closed: if the cluster says that no agent runs there any more, there is no need to wait."""
         await asyncio.sleep(GONE)
+        if self.unsure:
+            return
         place = next((p for p in self.cluster.places() if p.name == node.name), None)
         if place is None or place.running or node.channel is not None or node.state is not NodeState.UP:
             return
@@ -295,6 +303,8 @@ class Driver(Judging):
 
     def step(self, now: float) -> None:
         """Look at everything once and do what follows."""
+        if self.unsure and not self.decide(now):
+            return
         self.watch_nodes(now)
         phase = self.job.phase
         if phase in (Phase.STARTING, Phase.RUNNING):

@@ -2,6 +2,9 @@
 
 It is the driver's memory over restarts and the fence between two drivers: each has an epoch, and a driver whose
 epoch is not the newest can no longer write. Readers (`megascale events`) need no driver.
+
+Rows carry a checksum: SQLite notices a file that is cut or whose pages do not fit together, but no digit that turned
+into another. On a network file system it goes without a write-ahead log, which does not work there.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megascale.errors import ConfigError, DataError
+from megascale.resilience import filesystems
 from megascale.resilience.machine import Job
 
 FILE = "journal.sqlite"
@@ -65,12 +70,22 @@ class NodeRow:
 
 
 class Journal:
-    """The writing side, held by one driver. Open it with `take`."""
+    """The writing side, held by one driver. Open it with `take`.
+
+    Attributes:
+        aside: where a damaged file was set aside, None if it was whole; damage: what was wrong with it.
+        network: the type of the network file system that it lies on, "" if it does not.
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, epoch: int) -> None:
         self.path, self.epoch = path, epoch
         self._db = connection
         self._beat = 0
+        self._file = _identity(path)
+        self.aside: Path | None = None
+        self.damage = ""
+        kind = filesystems.kind(path.parent)
+        self.network = kind if filesystems.shared(kind) else ""
 
     @classmethod
     def take(cls, run: Path, lease: float, least_epoch: int = 0) -> tuple[Journal, bool]:
@@ -79,16 +94,16 @@ class Journal:
         A holder on this host counts as dead if its process is; elsewhere, or if that cannot be told, if it does not
         renew its lease for `lease` seconds of watching. `least_epoch`: the newest known from elsewhere.
 
-        Raises ConfigError if another driver is at work.
+        Raises ConfigError if another driver is at work, DataError if the file cannot be used and is not damaged.
         """
         path = run / FILE
-        damaged = False
+        aside, damage = None, ""
         try:
             db = _open(path)
-        except sqlite3.DatabaseError:
-            damaged = True
-            aside = path.with_name(f"{FILE}.damaged-{int(time.time())}")
-            for suffix in ("", "-wal", "-shm"):
+        except sqlite3.DatabaseError as error:
+            _raise_if_not_damage(path, error)
+            aside, damage = path.with_name(f"{FILE}.damaged-{time.time_ns()}"), str(error)
+            for suffix in ("", "-wal", "-shm", "-journal"):
                 part = path.with_name(path.name + suffix)
                 if part.exists():
                     os.replace(part, aside.with_name(aside.name + suffix))
@@ -109,32 +124,39 @@ class Journal:
                 if (now[0] if now else 0) != old:
                     continue  # a third one was quicker
                 db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", me)
-                return cls(path, db, epoch), damaged
+            journal = cls(path, db, epoch)
+            journal.aside, journal.damage = aside, damage
+            return journal, aside is not None
 
     @contextmanager
     def _write(self, lasting: bool = False) -> Iterator[sqlite3.Connection]:
         """A transaction of the driver in office. All outlive the driver's death; `lasting`: a power cut too, at the
         price of waiting for the disk, in which no heartbeat is read."""
-        self._db.execute(f"PRAGMA synchronous = {'FULL' if lasting else 'NORMAL'}")
+        # Without a write-ahead log a power cut may break a file that did not wait for the disk.
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if lasting or self.network else 'NORMAL'}")
         with _transaction(self._db) as db:
             if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
                 raise Fenced(f"epoch {self.epoch} is over: another driver has taken the job")
             yield db
 
     def renew(self) -> None:
-        """Show that this driver lives; Fenced if another has taken over."""
+        """Show that this driver lives; Fenced if another has taken over, be it with a new file in place of this."""
         self._beat += 1
+        now = _identity(self.path)
+        if None not in (now, self._file) and now != self._file:
+            raise Fenced(f"another driver has set {self.path} aside and begun a new one")
         with self._write() as db:
             db.execute("UPDATE lease SET beat = ?", (self._beat,))
 
     def save_job(self, job: Job) -> None:
         """Remember the job's state."""
         with self._write(lasting=True) as db:
-            db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (job.to_json(),))
+            db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (_sealed(json.loads(job.to_json())),))
 
     def save_node(self, node: NodeRow) -> None:
         """Remember a node."""
-        row = (node.name, node.address, node.state, node.why, node.since, json.dumps(node.facts))
+        about = (node.name, node.address, node.state, node.why, float(node.since))
+        row = (*about, _sealed(node.facts, *about))
         with self._write() as db:
             db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", row)
 
@@ -151,15 +173,15 @@ class Journal:
     ) -> Entry:
         """Append an event."""
         now = time.time()
-        lists = [json.dumps(list(part)) for part in (nodes, ranks, evidence)]
-        row = (now, self.epoch, attempt, kind, action, *lists, json.dumps(details))
+        entry = Entry(0, now, attempt, kind, action, nodes, ranks, evidence, details)
         with self._write() as db:
-            number = db.execute(
-                "INSERT INTO events (time, epoch, attempt, kind, action, nodes, ranks, evidence, details) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                row,
-            ).lastrowid
-        return Entry(number or 0, now, attempt, kind, action, nodes, ranks, evidence, details)
+            return replace(entry, id=_insert(db, self.epoch, entry))
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Put back events that the file has lost, as they were; they count as of no epoch."""
+        with self._write(lasting=True) as db:
+            for entry in entries:
+                _insert(db, 0, entry)
 
     def job(self) -> Job | None:
         """The job as last remembered."""
@@ -204,8 +226,11 @@ class Reader:
         return _nodes(self._db)
 
     def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
-        """Events with an id above `after`, oldest first."""
-        return _events(self._db, after, limit)
+        """Events with an id above `after`, oldest first. DataError for one that cannot be read."""
+        try:
+            return _events(self._db, after, limit)
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+            raise DataError(f"the journal is damaged ({error}); the next `megascale launch` sets it aside") from None
 
     def driver_alive(self) -> bool:
         """Whether the holder of the lease is a living process of this host."""
@@ -218,13 +243,15 @@ class Reader:
 
 
 def events_of(run: Path, after: int = 0) -> list[Entry]:
-    """Events of a run with an id above `after`, oldest first; none if it has no journal yet."""
+    """Events of a run with an id above `after`, oldest first; none if it has no journal yet, or a damaged one."""
     try:
         reader = Reader(run)
     except DataError:
         return []
     try:
         return reader.events(after)
+    except DataError:
+        return []
     finally:
         reader.close()
 
@@ -239,23 +266,106 @@ def born(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file lies at `path`, None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _raise_if_not_damage(path: Path, error: sqlite3.DatabaseError) -> None:
+    """A file that is whole must not be set aside because it could not be opened now."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        raise ConfigError(
+            f"another process holds {path} and does not let go of it ({error}): a driver that was stopped, or a copy "
+            "that is being made; end it first"
+        ) from None
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        raise DataError(
+            f"{path} cannot be written ({error}): make room on its disk, or let this user write there, and start the "
+            "same command again; agents and trainers go on meanwhile"
+        ) from None
+
+
 def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
     try:
         os.chmod(path, 0o600)
-        db.execute("PRAGMA journal_mode = WAL")
+        if filesystems.shared(filesystems.kind(path.parent)):
+            # One that came with a write-ahead log is brought home by whoever holds it alone.
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            db.execute("PRAGMA journal_mode = DELETE")
+            db.execute("PRAGMA locking_mode = NORMAL")
+            db.execute("SELECT 1 FROM sqlite_master").fetchone()  # which lets go of the lock
+        else:
+            db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         if db.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("the check of the file failed")
         db.executescript(_SCHEMA)
-        _job(db), _nodes(db), _events(db, 0, 1)
-    except (ValueError, TypeError, KeyError) as error:
+        _check(db)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         db.close()
         raise sqlite3.DatabaseError(str(error)) from None
     except BaseException:
         db.close()
         raise
     return db
+
+
+def _check(db: sqlite3.Connection) -> None:
+    """Read all that a driver will; ValueError for a row whose checksum is not its own."""
+    row = db.execute("SELECT epoch, beat, host, pid, born FROM lease").fetchone()
+    if row is not None:
+        kinds = [type(value) for value in row]
+        if kinds != [int, int, str, int, int] or not 0 <= row[0] < 1 << 53:
+            raise ValueError(f"the lease is {row}")
+    job = db.execute("SELECT state FROM job").fetchone()
+    if job is not None:
+        _unsealed(job[0])
+        _job(db)
+    for *about, facts in db.execute("SELECT name, address, state, why, since, facts FROM nodes"):
+        _unsealed(facts, *about)
+    columns = "time, attempt, kind, action, nodes, ranks, evidence, details"
+    for *rest, details in db.execute(f"SELECT {columns} FROM events"):
+        _unsealed(details, *rest)
+        [list(json.loads(part)) for part in rest[4:]]
+
+
+_SUM = "sum"
+
+
+def _sealed(record: dict[str, Any], *beside: Any) -> str:
+    """A record as JSON with a checksum of itself and of the columns beside it."""
+    return json.dumps(record | {_SUM: _sum(record, beside)})
+
+
+def _unsealed(text: str, *beside: Any) -> dict[str, Any]:
+    """The record; ValueError if its checksum is wrong. Rows of older versions have none."""
+    record = json.loads(text)
+    if type(record) is not dict:
+        raise ValueError("a row that is no record")
+    kept = record.pop(_SUM, None)
+    if kept is not None and kept != _sum(record, beside):
+        raise ValueError(f"the checksum of a row is wrong: {text[:100]}")
+    return record
+
+
+def _sum(record: dict[str, Any], beside: tuple[Any, ...]) -> int:
+    # As it is read back: keys that are no strings, tuples.
+    return zlib.crc32(json.dumps([json.loads(json.dumps(record)), *beside], sort_keys=True).encode())
+
+
+def _insert(db: sqlite3.Connection, epoch: int, entry: Entry) -> int:
+    lists = [json.dumps(list(part)) for part in (entry.nodes, entry.ranks, entry.evidence)]
+    about = (entry.time, entry.attempt, entry.kind, entry.action, *lists)
+    row = (entry.time, epoch, *about[1:], _sealed(entry.details, *about))
+    columns = "time, epoch, attempt, kind, action, nodes, ranks, evidence, details"
+    number = db.execute(f"INSERT INTO events ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid
+    return number or 0
 
 
 @contextmanager
@@ -291,7 +401,7 @@ def _job(db: sqlite3.Connection) -> Job | None:
 
 def _nodes(db: sqlite3.Connection) -> list[NodeRow]:
     rows = db.execute("SELECT name, address, state, why, since, facts FROM nodes ORDER BY rowid").fetchall()
-    return [NodeRow(a, b, c, d, e, json.loads(f)) for a, b, c, d, e, f in rows]
+    return [NodeRow(a, b, c, d, e, _open_record(f)) for a, b, c, d, e, f in rows]
 
 
 def _events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
@@ -310,7 +420,13 @@ def _events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
             nodes=tuple(json.loads(row[5])),
             ranks=tuple(json.loads(row[6])),
             evidence=tuple(json.loads(row[7])),
-            details=json.loads(row[8]),
+            details=_open_record(row[8]),
         )
         for row in rows
     ]
+
+
+def _open_record(text: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(text)
+    record.pop(_SUM, None)
+    return record

@@ -158,6 +158,7 @@ class Placing(Mending):
             env={},
             fresh=node.name in job.fresh,
             forward=0 if 0 in ranks else None,
+            state=job.to_json(),
         )
 
     # self-checks ----------------------------------------------------------------------------------------------------

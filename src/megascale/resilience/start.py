@@ -7,13 +7,13 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from megascale.config import Config, load
 from megascale.core.events import Event
 from megascale.errors import ConfigError, FitError
-from megascale.resilience import contact
+from megascale.resilience import contact, recall
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import Driver
 from megascale.resilience.health import gpu_count
@@ -80,26 +80,54 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     with contextlib.suppress(Exception):
         known = contact.read_contact(run).epoch
     journal, damaged = Journal.take(run, config.resilience.lease, known)
-    job = journal.job()
-    if job is None or job.phase in ENDED:
-        _write_settings(config)
-        attempt, best = (job.attempt, job.step) if job is not None else (0, 0)
-        job = Job(config.train.name, Phase.WAITING, attempt, (), found.ranks_per_node, found.data, step=best, best=best)
+    recalled = recall.restore(journal, run)
+    job, cluster = journal.job(), LocalCluster(run, found.devices)
     settings = contact.folder(run) / "job.toml"
+    # A journal that has lost something must not have anything stopped: what runs is asked first.
+    behind = damaged or recalled.events > 0 or job is None
+    unsure = behind and settings.exists() and any(place.running for place in cluster.places())
+    attempt = max(job.attempt if job is not None else 0, recalled.attempt)
+    new = Job(config.train.name, Phase.WAITING, attempt, (), found.ranks_per_node, found.data)
+    if unsure:
+        # Until the agents have told: nothing is placed, or, if a person paused the job, nothing is to be.
+        job = replace(new if job is None else job, attempt=attempt, goal=Phase.STARTING)
+        job = replace(job, phase=Phase.PAUSED if recalled.paused else Phase.WAITING)
+    elif job is None or job.phase in ENDED:
+        _write_settings(config)
+        job = new
+    else:
+        job = replace(job, attempt=attempt)
     mine, config = config, load(settings)
     if mine != config:
         say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")
     journal.save_job(job)
-    cluster = LocalCluster(run, found.devices)
-    driver = Driver(run, config, cluster, ["train", str(settings)], journal, job, say)
-    if damaged:
-        driver.note(Event.JOURNAL_DAMAGED, evidence=("the journal was damaged; it was set aside and begun anew",))
+    driver = Driver(run, config, cluster, ["train", str(settings)], journal, job, say, unsure)
+    _tell(driver, journal, recalled)
     try:
         return asyncio.run(_serve(driver))
     except Fenced as error:
         raise ConfigError(f"this driver ends without touching the job: {error}") from None
     finally:
         journal.close()
+
+
+def _tell(driver: Driver, journal: Journal, recalled: recall.Recalled) -> None:
+    """What is wrong with the journal, and what became of it."""
+    back = f"{recalled.events} of its events were put back from events.jsonl"
+    if recalled.evicted:
+        back += f"; {', '.join(recalled.evicted)} stay evicted"
+    if journal.aside is not None:
+        text = f"the journal was damaged ({journal.damage}); it was set aside as {journal.aside.name} and begun anew"
+        driver.note(Event.JOURNAL_DAMAGED, evidence=(text, back))
+    elif recalled.events:
+        text = "the journal was behind: a file that was removed, cut or damaged had brought it back to an older state"
+        driver.note(Event.JOURNAL_BEHIND, evidence=(text, back))
+    if journal.network:
+        text = (
+            f"the run folder lies on a network file system ({journal.network}), where SQLite's write-ahead log does "
+            "not work: the journal does without it and waits for the disk at each write"
+        )
+        driver.note(Event.JOURNAL_WITHOUT_WAL, evidence=(text,))
 
 
 def _write_settings(config: Config) -> None:
