@@ -136,7 +136,6 @@ def _empty_log(run: Path) -> None:
     """Write the log into the file, as SQLite does now and then."""
     db = sqlite3.connect(run / _FILE)
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    db.execute("PRAGMA wal_autocheckpoint = 0")
     db.close()
 
 

@@ -11,20 +11,21 @@ MOUNTS = Path("/proc/self/mountinfo")
 # fmt: off
 _NETWORK = frozenset({
     "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs", "gfs2", "glusterfs", "gpfs", "lustre", "mfs",
-    "ncpfs", "nfs", "nfs3", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "virtiofs", "wekafs",
+    "ncpfs", "nfs", "nfs3", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "virtiofs",
+    "wekafs",
 })
 # fmt: on
 
 
-def kind(path: Path, mounts: Path = MOUNTS) -> str:
+def kind(path: Path, mounts: Path | None = None) -> str:
     """The type of the file system that holds `path` (or will, once it is made), such as ext4; "" if that is unknown.
 
-    Of mounts upon one another the last one counts.
+    `mounts`: in place of MOUNTS. Of mounts upon one another the last one counts.
     """
     wanted = os.path.realpath(path)
     found, depth = "", -1
     try:
-        text = mounts.read_text(errors="surrogateescape")
+        text = (mounts or MOUNTS).read_text(errors="surrogateescape")
     except OSError:
         return ""
     for line in text.splitlines():

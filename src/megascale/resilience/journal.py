@@ -26,6 +26,7 @@ from megascale.resilience import filesystems
 from megascale.resilience.machine import Job
 
 FILE = "journal.sqlite"
+BUSY = 10.0  # seconds to wait for a lock
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, born INTEGER NOT NULL);
@@ -119,11 +120,16 @@ class Journal:
             old: int = row[0] if row else 0
             epoch = max(old, least_epoch) + 1
             me = (epoch, 0, socket.gethostname(), os.getpid(), born(os.getpid()))
-            with _transaction(db):
-                now = db.execute("SELECT epoch FROM lease").fetchone()
-                if (now[0] if now else 0) != old:
-                    continue  # a third one was quicker
-                db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", me)
+            try:
+                with _transaction(db):
+                    now = db.execute("SELECT epoch FROM lease").fetchone()
+                    if (now[0] if now else 0) != old:
+                        continue  # a third one was quicker
+                    db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", me)
+            except sqlite3.DatabaseError as error:
+                db.close()
+                _raise_if_not_damage(path, error)
+                raise
             journal = cls(path, db, epoch)
             journal.aside, journal.damage = aside, damage
             return journal, aside is not None
@@ -291,7 +297,7 @@ def _raise_if_not_damage(path: Path, error: sqlite3.DatabaseError) -> None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
+    db = sqlite3.connect(path, timeout=BUSY, isolation_level=None)
     try:
         os.chmod(path, 0o600)
         if filesystems.shared(filesystems.kind(path.parent)):

@@ -1,0 +1,104 @@
+"""A journal that is lost or set back under a running job: the agents know better, and trainers go on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sqlite3
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.resilience.adopting import _held
+from megascale.resilience.journal import FILE, Reader
+from megascale.resilience.machine import Job, Phase
+
+
+def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
+    words = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0", "--lr.decay=constant"]
+    job = launch("behind", *words)
+    job.until("first_step", attempt=1)
+    older = job.cwd / "older.sqlite"
+    with sqlite3.connect(older) as copy, sqlite3.connect(job.run / FILE) as db:
+        db.backup(copy)
+    job.kill_rank(1)
+    job.until("first_step", attempt=2)
+    pids = [job.pid(0), job.pid(1)]
+
+    def again(damage) -> list[str]:
+        """Kill the driver, damage the journal, and start a driver: what it tells until it has taken over."""
+        job.process.kill()
+        job.process.wait()
+        damage()
+        job.seen = 0
+        epoch = job.process.pid
+        job.start()
+        assert job.process.pid != epoch
+        adopted = job.wait(
+            lambda: [e for e in job.events() if e.kind == "attempt_adopted" and e.time > started()], "the adoption"
+        )
+        assert adopted[0].details["known"] <= 2
+        done = job.wait(lambda: job.run / "metrics.jsonl", "metrics").read_text().count("\n")
+        job.until_step(done + 3)
+        assert [job.pid(0), job.pid(1)] == pids, job.story()
+        reader = Reader(job.run)
+        reader.close()
+        assert reader.job is not None
+        assert (reader.job.attempt, reader.job.phase) == (2, Phase.RUNNING)
+        return [e.kind for e in job.events() if e.time >= started()]
+
+    def started() -> float:
+        return max((e.time for e in job.events() if e.kind == "driver_took_over"), default=0.0) - 1.0
+
+    def remove() -> None:
+        for file in job.run.glob(f"{FILE}*"):
+            file.unlink()
+
+    def set_back() -> None:
+        remove()
+        shutil.copy(older, job.run / FILE)
+
+    def garble() -> None:
+        remove()
+        (job.run / FILE).write_bytes(b"no database" * 1000)
+
+    def remove_all() -> None:
+        remove()
+        (job.run / "events.jsonl").unlink()  # only the agents know
+
+    assert "journal_behind" in again(set_back)
+    assert "journal_damaged" in again(garble)
+    assert [e.attempt for e in job.events() if e.kind == "attempt_started"] == [1, 2]  # its history is there
+    again(remove_all)
+    # It can still do all that a driver does: another fault, and an end on request.
+    job.kill_rank(0)
+    job.until("first_step", attempt=3)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.story()
+
+
+def hello(**changes) -> dict:
+    held = {"state": Job("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), "stepped": True}
+    return {"node": "n0", "attempt": 5, "held": held} | changes
+
+
+def test_what_an_agent_holds_is_believed_only_if_it_fits():
+    job, stepped = _held(hello(), "a")
+    assert (job.attempt, job.placement, stepped) == (5, ("n0", "n1"), True)
+    assert _held(hello(), "b") is None
+    assert _held(hello(node="n2"), "a") is None
+    assert _held(hello(attempt=6), "a") is None
+    assert _held({"node": "n0", "attempt": 5}, "a") is None  # an agent of an older version
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(JSON, st.text(), JSON)
+def test_an_agent_that_holds_nonsense_holds_nothing(held, text, stepped):
+    assert _held(hello(held=held), "a") is None
+    assert _held(hello(held={"state": text, "stepped": stepped}), "a") is None
