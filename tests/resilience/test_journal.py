@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from megascale.config import Config
 from megascale.errors import ConfigError, DataError
 from megascale.resilience import filesystems, recall, start
-from megascale.resilience import journal as journals
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.contact import make_token, read_token
 from megascale.resilience.driver import Driver
@@ -196,18 +195,6 @@ def test_rows_of_an_older_version_without_checksums_are_read(tmp_path):
     assert not damaged
     assert (again.job(), again.nodes(), again.events()) == before
     again.close()
-
-
-def test_a_whole_journal_that_another_process_holds_is_not_set_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(journals, "BUSY", 0.05)
-    written(tmp_path).close()
-    holder = sqlite3.connect(tmp_path / FILE, isolation_level=None)
-    holder.execute("BEGIN IMMEDIATE")
-    with pytest.raises(ConfigError, match="another process holds"):
-        Journal.take(tmp_path, 0.05)
-    holder.execute("ROLLBACK")
-    holder.close()
-    assert not list(tmp_path.glob("*.damaged-*"))
 
 
 def test_a_driver_whose_journal_was_set_aside_is_fenced(tmp_path):

@@ -52,14 +52,14 @@ class Adopting(Judging):
         holder = next((n for n in here if n.held is not None and n.held[0].attempt == newest), None)
         asked = phase in ENDED or self.job.goal in ENDED  # by a person, meanwhile
         if holder is not None and newest >= known and not asked:
-            self._adopt(holder, known)
+            self._go_on_with(holder, known)
         elif newest > known:
             self._outgrow(newest)
         for node in here:
             self.catch_up(node)
         return True
 
-    def _adopt(self, node: Node, known: int) -> None:
+    def _go_on_with(self, node: Node, known: int) -> None:
         assert node.held is not None
         state, stepped = node.held
         # What the journal says may be wrong in any way, so this is no step of the state machine.

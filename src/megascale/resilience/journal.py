@@ -26,7 +26,6 @@ from megascale.resilience import filesystems
 from megascale.resilience.machine import Job
 
 FILE = "journal.sqlite"
-BUSY = 10.0  # seconds to wait for a lock
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, born INTEGER NOT NULL);
@@ -95,14 +94,15 @@ class Journal:
         A holder on this host counts as dead if its process is; elsewhere, or if that cannot be told, if it does not
         renew its lease for `lease` seconds of watching. `least_epoch`: the newest known from elsewhere.
 
-        Raises ConfigError if another driver is at work, DataError if the file cannot be used and is not damaged.
+        Raises ConfigError if another driver is at work.
         """
         path = run / FILE
         aside, damage = None, ""
         try:
             db = _open(path)
         except sqlite3.DatabaseError as error:
-            _raise_if_not_damage(path, error)
+            if _sound(error):
+                raise
             aside, damage = path.with_name(f"{FILE}.damaged-{time.time_ns()}"), str(error)
             for suffix in ("", "-wal", "-shm", "-journal"):
                 part = path.with_name(path.name + suffix)
@@ -120,16 +120,11 @@ class Journal:
             old: int = row[0] if row else 0
             epoch = max(old, least_epoch) + 1
             me = (epoch, 0, socket.gethostname(), os.getpid(), born(os.getpid()))
-            try:
-                with _transaction(db):
-                    now = db.execute("SELECT epoch FROM lease").fetchone()
-                    if (now[0] if now else 0) != old:
-                        continue  # a third one was quicker
-                    db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", me)
-            except sqlite3.DatabaseError as error:
-                db.close()
-                _raise_if_not_damage(path, error)
-                raise
+            with _transaction(db):
+                now = db.execute("SELECT epoch FROM lease").fetchone()
+                if (now[0] if now else 0) != old:
+                    continue  # a third one was quicker
+                db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", me)
             journal = cls(path, db, epoch)
             journal.aside, journal.damage = aside, damage
             return journal, aside is not None
@@ -281,23 +276,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _raise_if_not_damage(path: Path, error: sqlite3.DatabaseError) -> None:
-    """A file that is whole must not be set aside because it could not be opened now."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        raise ConfigError(
-            f"another process holds {path} and does not let go of it ({error}): a driver that was stopped, or a copy "
-            "that is being made; end it first"
-        ) from None
-    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        raise DataError(
-            f"{path} cannot be written ({error}): make room on its disk, or let this user write there, and start the "
-            "same command again; agents and trainers go on meanwhile"
-        ) from None
-
-
 def _open(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=BUSY, isolation_level=None)
+    db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
     try:
         os.chmod(path, 0o600)
         if filesystems.shared(filesystems.kind(path.parent)):
