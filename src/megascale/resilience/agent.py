@@ -17,14 +17,16 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from megascale.config import ResilienceConfig, load
+from megascale.core.failure import errno_of
 from megascale.core.heartbeat import Heartbeat, fit
+from megascale.core.ports import free_port
 from megascale.errors import MegascaleError
 from megascale.resilience import health, wire
 from megascale.resilience.contact import read_contact, read_token
@@ -58,6 +60,7 @@ class Agent:
         self.ended = asyncio.Event()
         self._soon = asyncio.Event()
         self._doing: asyncio.Task[None] | None = None
+        self._offered: deque[int] = deque(maxlen=100)
         self._alone_since = time.monotonic()
 
     async def run(self) -> None:
@@ -144,7 +147,10 @@ class Agent:
             raise wire.Refused(f"a driver of epoch {epoch}, but epoch {self.epoch} is known: it has been replaced")
         if epoch > self.epoch:
             self.epoch = epoch
-            _write(self.folder / "epoch", str(epoch))
+            try:
+                _write(self.folder / "epoch", str(epoch))
+            except OSError as error:  # a full disk keeps nobody from obeying; an agent started anew knows less then
+                log.warning("the epoch %d could not be written down: %s", epoch, error)
 
     async def _obey(self, order: dict[str, Any]) -> None:
         what = order["do"]
@@ -167,9 +173,8 @@ class Agent:
         if order.get("forget"):
             log.info("memory is not trusted: ended checkpoint services %s", end_services(self.run_folder, self.node))
         codes = {w.rank: w.code for w in self.trainers.workers()}
-        with socket.socket() as probe:
-            probe.bind((self.address, 0))
-            port = probe.getsockname()[1]
+        port = free_port(self.address, self._offered)
+        self._offered.append(port)  # where it was taken by the time of its use, the next is another one
         self._tell(do="stopped", attempt=self.trainers.attempt, order=order["order"], port=port, codes=codes)
 
     def _start(self, order: dict[str, Any]) -> None:
@@ -181,7 +186,8 @@ class Agent:
         try:
             self.trainers.start(order, self.address)
         except OSError as error:
-            self._tell(do="failed", attempt=order["attempt"], why=f"could not start the trainers: {error}")
+            why = f"could not start the trainers: {error}"
+            self._tell(do="failed", attempt=order["attempt"], why=why, errno=errno_of(error))
             return
         self.forward = order.get("forward")
         self.logs.follow({t.rank: (t.log, t.log_start) for t in self.trainers.trainers.values()})
@@ -257,6 +263,7 @@ class Agent:
             traffic=self.traffic.take(),
             checksums=self.trainers.checksums(),
             step_seconds=self.trainers.step_seconds(),
+            disks=self.trainers.disks(),
         )
 
     async def _watch_logs(self) -> None:

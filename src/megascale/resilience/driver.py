@@ -31,6 +31,7 @@ from megascale.resilience.judging import Judging
 from megascale.resilience.learning import Stays
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
+from megascale.resilience.rules.exits import failed_start
 from megascale.resilience.verdicts import Verdict
 
 log = logging.getLogger("megascale.driver")
@@ -261,8 +262,8 @@ class Driver(Judging):
                 node.checking = 0
                 self.heed_report(node, message)
         elif message["do"] == "failed":
-            why = f"{name}: {str(message.get('why'))[:500]}"
-            self.act([Verdict(Event.PROCESS_EXIT, (name,), self.job.ranks(name), "respawn", (why,))])
+            why, number = f"{name}: {str(message.get('why'))[:500]}", message.get("errno")
+            self.act([failed_start(name, self.job.ranks(name), why, number if type(number) is int else 0)])
         elif message["do"] == "lines":
             for line in message.get("lines", [])[:200]:
                 self.say(f"rank {message.get('rank')}", str(line))
