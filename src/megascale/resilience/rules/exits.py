@@ -84,7 +84,7 @@ _SIGNALS: dict[int, Cause] = {
 }
 # Where what a process wrote about its end begins.
 _ENDING = re.compile(r"Traceback \(most recent call last\)|terminate called|Fatal Python error")
-_BEFORE = 5  # lines before that which may belong to it
+_BEFORE = 5  # lines before that which may belong to it, of an abort
 _LAST = 10  # lines, where nothing marks an end
 # What another rank's end can bring about, when it comes after it.
 _FOLLOWS = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
@@ -156,7 +156,8 @@ def _said(worker: Worker) -> str:
         return worker.error
     lines = worker.stderr_tail.splitlines()
     begins = [number for number, line in enumerate(lines) if _ENDING.search(line)]
-    return "\n".join(lines[max(0, begins[-1] - _BEFORE) :] if begins else lines[-_LAST:])
+    before = _BEFORE if worker.state == "signalled" else 0
+    return "\n".join(lines[max(0, begins[-1] - before) :] if begins else lines[-_LAST:])
 
 
 def _ended(member: Member, worker: Worker) -> float:
