@@ -45,7 +45,6 @@ class Agent:
     def __init__(self, run: Path, node: str, folder: Path, address: str, pod: str, config: ResilienceConfig) -> None:
         self.run_folder, self.node, self.folder, self.address, self.pod = run, node, folder, address, pod
         self.config = config
-        self.token = read_token(run)
         self.boot = secrets.token_hex(8)
         self.job = read_contact(run).job
         self.epoch = _known_epoch(folder)
@@ -86,7 +85,7 @@ class Agent:
         while True:
             try:
                 await self._session()
-            except (OSError, EOFError, ValueError, TimeoutError, wire.Refused) as error:
+            except (OSError, EOFError, ValueError, TimeoutError, wire.Refused, MegascaleError) as error:
                 log.info("no driver: %s", error or type(error).__name__)
             except Exception:
                 log.exception("the session with the driver broke")
@@ -101,10 +100,17 @@ class Agent:
         async with asyncio.timeout(5.0):
             reader, writer = await asyncio.open_connection(host, port, local_addr=self._local(host))
             try:
-                channel = await wire.open_channel(reader, writer, self.token, driver=False)
+                # Read anew: where RUN/driver was removed, the next driver made another one.
+                token = read_token(self.run_folder)
+                channel = await wire.open_channel(reader, writer, token, driver=False)
                 hello: dict[str, Any] = {"job": self.job, "node": self.node, "address": self.address, "pod": self.pod}
                 hello |= {"boot": self.boot, "epoch": self.epoch, "attempt": self.trainers.attempt}
-                hello |= {"pid": os.getpid(), "hardware": self.facts[0], "versions": self.facts[1]}
+                hello |= {
+                    "pid": os.getpid(),
+                    "version": wire.VERSION,
+                    "hardware": self.facts[0],
+                    "versions": self.facts[1],
+                }
                 channel.tell(do="hello", **hello)
                 _, text = await channel.receive()
             except BaseException:
@@ -114,6 +120,10 @@ class Agent:
         if welcome.get("do") != "welcome":
             channel.close()
             raise wire.Refused(f"the driver refused this node: {welcome.get('why')}")
+        if welcome.get("version") != wire.VERSION:
+            channel.close()
+            theirs = welcome.get("version") or "an older version"
+            raise wire.Refused(f"the driver is of MegaScale {theirs}, this agent of {wire.VERSION}")
         self._accept(welcome["epoch"])
         self.channel = channel
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)

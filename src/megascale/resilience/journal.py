@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.machine import Job
@@ -73,7 +73,7 @@ class Journal:
         self._beat = 0
 
     @classmethod
-    def take(cls, run: Path, lease: float, least_epoch: int = 0) -> tuple[Journal, bool]:
+    def take(cls, run: Path, lease: float, least_epoch: int = 0) -> tuple[Self, bool]:
         """Become the driver of this run: (journal with a new epoch, whether the old file was damaged and set aside).
 
         A holder on this host counts as dead if its process is; elsewhere, or if that cannot be told, if it does not
@@ -85,7 +85,9 @@ class Journal:
         damaged = False
         try:
             db = _open(path)
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if _sound(error):
+                raise
             damaged = True
             aside = path.with_name(f"{FILE}.damaged-{int(time.time())}")
             for suffix in ("", "-wal", "-shm"):
@@ -263,10 +265,18 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db
+        db.execute("COMMIT")
     except BaseException:
-        db.execute("ROLLBACK")
+        if db.in_transaction:  # on a full disk SQLite ends it by itself, or not
+            db.execute("ROLLBACK")
         raise
-    db.execute("COMMIT")
+
+
+def _sound(error: sqlite3.DatabaseError) -> bool:
+    """Whether an error says nothing against the file: no room, no right, or somebody holds it."""
+    code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+    outside = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+    return code in (*outside, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM)
 
 
 def _gone(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: float) -> bool:

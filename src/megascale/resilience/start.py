@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
+from pathlib import Path
 
 from megascale.config import Config, load
 from megascale.core.events import Event
@@ -17,7 +19,8 @@ from megascale.resilience import contact
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import Driver
 from megascale.resilience.health import gpu_count
-from megascale.resilience.journal import Fenced, Journal
+from megascale.resilience.journal import Fenced
+from megascale.resilience.lasting import LastingJournal, lacks_room, no_room
 from megascale.resilience.machine import ENDED, Job, Phase
 
 
@@ -74,12 +77,31 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     again from its newest checkpoint. Raises ConfigError if another driver runs it.
     """
     run = config.run_folder.absolute()
+    try:
+        return _drive(run, config, found, _heard(say))
+    except (OSError, sqlite3.Error) as error:
+        if not lacks_room(error, run if run.exists() else run.parent):
+            raise
+        raise no_room(run) from None
+
+
+def _heard(say: Callable[[str, str], None]) -> Callable[[str, str], None]:
+    """`say`, where a terminal that is gone or a log file on a full disk stops nothing."""
+
+    def quietly(who: str, text: str) -> None:
+        with contextlib.suppress(OSError):
+            say(who, text)
+
+    return quietly
+
+
+def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     run.mkdir(parents=True, exist_ok=True)
     contact.make_token(run)
     known = 0
     with contextlib.suppress(Exception):
         known = contact.read_contact(run).epoch
-    journal, damaged = Journal.take(run, config.resilience.lease, known)
+    journal, damaged = LastingJournal.take(run, config.resilience.lease, known)
     job = journal.job()
     if job is None or job.phase in ENDED:
         _write_settings(config)
@@ -99,6 +121,8 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     except Fenced as error:
         raise ConfigError(f"this driver ends without touching the job: {error}") from None
     finally:
+        if journal.behind:
+            say("driver", f"{no_room(run)}. The last events are not in the journal")
         journal.close()
 
 
