@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import megascale
 from megascale.core.grid import Grid
+from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
@@ -38,7 +39,6 @@ from megascale.rendezvous.resp import Address
 if TYPE_CHECKING:
     from megascale.config import Config
 
-PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
 # Above this many ranks gloo's default full mesh of connections (each rank to all) is made on demand instead.
 _GLOO_MESH = 256
 

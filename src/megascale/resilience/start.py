@@ -14,12 +14,13 @@ from pathlib import Path
 
 from megascale.config import Config, load
 from megascale.core.events import Event
-from megascale.errors import ConfigError, FitError
+from megascale.core.secrets import PASSWORD_VARIABLE
+from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience import contact
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import Driver
 from megascale.resilience.health import gpu_count
-from megascale.resilience.journal import Fenced
+from megascale.resilience.journal import FILE, Fenced
 from megascale.resilience.lasting import LastingJournal, lacks_room, no_room
 from megascale.resilience.machine import ENDED, Job, Phase
 
@@ -80,9 +81,15 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     try:
         return _drive(run, config, found, _heard(say))
     except (OSError, sqlite3.Error) as error:
-        if not lacks_room(error, run if run.exists() else run.parent):
-            raise
-        raise no_room(run) from None
+        if lacks_room(error, run if run.exists() else run.parent):
+            raise no_room(run) from None
+        if isinstance(error, sqlite3.Error):
+            raise TrainingError(
+                f"the driver's journal {run / FILE} cannot be used ({error}): another process holds it, or its file "
+                "system does not do what SQLite needs; agents let training go on for resilience.orphan seconds. Run "
+                "the same command again, with train.runs on a local disk if it comes again"
+            ) from None
+        raise
 
 
 def _heard(say: Callable[[str, str], None]) -> Callable[[str, str], None]:
@@ -98,6 +105,7 @@ def _heard(say: Callable[[str, str], None]) -> Callable[[str, str], None]:
 def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     run.mkdir(parents=True, exist_ok=True)
     contact.make_token(run)
+    config = _hand_down_password(config)
     known = 0
     with contextlib.suppress(Exception):
         known = contact.read_contact(run).epoch
@@ -124,6 +132,15 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
         if journal.behind:
             say("driver", f"{no_room(run)}. The last events are not in the journal")
         journal.close()
+
+
+def _hand_down_password(config: Config) -> Config:
+    """A password of the Redis server goes to the agents and their trainers in the environment, which others cannot
+    read, and into no file."""
+    if config.rendezvous.password is None:
+        return config
+    os.environ[PASSWORD_VARIABLE] = config.rendezvous.password.get_secret_value()
+    return config.model_copy(update={"rendezvous": config.rendezvous.model_copy(update={"password": None})})
 
 
 def _write_settings(config: Config) -> None:
