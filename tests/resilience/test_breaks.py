@@ -16,13 +16,13 @@ def test_a_port_taken_before_its_use_is_followed_by_another(launch, tmp_path, mo
     """The agents' first choice is a port that somebody listens on by then."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import socket\n"
+        "import pathlib, socket\n"
         "import megascale.core.ports as ports\n"
         "free, taken = ports.free_port, []\n"
         "def first_is_taken(address='127.0.0.1', avoid=()):\n"
-        "    if taken: return free(address, avoid)\n"
+        f"    if pathlib.Path({str(tmp_path / 'runs/taken/logs/rank-0.log')!r}).exists(): return free(address, avoid)\n"
         "    taken.append(socket.create_server((address, 0)))\n"
-        "    return taken[0].getsockname()[1]\n"
+        "    return taken[-1].getsockname()[1]\n"
         "ports.free_port = first_is_taken\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

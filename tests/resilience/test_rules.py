@@ -280,6 +280,11 @@ def test_log_lines_and_devices():
     assert one(gpus(ecc_errors=2), "device_fault").action == "diagnose"
     assert one(gpus(temperature=95.0), "device_warning").action == "alert"
     assert one(gpus(xid=13), "device_warning").action == "alert"
+    assert one(gpus(recovery="reset"), "device_fault").action == "evict"
+    assert one(gpus(recovery="drain and reset"), "device_warning").action == "alert"
+    # One that came while the attempt before ended is there from the first heartbeat on.
+    first = heartbeat(0, 1, [worker(0)], gpus=(Gpu(0, "H200", 60.0, xid=79),))
+    assert one(rules.judge(view({0: [first]})), "device_fault").nodes == ("node-0",)
 
 
 def with_traffic(rates: list[float], phase: str = "train") -> list[Verdict]:

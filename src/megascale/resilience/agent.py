@@ -28,7 +28,7 @@ from megascale.core.failure import errno_of
 from megascale.core.heartbeat import Heartbeat, fit
 from megascale.core.ports import free_port
 from megascale.errors import MegascaleError
-from megascale.resilience import health, wire
+from megascale.resilience import gpus, health, wire
 from megascale.resilience.contact import read_contact, read_token
 from megascale.resilience.logs import LogFilter
 from megascale.resilience.services import end_services
@@ -53,7 +53,7 @@ class Agent:
         self.trainers = Trainers(run, folder, self.beat_soon)
         self.logs = LogFilter(config.log_patterns)
         self.traffic = health.TrafficSampler()
-        self.gpus = health.GpuHealth()
+        self.gpus = gpus.GpuHealth()
         self.facts = (health.hardware(), health.versions())
         self.forward: int | None = None
         self.ended = asyncio.Event()
@@ -77,6 +77,7 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.trainers.end_server()
         self.traffic.close()
+        self.gpus.close()
 
     # the driver -----------------------------------------------------------------------------------------------------
 
