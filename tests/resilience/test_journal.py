@@ -19,6 +19,7 @@ from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.contact import make_token, read_token
 from megascale.resilience.driver import Driver
 from megascale.resilience.journal import FILE, Fenced, Journal, NodeRow, Reader, born
+from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.machine import Job, Phase
 
 
@@ -197,21 +198,10 @@ def test_rows_of_an_older_version_without_checksums_are_read(tmp_path):
     again.close()
 
 
-def test_a_driver_whose_journal_was_set_aside_is_fenced(tmp_path):
-    first = written(tmp_path)
-    for part in tmp_path.glob(f"{FILE}*"):
-        part.rename(part.with_name("aside-" + part.name))
-    second, _ = Journal.take(tmp_path, 0.05)
-    with pytest.raises(Fenced, match="set"):
-        first.renew()
-    second.renew()
-    second.close()
-
-
 # events that the journal has lost ------------------------------------------------------------------------------------
 
 
-def driver(run, journal: Journal) -> Driver:
+def driver(run, journal: LastingJournal) -> Driver:
     return Driver(run, Config(), LocalCluster(run), ["train"], journal, Job("a", attempt=3))
 
 
@@ -219,7 +209,7 @@ def driver(run, journal: Journal) -> Driver:
 @given(kept=st.integers(0, 12), evicted=st.integers(-1, 11), garbled=st.integers(0, 11))
 def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicted, garbled):
     run = tmp_path_factory.mktemp("run")
-    journal, _ = Journal.take(run, 0.05)
+    journal, _ = LastingJournal.take(run, 0.05)
     telling = driver(run, journal)
     for i in range(12):
         if i == evicted:
@@ -287,7 +277,7 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     mounts = tmp_path / "mountinfo"
     mounts.write_text(mount("/", "ext4") + mount(str(run), "nfs4"))
     monkeypatch.setattr(filesystems, "MOUNTS", mounts)
-    journal, damaged = Journal.take(run, 0.05)
+    journal, damaged = LastingJournal.take(run, 0.05)
     assert not damaged
     assert journal.network == "nfs4"
     assert journal.job() == Job("a", Phase.RUNNING, 5, ("n0",), 1, 1)

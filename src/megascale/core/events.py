@@ -62,6 +62,7 @@ class Event(StrEnum):
     SEGMENTATION_FAULT = "segmentation_fault"
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
+    PORT_TAKEN = "port_taken"
     CUDA_ERROR = "cuda_error"
     NETWORK_ERROR = "network_error"
     PROCESS_KILLED = "process_killed"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,10 +28,12 @@ from megascale.resilience.diary import Diary
 from megascale.resilience.figures import Figures
 from megascale.resilience.garbage import OldGarbage
 from megascale.resilience.intake import Intake
-from megascale.resilience.journal import Entry, Journal
+from megascale.resilience.journal import Entry
+from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.learning import Stays
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
+from megascale.resilience.rules.exits import failed_start
 from megascale.resilience.verdicts import Verdict
 
 log = logging.getLogger("megascale.driver")
@@ -59,7 +62,7 @@ class Driver(Adopting):
         config: Config,
         cluster: Cluster,
         words: list[str],
-        journal: Journal,
+        journal: LastingJournal,
         job: Job,
         say: Callable[[str, str], None] = lambda who, text: None,
         unsure: bool = False,
@@ -67,6 +70,7 @@ class Driver(Adopting):
         self.run_folder, self.config, self.cluster, self.words = run, config, cluster, words
         self.limits = config.resilience
         self.journal, self.job, self.say, self.unsure = journal, job, say, unsure
+        journal.say = lambda text: say("driver", text)
         self.diary = Diary(run, journal, say)
         self.nodes: dict[str, Node] = {row.name: Node.from_row(row) for row in journal.nodes()}
         self.token = make_token(run)
@@ -79,7 +83,8 @@ class Driver(Adopting):
         self._checks = 0
         self.reasons: dict[str, str] = {}
         self._refilled: list[float] = []
-        self.order = int(time.time() * 1000)  # stop orders of a driver before are not answers to ours
+        # Answers to stop orders of a driver before are none to ours; no clock: it may be set back.
+        self.order = (1 + secrets.randbits(30)) << 20
         self.started = time.monotonic()
         self._entered = time.monotonic()
         self._first_bad: float | None = None
@@ -193,8 +198,7 @@ class Driver(Adopting):
     def joined(self, channel: wire.Channel, hello: dict[str, Any]) -> str:
         """A node's agent has come, or come again."""
         if hello["epoch"] > self.journal.epoch:
-            self.journal.renew()  # raises if it is true that another has taken over
-            return f"this driver has epoch {self.journal.epoch}, the node knows {hello['epoch']}"
+            self._adopt(hello)
         name, now = hello["node"], time.monotonic()
         if self.job.phase in ENDED:
             return f"the job is {self.job.phase}"
@@ -207,7 +211,7 @@ class Driver(Adopting):
         node.channel, node.last_seen, node.attempt = channel, now, hello["attempt"]
         node.address = hello["address"]
         node.facts = {"pod": hello["pod"], "hardware": hello["hardware"], "versions": hello["versions"]}
-        channel.tell(do="welcome", epoch=self.journal.epoch)
+        channel.tell(do="welcome", epoch=self.journal.epoch, version=wire.VERSION)
         if node.state is not NodeState.UP and node.state is not NodeState.EVICTED:
             self.set_state(node, NodeState.UP, "its agent came")
             self.note(Event.NODE_JOINED, nodes=(name,), evidence=(f"{name} at {node.address} joined",))
@@ -218,6 +222,20 @@ class Driver(Adopting):
             self.catch_up(node)
         self._wake.set()
         return ""
+
+    def _adopt(self, hello: dict[str, Any]) -> None:
+        """A node knows a newer driver than the journal does: the journal was removed, or is an older one.
+
+        Its epoch is taken over; Fenced if another driver is in office. Attempts: see `_begin_attempt`.
+        """
+        before, theirs = self.journal.epoch, hello["epoch"]
+        self.journal.raise_epoch(hello["epoch"] + 1)
+        self.announce(self.api_url)
+        text = (
+            f"{hello['node']} knows a driver of epoch {theirs} and attempt {hello['attempt']}, the journal only epoch "
+            f"{before}: it was removed or is an old one; this driver goes on as epoch {self.journal.epoch}"
+        )
+        self.note(Event.JOURNAL_DAMAGED, nodes=(hello["node"],), evidence=(text,))
 
     def catch_up(self, node: Node) -> None:
         """Tell a node that comes (again) what it has missed."""
@@ -267,8 +285,8 @@ class Driver(Adopting):
                 node.checking = 0
                 self.heed_report(node, message)
         elif message["do"] == "failed":
-            why = f"{name}: {str(message.get('why'))[:500]}"
-            self.act([Verdict(Event.PROCESS_EXIT, (name,), self.job.ranks(name), "respawn", (why,))])
+            why, number = f"{name}: {str(message.get('why'))[:500]}", message.get("errno")
+            self.act([failed_start(name, self.job.ranks(name), why, number if type(number) is int else 0)])
         elif message["do"] == "lines":
             for line in message.get("lines", [])[:200]:
                 self.say(f"rank {message.get('rank')}", str(line))

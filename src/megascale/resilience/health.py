@@ -1,4 +1,4 @@
-"""What an agent measures about its node: network counters every few milliseconds, GPUs through NVML, facts."""
+"""What an agent measures about its node: network counters every few milliseconds, facts. GPUs: gpus.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascale.core.heartbeat import Gpu, Traffic
+from megascale.core.heartbeat import Traffic
 
 PERIOD = 0.01  # seconds between samples
 _COUNTERS = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
@@ -114,49 +114,6 @@ def _opened(name: str, paths: list[Path], scale: int) -> _Interface | None:
         return _Interface(name, [open(path) for path in paths], scale)
     except OSError:
         return None
-
-
-class GpuHealth:
-    """NVML's view of this node's devices; nothing where there is no NVML (`pip install -e '.[driver]'`)."""
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-        except Exception:
-            return
-
-    def take(self) -> tuple[Gpu, ...]:
-        """One record a device; a value that a device does not tell is 0."""
-        if self._nvml is None:
-            return ()
-        return tuple(self._one(i) for i in range(self._nvml.nvmlDeviceGetCount()))
-
-    def _one(self, index: int) -> Gpu:
-        n = self._nvml
-        handle = n.nvmlDeviceGetHandleByIndex(index)
-
-        def ask(question: Any, *arguments: Any) -> Any:
-            try:
-                return question(handle, *arguments)
-            except n.NVMLError:
-                return 0
-
-        name = ask(n.nvmlDeviceGetName)
-        # Slowed down by heat or power brake, in hardware or software; not by the power limit, which is normal.
-        hot = 0x8 | 0x20 | 0x40 | 0x80
-        return Gpu(
-            index,
-            name.decode() if isinstance(name, bytes) else str(name),
-            float(ask(n.nvmlDeviceGetTemperature, n.NVML_TEMPERATURE_GPU)),
-            ask(n.nvmlDeviceGetPowerUsage) / 1e3,
-            int(ask(n.nvmlDeviceGetTotalEccErrors, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC)),
-            0,
-            bool(ask(n.nvmlDeviceGetCurrentClocksThrottleReasons) & hot),
-        )
 
 
 def versions() -> dict[str, str]:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megascale.errors import ConfigError, DataError
 from megascale.resilience import filesystems
@@ -81,14 +81,13 @@ class Journal:
         self.path, self.epoch = path, epoch
         self._db = connection
         self._beat = 0
-        self._file = _identity(path)
         self.aside: Path | None = None
         self.damage = ""
         kind = filesystems.kind(path.parent)
         self.network = kind if filesystems.shared(kind) else ""
 
     @classmethod
-    def take(cls, run: Path, lease: float, least_epoch: int = 0) -> tuple[Journal, bool]:
+    def take(cls, run: Path, lease: float, least_epoch: int = 0) -> tuple[Self, bool]:
         """Become the driver of this run: (journal with a new epoch, whether the old file was damaged and set aside).
 
         A holder on this host counts as dead if its process is; elsewhere, or if that cannot be told, if it does not
@@ -141,11 +140,8 @@ class Journal:
             yield db
 
     def renew(self) -> None:
-        """Show that this driver lives; Fenced if another has taken over, be it with a new file in place of this."""
+        """Show that this driver lives; Fenced if another has taken over."""
         self._beat += 1
-        now = _identity(self.path)
-        if None not in (now, self._file) and now != self._file:
-            raise Fenced(f"another driver has set {self.path} aside and begun a new one")
         with self._write() as db:
             db.execute("UPDATE lease SET beat = ?", (self._beat,))
 
@@ -267,15 +263,6 @@ def born(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file lies at `path`, None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
     try:
@@ -359,10 +346,19 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db
+        db.execute("COMMIT")
     except BaseException:
-        db.execute("ROLLBACK")
+        if db.in_transaction:  # on a full disk SQLite ends it by itself, or not
+            db.execute("ROLLBACK")
         raise
-    db.execute("COMMIT")
+
+
+def _sound(error: sqlite3.DatabaseError) -> bool:
+    """Whether an error says nothing against the file: no room, no right, or somebody holds it."""
+    whole = getattr(error, "sqlite_errorcode", None) or 0
+    code = 0 if whole == sqlite3.SQLITE_IOERR_SHORT_READ else whole & 0xFF  # a file that was cut
+    outside = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+    return code in (*outside, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM)
 
 
 def _gone(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: float) -> bool:

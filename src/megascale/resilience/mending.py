@@ -13,8 +13,9 @@ from megascale.core.events import Event
 from megascale.errors import EXIT_FAILED
 from megascale.resilience import ladder, progress
 from megascale.resilience.cluster.base import Cluster
-from megascale.resilience.journal import Entry, Journal
+from megascale.resilience.journal import Entry
 from megascale.resilience.ladder import Situation, Use
+from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
 from megascale.resilience.rules.offenders import repeated
@@ -34,7 +35,7 @@ class Mending:
     limits: ResilienceConfig
     cluster: Cluster
     words: list[str]
-    journal: Journal
+    journal: LastingJournal
     job: Job
     nodes: dict[str, Node]
     uses: list[Use]
@@ -208,7 +209,7 @@ class Mending:
             running=name in places and places[name].running,
             spares=len(spares),
             tested=sum(bool(n.tested) for n in spares),
-            now=time.time(),
+            now=time.monotonic(),
         )
         choice = ladder.choose(self.limits, at, self.uses)
         if node is not None and name not in self.job.placement and choice.rung == "spare":

@@ -38,7 +38,8 @@ class Recalled:
 def restore(journal: Journal, run: Path) -> Recalled:
     """Put back what `journal` has lost and the run's events.jsonl still has."""
     told = read(run / "events.jsonl")
-    known = {(entry.time, entry.kind) for entry in journal.events()}
+    # One that found no room on the disk at first has its time among its details (lasting.py).
+    known = {(entry.details.get("noted", entry.time), entry.kind) for entry in journal.events()}
     lost = [entry for entry in told if (entry.time, entry.kind) not in known]
     if lost:
         journal.restore(lost)

@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import os
 import signal
+import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import lcm
+from pathlib import Path
 
 from megascale.config import Config, load
 from megascale.core.events import Event
-from megascale.errors import ConfigError, FitError
+from megascale.core.secrets import PASSWORD_VARIABLE
+from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience import contact, recall
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import Driver
 from megascale.resilience.health import gpu_count
-from megascale.resilience.journal import Fenced, Journal
+from megascale.resilience.journal import FILE, Fenced
+from megascale.resilience.lasting import LastingJournal, lacks_room, no_room
 from megascale.resilience.machine import ENDED, Job, Phase
 
 
@@ -74,12 +78,38 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     again from its newest checkpoint. Raises ConfigError if another driver runs it.
     """
     run = config.run_folder.absolute()
+    try:
+        return _drive(run, config, found, _heard(say))
+    except (OSError, sqlite3.Error) as error:
+        if lacks_room(error, run if run.exists() else run.parent):
+            raise no_room(run) from None
+        if isinstance(error, sqlite3.Error):
+            raise TrainingError(
+                f"the driver's journal {run / FILE} cannot be used ({error}): another process holds it, or its file "
+                "system does not do what SQLite needs; agents let training go on for resilience.orphan seconds. Run "
+                "the same command again, with train.runs on a local disk if it comes again"
+            ) from None
+        raise
+
+
+def _heard(say: Callable[[str, str], None]) -> Callable[[str, str], None]:
+    """`say`, where a terminal that is gone or a log file on a full disk stops nothing."""
+
+    def quietly(who: str, text: str) -> None:
+        with contextlib.suppress(OSError):
+            say(who, text)
+
+    return quietly
+
+
+def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     run.mkdir(parents=True, exist_ok=True)
     contact.make_token(run)
+    config = _hand_down_password(config)
     known = 0
     with contextlib.suppress(Exception):
         known = contact.read_contact(run).epoch
-    journal, damaged = Journal.take(run, config.resilience.lease, known)
+    journal, damaged = LastingJournal.take(run, config.resilience.lease, known)
     recalled = recall.restore(journal, run)
     job, cluster = journal.job(), LocalCluster(run, found.devices)
     settings = contact.folder(run) / "job.toml"
@@ -108,10 +138,12 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     except Fenced as error:
         raise ConfigError(f"this driver ends without touching the job: {error}") from None
     finally:
+        if journal.behind:
+            say("driver", f"{no_room(run)}. The last events are not in the journal")
         journal.close()
 
 
-def _tell(driver: Driver, journal: Journal, recalled: recall.Recalled) -> None:
+def _tell(driver: Driver, journal: LastingJournal, recalled: recall.Recalled) -> None:
     """What is wrong with the journal, and what became of it."""
     back = f"{recalled.events} of its events were put back from events.jsonl"
     if recalled.evicted:
@@ -128,6 +160,15 @@ def _tell(driver: Driver, journal: Journal, recalled: recall.Recalled) -> None:
             "not work: the journal does without it and waits for the disk at each write"
         )
         driver.note(Event.JOURNAL_WITHOUT_WAL, evidence=(text,))
+
+
+def _hand_down_password(config: Config) -> Config:
+    """A password of the Redis server goes to the agents and their trainers in the environment, which others cannot
+    read, and into no file."""
+    if config.rendezvous.password is None:
+        return config
+    os.environ[PASSWORD_VARIABLE] = config.rendezvous.password.get_secret_value()
+    return config.model_copy(update={"rendezvous": config.rendezvous.model_copy(update={"password": None})})
 
 
 def _write_settings(config: Config) -> None:
