@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -25,50 +27,72 @@ FULL = """
 import json, resource, sys
 from pathlib import Path
 from megascale.resilience.diary import Diary
-from megascale.resilience.journal import NodeRow
+from megascale.resilience.journal import NodeRow, Reader
 from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.machine import Job, Phase
 
-run, said = Path(sys.argv[1]), []
+run, really, said = Path(sys.argv[1]), sys.argv[2] == "disk", []
+filler = run / "filler"
+
+def full():
+    if not really:
+        return resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    with open(filler, "wb", buffering=0) as file:
+        try:
+            while True: file.write(bytes(4096))
+        except OSError: pass
+
+def room():
+    if really: filler.unlink()
+    else: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
 journal, _ = LastingJournal.take(run, 0.1)
 journal.say = said.append
 diary = Diary(run, journal, lambda who, text: None)
-diary.note("before", attempt=1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 (run / "events.jsonl").write_text("x" * 4095 + "\\n")
+diary.note("before", attempt=1)
+full()
 for number in range(200):
-    diary.note(f"e{number}", attempt=2, nodes=("n0",), evidence=("x" * 100,), seconds=number)
+    diary.note(f"e{number}", attempt=2, nodes=("n0",), evidence=("x" * 500,), seconds=number)
     journal.renew()
 journal.save_job(Job("a", Phase.RUNNING, 2, ("n0",), 1, 1))
 journal.save_node(NodeRow("n0", "127.0.0.1", "up", "why", 1.5, {}))
 behind = journal.behind
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+room()
 journal.renew()
 diary.note("after", attempt=2)
-print(json.dumps([behind, journal.behind, said]))
-journal.close()
+reader = Reader(run)
+lines = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()[1:]]
+found = [[e.kind for e in reader.events()], lines, reader.job.attempt, [n.name for n in reader.nodes()]]
+print(json.dumps([behind, journal.behind, said, *found]))
 """
 
 
-def test_a_full_disk_delays_what_is_written_and_ends_nobody(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
+def on_a_disk_of_1_mib(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program (text, arguments) where `folder` is a disk of its own."""
+    new = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*new, "mount", "-t", "tmpfs", "none", str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    shell = f'mount -t tmpfs -o size=1m none "$1" && exec {sys.executable} -c "$0" "$@"'
+    command = [*new, "sh", "-c", shell, words[0], str(folder), *words[1:]]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("what", ["limit", "disk"])
+def test_a_full_disk_delays_what_is_written_and_ends_nobody(tmp_path, what):
+    if what == "disk":
+        done = on_a_disk_of_1_mib(tmp_path, FULL, what)
+    else:
+        words = [sys.executable, "-c", FULL, str(tmp_path), what]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    behind, behind_at_the_end, said = json.loads(done.stdout)
+    behind, behind_at_the_end, said, kinds, shown, attempt, nodes = json.loads(done.stdout)
     assert behind
-    assert not behind_at_the_end
+    assert not behind_at_the_end, (said, len(kinds), len(shown))
     assert len(said) == 2  # once a minute, and when there is room again
     assert "has no room for the driver's journal" in said[0]
-    reader = Reader(tmp_path)
-    kinds = ["before", *(f"e{n}" for n in range(200)), "after"]
-    assert [e.kind for e in reader.events()] == kinds
-    assert reader.job is not None
-    assert reader.job.attempt == 2
-    assert [n.name for n in reader.nodes()] == ["n0"]
-    reader.close()
-    shown = (tmp_path / "events.jsonl").read_text().splitlines()[1:]
-    assert [json.loads(line)["event"] for line in shown] == kinds[1:]
+    assert kinds == shown == ["before", *(f"e{n}" for n in range(200)), "after"]
+    assert (attempt, nodes) == (2, ["n0"])
 
 
 @pytest.mark.parametrize("limit", [0, 4096])
@@ -175,3 +199,29 @@ def test_a_second_driver_is_still_refused(tmp_path):
         with pytest.raises(ConfigError, match="already runs"):
             LastingJournal.take(tmp_path, 1.0)
         holder.kill()
+
+
+def test_a_port_of_the_driver_that_is_taken_is_named(tiny, tmp_path, megascale):
+    pytest.importorskip("fastapi")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        for key in ("port", "api_port"):
+            done = megascale("launch", tiny, f"--resilience.{key}={other.getsockname()[1]}")
+            assert done.returncode == 2, done.stderr
+            assert f"resilience.{key}={other.getsockname()[1]}: Address already in use" in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+def test_files_in_memory_fail_by_an_error_and_not_by_a_signal(tmp_path):
+    """SIGBUS would end a trainer without a word; a 1 MiB tmpfs is a disk that is really full."""
+    program = (
+        "import sys; from pathlib import Path; from megascale.core.status import StatusFile\n"
+        "folder = Path(sys.argv[1])\n"
+        "try:\n"
+        "    with open(folder / 'full', 'wb', buffering=0) as file:\n"
+        "        while True: file.write(bytes(4096))\n"
+        "except OSError: pass\n"
+        "try: StatusFile(folder, 0)\n"
+        "except OSError as error: print(error.errno)"
+    )
+    done = on_a_disk_of_1_mib(tmp_path, program)
+    assert (done.returncode, done.stdout.strip()) == (0, "28"), done.stderr

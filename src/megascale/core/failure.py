@@ -39,6 +39,16 @@ def words_of(error: BaseException) -> str:
     return ""
 
 
+def reserve(descriptor: int, size: int) -> None:
+    """Make an open file that will be mapped into memory `size` bytes long, with room on its disk.
+
+    OSError where there is none; else the first write to the mapping would end the process by SIGBUS.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    os.ftruncate(descriptor, size)
+
+
 def room(folders: Iterable[str | Path]) -> dict[str, float]:
     """Folder -> bytes that this user may still write to its disk, 0 where no new file can be made either.
 

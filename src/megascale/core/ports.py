@@ -1,4 +1,4 @@
-"""A port to listen on later."""
+"""A port to listen on later, or one that is held from the start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import random
 import socket
 from collections.abc import Container
 from pathlib import Path
+
+# In the environment of rank 0: the file descriptor of the listening socket for its store that its launcher holds.
+LISTENER = "MEGASCALE_STORE_LISTENER"
 
 
 def free_port(address: str = "127.0.0.1", avoid: Container[int] = ()) -> int:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import megascale
 from megascale.core.grid import Grid
+from megascale.core.ports import LISTENER
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, see_off
@@ -258,7 +259,10 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
     loopback = is_loopback(host)
     if loopback:
         stay_on_loopback()
-    listener = listen(host, int(port)) if serve and loopback else None
+    held = os.environ.pop(LISTENER, None)
+    listener = None
+    if serve and loopback:
+        listener = socket.socket(fileno=int(held)) if held else listen(host, int(port))
     try:
         store = dist.TCPStore(
             host,

@@ -54,6 +54,12 @@ def restore(journal: Journal, run: Path) -> Recalled:
     return Recalled(len(lost), attempt, _paused(told), tuple(evicted))
 
 
+def least_epoch(run: Path) -> int:
+    """An epoch that drivers of this run have had: each told its start."""
+    started = (Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER)
+    return sum(entry.kind in started for entry in read(run / "events.jsonl"))
+
+
 def read(file: Path) -> list[Entry]:
     """The driver's events in an events.jsonl, oldest first; lines that cannot be read are left out."""
     try:

@@ -106,9 +106,9 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     run.mkdir(parents=True, exist_ok=True)
     contact.make_token(run)
     config = _hand_down_password(config)
-    known = 0
+    known = recall.least_epoch(run)
     with contextlib.suppress(Exception):
-        known = contact.read_contact(run).epoch
+        known = max(known, contact.read_contact(run).epoch)
     journal, damaged = LastingJournal.take(run, config.resilience.lease, known)
     recalled = recall.restore(journal, run)
     job, cluster = journal.job(), LocalCluster(run, found.devices)
@@ -122,7 +122,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
         # Until the agents have told: nothing is placed, or, if a person paused the job, nothing is to be.
         job = replace(new if job is None else job, attempt=attempt, goal=Phase.STARTING)
         job = replace(job, phase=Phase.PAUSED if recalled.paused else Phase.WAITING)
-    elif job is None or job.phase in ENDED:
+    elif job is None or job.phase in ENDED or not job.attempt:  # nothing of it runs
         _write_settings(config)
         job = new
     else:
@@ -176,14 +176,29 @@ def _write_settings(config: Config) -> None:
     path.write_text(config.to_toml())
 
 
+def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigError:
+    why = os.strerror(error.errno) if error.errno else str(error)
+    return ConfigError(
+        f"the driver cannot listen on resilience.listen={host} with resilience.{key}={port}: {why}; use another port, "
+        "0 for any that is free, and an address of this host"
+    )
+
+
 async def _serve(driver: Driver) -> int:
     from megascale.resilience import api
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, driver.interrupt)
-    await driver.open()
-    url, end = await api.serve(driver, driver.limits.listen, driver.limits.api_port)
+    limits = driver.limits
+    try:
+        await driver.open()
+    except OSError as error:
+        raise _cannot_listen("port", limits.listen, limits.port, error) from None
+    try:
+        url, end = await api.serve(driver, limits.listen, limits.api_port)
+    except OSError as error:
+        raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
     driver.announce(url)
     try:
         return await driver.run()
