@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conftest import lines
 
+from megascale.config import load
 from megascale.core.heartbeat import Worker
 from megascale.data.ledger import of_step
 from megascale.data.samples import hash_ids
 from megascale.resilience import progress
-from megascale.resilience.machine import Job
+from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.driver import Driver
+from megascale.resilience.lasting import LastingJournal
+from megascale.resilience.machine import Job, Phase
 from megascale.resilience.verdicts import Verdict
 
 
@@ -83,6 +88,37 @@ def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, lim
         if job.fruitless >= limit:
             assert f"{without} starts in a row" in progress.hopeless(job, limit)
             break
+
+
+KINDS = ("segmentation_fault", "cuda_error", "network_error", "process_exit", "hang", "nonfinite_gradient", "new_kind")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(["respawn", "diagnose", "evict"])), min_size=10),
+    st.integers(1, 6),
+    st.integers(0, 3),
+)
+@settings(max_examples=20, deadline=None)
+def test_no_cause_and_no_remedy_gets_around_the_count(tmp_path_factory, ends, limit, steps):
+    """A driver whose starts all end without a new step, but for a first one that brought `steps`."""
+    run = tmp_path_factory.mktemp("run")
+    config = load(None, [f"--resilience.fruitless={limit}", "--resilience.retries=1000"])
+    journal, _ = LastingJournal.take(run, 0.05)
+
+    async def work() -> int:
+        driver = Driver(run, config, LocalCluster(run), ["train"], journal, Job("a", Phase.RUNNING, 1))
+        for number, (kind, action) in enumerate(ends):
+            driver.job = replace(driver.job, phase=Phase.RUNNING, attempt=number + 1, step=steps)
+            driver.act([Verdict(kind, (), (0,), action, ("why",))])
+            if driver.job.goal is Phase.FAILED:
+                return number + 1
+        return 0
+
+    starts = asyncio.run(work())
+    assert starts == limit + (steps > 0)
+    (failed,) = [e for e in journal.events() if e.kind == "job_failed"]
+    assert f"{limit} starts in a row" in failed.evidence[0]
+    journal.close()
 
 
 def test_a_job_of_an_older_version_is_still_read():

@@ -164,7 +164,7 @@ class Judging(Placing):
             self._end("; ".join(worst.evidence[:3]), self._code_of(worst), at)
         elif self.job.fruitless >= self.limits.fruitless:
             why = f"{progress.hopeless(self.job, self.limits.fruitless)}; the last: {'; '.join(worst.evidence[:2])}"
-            self._end(why, self._code_of(worst), at)
+            self._end(why, EXIT_FAILED, at)
         elif worst.action == "diagnose":
             self.suspend(Phase.DIAGNOSING, "self-checks after: " + worst.evidence[0])
         else:
