@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import sqlite3
 import time
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.config import Config
 from megascale.resilience.adopting import _held
+from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.driver import Driver
 from megascale.resilience.journal import FILE, Entry, Reader
+from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.machine import Job, Phase
 
 
@@ -100,3 +105,56 @@ JSON = st.recursive(
 def test_an_agent_that_holds_nonsense_holds_nothing(held, text, stepped):
     assert _held(hello(held=held), "a") is None
     assert _held(hello(held={"state": text, "stepped": stepped}), "a") is None
+
+
+class Told:
+    """The driver's end of a channel."""
+
+    def __init__(self) -> None:
+        self.orders: list[str] = []
+
+    def tell(self, do: str, **about: object) -> None:
+        self.orders.append(do)
+
+    def close(self) -> None:
+        self.orders.append("closed")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.booleans(), st.booleans()), min_size=1, max_size=5),
+    st.integers(0, 6),
+    st.sampled_from([Phase.WAITING, Phase.PAUSED]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agents, known, phase):
+    """(attempt, whether its trainers run, whether they have done a step) of each agent; what the journal knows."""
+    run = tmp_path_factory.mktemp("run")
+    journal, _ = LastingJournal.take(run, 0.05)
+    newest = max(attempt for attempt, _, _ in agents)
+    held = {a: [f"n{i}" for i, (b, runs, _) in enumerate(agents) if runs and a == b] for a in range(7)}
+
+    async def work() -> tuple[Driver, list[Told]]:
+        driver = Driver(run, Config(), LocalCluster(run), ["train"], journal, Job("a", phase, known), unsure=True)
+        channels = [Told() for _ in agents]
+        for i, (attempt, runs, stepped) in enumerate(agents):
+            words = {"epoch": 1, "address": "", "pod": "", "boot": str(i), "hardware": {}, "versions": {}}
+            if runs:
+                state = Job("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
+                words["held"] = {"state": state, "stepped": stepped}
+            assert driver.joined(channels[i], {"node": f"n{i}", "attempt": attempt} | words) == ""
+        assert all("stop" not in channel.orders for channel in channels)  # not before it is decided
+        assert driver.decide(time.monotonic())
+        return driver, channels
+
+    driver, channels = asyncio.run(work())
+    job = driver.job
+    adopted = newest >= known and held[newest]
+    assert job.attempt == max(newest, known)
+    assert job.placement == (tuple(held[newest]) if adopted else ())
+    stepped = bool(adopted) and agents[int(held[newest][0][1:])][2]
+    assert job.phase == ((Phase.RUNNING if stepped else Phase.STARTING) if adopted else phase)
+    for i, channel in enumerate(channels):
+        assert ("stop" in channel.orders) == (not adopted or f"n{i}" not in held[newest])
+    assert ("attempt_adopted" in [e.kind for e in journal.events()]) == bool(adopted)
+    assert journal.job() == job or not (adopted or newest > known)
+    journal.close()
