@@ -68,12 +68,12 @@ print(json.dumps([behind, journal.behind, said, *found]))
 """
 
 
-def on_a_disk_of_1_mib(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program (text, arguments) where `folder` is a disk of its own."""
+def on_a_small_disk(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program (text, arguments) where `folder` is a disk of 16 MiB of its own."""
     new = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*new, "mount", "-t", "tmpfs", "none", str(folder)], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
-    shell = f'mount -t tmpfs -o size=1m none "$1" && exec {sys.executable} -c "$0" "$@"'
+    shell = f'mount -t tmpfs -o size=16m none "$1" && exec {sys.executable} -c "$0" "$@"'
     command = [*new, "sh", "-c", shell, words[0], str(folder), *words[1:]]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
@@ -81,7 +81,7 @@ def on_a_disk_of_1_mib(folder: Path, *words: str) -> subprocess.CompletedProcess
 @pytest.mark.parametrize("what", ["limit", "disk"])
 def test_a_full_disk_delays_what_is_written_and_ends_nobody(tmp_path, what):
     if what == "disk":
-        done = on_a_disk_of_1_mib(tmp_path, FULL, what)
+        done = on_a_small_disk(tmp_path, FULL, what)
     else:
         words = [sys.executable, "-c", FULL, str(tmp_path), what]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
@@ -212,7 +212,7 @@ def test_a_port_of_the_driver_that_is_taken_is_named(tiny, tmp_path, megascale):
 
 
 def test_files_in_memory_fail_by_an_error_and_not_by_a_signal(tmp_path):
-    """SIGBUS would end a trainer without a word; a 1 MiB tmpfs is a disk that is really full."""
+    """SIGBUS would end a trainer without a word; a small tmpfs is a disk that is really full."""
     program = (
         "import sys; from pathlib import Path; from megascale.core.status import StatusFile\n"
         "folder = Path(sys.argv[1])\n"
@@ -223,5 +223,5 @@ def test_files_in_memory_fail_by_an_error_and_not_by_a_signal(tmp_path):
         "try: StatusFile(folder, 0)\n"
         "except OSError as error: print(error.errno)"
     )
-    done = on_a_disk_of_1_mib(tmp_path, program)
+    done = on_a_small_disk(tmp_path, program)
     assert (done.returncode, done.stdout.strip()) == (0, "28"), done.stderr

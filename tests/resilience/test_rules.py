@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import signal
 from collections import deque
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from megascale.core.grid import Grid
 from megascale.core.heartbeat import Gpu, Heartbeat, LogMatch, Traffic, Worker
-from megascale.resilience import rules
+from megascale.resilience import health, rules
 from megascale.resilience.rules import exits, numbers, silence
 from megascale.resilience.verdicts import SEVERITY, Verdict
 from megascale.resilience.view import HISTORY, Member, Metric, View
@@ -136,9 +137,10 @@ def test_an_exception_that_comes_again_is_the_users_and_one_that_differs_is_not(
 
 
 def test_a_killed_process_on_a_full_node_ran_out_of_memory():
-    hardware = {"memory_bytes": "1000"}
+    hardware = health.hardware()  # as agents send it
+    rss = int(0.95 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     dead = worker(1, state="signalled", code=signal.SIGKILL)
-    beats = [heartbeat(1, 1, [worker(1, rss=950)], hardware=hardware), heartbeat(1, 2, [dead], hardware=hardware)]
+    beats = [heartbeat(1, 1, [worker(1, rss=rss)], hardware=hardware), heartbeat(1, 2, [dead], hardware=hardware)]
     assert one(rules.judge(view({0: [heartbeat(0, 1, [worker(0)])], 1: beats})), "out_of_memory").ranks == (1,)
 
 

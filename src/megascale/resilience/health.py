@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import threading
 import time
@@ -136,11 +137,23 @@ def hardware() -> dict[str, str]:
 
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    found = {"cpu": model or platform.machine(), "cores": str(os.cpu_count()), "memory_gib": f"{memory:.1f}"}
+    memory = _memory_bytes()
+    found = {"cpu": model or platform.machine(), "cores": str(os.cpu_count()), "memory_gib": f"{memory / 2**30:.1f}"}
+    found["memory_bytes"] = str(memory)  # by which the rules know a process that was killed for want of it
     if gpus := gpu_count():
         found["gpus"] = str(gpus)
     return found
+
+
+def _memory_bytes() -> int:
+    """Memory of the machine, or of the container that this process is in."""
+    import os
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            memory = min(memory, int(Path(file).read_text()))
+    return memory
 
 
 def gpu_count() -> int:
