@@ -183,6 +183,20 @@ def test_a_row_that_turned_into_another_is_damage(tmp_path, change):
     journal.close()
 
 
+@pytest.mark.parametrize("change", [*CHANGES, "UPDATE job SET state = replace(state, 'starting', 'starding')"])
+def test_reading_a_garbled_row_is_one_paragraph_or_what_it_says(tmp_path, change):
+    written(tmp_path).close()
+    db = sqlite3.connect(tmp_path / FILE)
+    db.execute(change)
+    db.commit()
+    db.close()
+    try:
+        reader = Reader(tmp_path)
+        reader.nodes(), reader.events()
+    except DataError as error:
+        assert "the journal is damaged" in str(error)
+
+
 def test_rows_of_an_older_version_without_checksums_are_read(tmp_path):
     journal = written(tmp_path)
     before = journal.job(), journal.nodes(), journal.events()

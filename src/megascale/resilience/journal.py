@@ -215,19 +215,22 @@ class Reader:
                 self._db.close()
                 raise DataError(f"{path} is just being made; try again in a moment")
             self.job = _job(self._db)
-        except sqlite3.DatabaseError as error:
-            raise DataError(f"{path} is damaged ({error}); the next `megascale launch` sets it aside") from None
+        except _UNREADABLE as error:
+            raise _damaged(error) from None
 
     def nodes(self) -> list[NodeRow]:
-        """All nodes ever known."""
-        return _nodes(self._db)
+        """All nodes ever known. DataError for one that cannot be read."""
+        try:
+            return _nodes(self._db)
+        except _UNREADABLE as error:
+            raise _damaged(error) from None
 
     def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
         """Events with an id above `after`, oldest first. DataError for one that cannot be read."""
         try:
             return _events(self._db, after, limit)
-        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
-            raise DataError(f"the journal is damaged ({error}); the next `megascale launch` sets it aside") from None
+        except _UNREADABLE as error:
+            raise _damaged(error) from None
 
     def driver_alive(self) -> bool:
         """Whether the holder of the lease is a living process of this host."""
@@ -263,6 +266,14 @@ def born(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+# What reading a row raises whose text or types are garbled.
+_UNREADABLE = (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+
+def _damaged(error: BaseException) -> DataError:
+    return DataError(f"the journal is damaged ({error}); the next `megascale launch` sets it aside")
+
+
 def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
     try:
@@ -280,7 +291,10 @@ def _open(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError("the check of the file failed")
         db.executescript(_SCHEMA)
         _check(db)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except sqlite3.DatabaseError:
+        db.close()
+        raise
+    except _UNREADABLE as error:
         db.close()
         raise sqlite3.DatabaseError(str(error)) from None
     except BaseException:
