@@ -7,6 +7,7 @@ those of an undisturbed run of as many steps.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -41,6 +42,7 @@ def run(count: int, seed: int, folder: Path, report: Report) -> None:
         code = job.process.wait(WAIT)
     finally:
         job.end(0.1)
+        _end_agents(job)
     report(_weights(job, file, code, words))
 
 
@@ -80,6 +82,16 @@ def _case(job: Launched, rng: random.Random, old: Path) -> Case:
         story = [f"{e.kind} {e.evidence}" for e in _since(job, last)]
         return Case(what, False, f"{'; '.join(wrong)}; {story[:20]}")
     return Case(what, True, f"trainers went on; told: {', '.join(told) or 'nothing, as nothing was lost'}")
+
+
+def _end_agents(job: Launched) -> None:
+    """Agents outlive a driver that broke."""
+    from megascale.errors import TrainingError
+    from megascale.resilience.faults import agent_pid
+
+    for folder in (job.run / "nodes").glob("*"):
+        with contextlib.suppress(TrainingError):
+            os.kill(agent_pid(job.run, folder.name), signal.SIGKILL)
 
 
 def _since(job: Launched, when: float) -> list[Any]:
