@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from tests.rendezvous.conftest import redis_server as redis_server
 from tests.resilience.test_launch import losses
 
+from megascale.config import load
 from megascale.core.secrets import without_password
 
 
@@ -68,11 +72,12 @@ def test_a_disk_that_is_full_for_the_driver_and_the_trainers_ends_neither_a_seco
     job = launch("full", "--nodes=2", "--train.steps=100000", "--checkpoint.interval=20")
     job.until("first_step")
     job.until_step(25)
+    before = job.pid(0)
     hard = resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE)[1]
     resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (4096, hard))
     injected = megascale("faults", "inject", job.run, "full-disk")
     assert injected.returncode == 0, injected.stderr
-    job.wait(lambda: job.pid(0) and _attempt(job.run) >= 2, "the second attempt")
+    job.wait(lambda: job.pid(0) != before, "the second attempt, of which the journal has no room to tell")
     resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
     full = job.until("disk_full")
     assert full.action == "respawn"
@@ -81,18 +86,6 @@ def test_a_disk_that_is_full_for_the_driver_and_the_trainers_ends_neither_a_seco
     job.process.terminate()
     assert job.finish() == 130, job.story()
     assert "Traceback" not in job.output.read_text()
-
-
-def _attempt(run: Path) -> int:
-    """The attempt of rank 0, from its environment: the journal has no room to say it."""
-    from megascale.core.status import read_status
-
-    status = read_status(run / "status" / "rank-0.status")
-    try:
-        words = Path(f"/proc/{status.pid if status else 0}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return 0
-    return max((int(w.partition(b"=")[2]) for w in words if w.startswith(b"MEGASCALE_ATTEMPT=")), default=0)
 
 
 def test_a_password_in_the_url_works_under_launch_and_stands_nowhere(launch, redis_server, tmp_path):
@@ -126,3 +119,36 @@ def test_a_command_line_loses_its_password_and_nothing_else():
     assert without_password(["--rendezvous.url", "redis://:x@h"]) == (["--rendezvous.url", "redis://h"], "x")
     for plain in (["--rendezvous.url=redis://me@host"], ["--rendezvous.url=env://"], ["--rendezvous.url"]):
         assert without_password(plain) == (plain, None)
+
+
+@pytest.mark.parametrize(
+    "words", [["--rendezvous.url=redis://:s3cret%2F@h"], ["--rendezvous.url", "redis://:s3cret%2F@h"]]
+)
+def test_a_command_with_a_password_starts_itself_anew_without(tmp_path, words):
+    """Its configuration is a pipe: while it waits there, its words and its environment can be read."""
+    file = tmp_path / "a.toml"
+    os.mkfifo(file)
+    command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file), *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        with open(file, "w") as out:  # returns when it has come to read
+            seen = _words(Path(f"/proc/{process.pid}"))
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+            out.write("no TOML")
+        said = process.communicate(timeout=60)[1]
+    assert str(file).encode() in seen
+    assert b"s3cret" not in seen
+    assert b"\0MEGASCALE_REDIS_PASSWORD=s3cret/\0" in environment
+    assert process.returncode == 2
+    assert "is not valid TOML" in said
+    assert "s3cret" not in said
+
+
+def test_a_password_from_a_file_is_handed_down_in_the_environment(monkeypatch):
+    pytest.importorskip("fastapi")
+    from megascale.resilience.start import _hand_down_password
+
+    monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "old")
+    handed = _hand_down_password(load(None, ["--rendezvous.url=redis://:new%2F@h"]))
+    assert handed.rendezvous.password is None
+    assert os.environ["MEGASCALE_REDIS_PASSWORD"] == "new/"
+    assert _hand_down_password(handed) == handed
