@@ -404,6 +404,16 @@ class CheckpointConfig(Section):
         return self
 
 
+def split_password(url: str) -> tuple[str, str | None]:
+    """(the url without its password, the password or None if it has none)."""
+    scheme, _, rest = url.partition("://")
+    access, _, place = rest.rpartition("@")
+    user, colon, secret = access.partition(":")
+    if not colon:
+        return url, None
+    return f"{scheme}://{user}{'@' if user else ''}{place}", unquote(secret)
+
+
 class RendezvousConfig(Section):
     """How ranks find each other."""
 
@@ -433,12 +443,8 @@ class RendezvousConfig(Section):
         url = data.get("url") if isinstance(data, dict) else None
         if not isinstance(url, str) or "@" not in url:
             return data
-        scheme, _, rest = url.partition("://")
-        access, _, place = rest.rpartition("@")
-        user, colon, secret = access.partition(":")
-        if not colon:
-            return data
-        return {**data, "url": f"{scheme}://{user}{'@' if user else ''}{place}", "password": unquote(secret)}
+        shown, secret = split_password(url)
+        return data if secret is None else {**data, "url": shown, "password": secret}
 
     @model_validator(mode="after")
     def _known_scheme(self) -> RendezvousConfig:

@@ -14,6 +14,7 @@ class MegascaleError(Exception):
     """A failure with a message meant for a person; the command line prints it without a traceback."""
 
     exit_code = EXIT_FAILED
+    errno = 0  # of the system call that failed, where that decides what follows: EADDRINUSE, ENOSPC (core/failure.py)
 
 
 class ConfigError(MegascaleError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -13,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megascale import config
+from megascale.core.failure import errno_of
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.rendezvous.groups import shutdown
 from megascale.rendezvous.plan import AXIS_KINDS
-from megascale.rendezvous.start import initialise, is_loopback, job_facts, job_name
+from megascale.rendezvous.start import connect, initialise, is_loopback, job_facts, job_name
 
 from .conftest import free_port, needs_redis
 
@@ -338,6 +341,29 @@ def _listening(rank: int, world: int, overrides: list[str]) -> set[str]:
         start(rank, world, overrides)
     thread.join()
     return found
+
+
+def test_a_port_that_the_launcher_holds_cannot_be_taken(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ConfigError, match="choose a free port") as taken:
+            connect(config.load(), 0, 2, 10.0)
+        assert errno_of(taken.value) == errno.EADDRINUSE
+        monkeypatch.setenv("MEGASCALE_STORE_LISTENER", str(os.dup(held.fileno())))
+        store = connect(config.load(), 0, 2, 10.0)
+        store.set("a", b"b")
+        assert store.get("a") == b"b"
+
+
+def test_torchs_own_words_for_a_taken_port_are_known():
+    """Where it is not loopback torch opens the listener itself."""
+    with socket.create_server(("0.0.0.0", 0)) as held:
+        taken = dist.DistNetworkError
+        with pytest.raises(taken) as error:
+            dist.TCPStore("127.0.0.1", held.getsockname()[1], 2, is_master=True, wait_for_workers=False)
+    assert "EADDRINUSE" in str(error.value) or "address already in use" in str(error.value).lower()
 
 
 def test_passwords_stay_out_of_sight():

@@ -20,7 +20,7 @@ from megascale.config import Config, load
 from megascale.resilience import api, contact
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import Driver
-from megascale.resilience.journal import Journal
+from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.machine import Job, Phase
 from megascale.resilience.nodes import Node, NodeState
 
@@ -41,7 +41,7 @@ class Served:
         self.loop = asyncio.get_running_loop()
         config = load(None, [])
         (self.run / "driver" / "job.toml").write_text(config.to_toml())
-        journal, _ = Journal.take(self.run, 3.0)
+        journal, _ = LastingJournal.take(self.run, 3.0)
         job = Job("job", self.phase, 1, ("n0",), 1, 1)
         self.driver = Driver(self.run, config, LocalCluster(self.run), [], journal, job)
         for name in ("n0", "n1"):

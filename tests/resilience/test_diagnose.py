@@ -186,9 +186,9 @@ def test_nodes_find_the_bad_one_together(how):
 
 
 def test_three_real_nodes_all_reduce(tmp_path):
-    from megascale.train.launch import _free_port
+    from megascale.core.ports import free_port
 
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "megascale.cli.main", "diagnose", "--pairs", f"127.0.0.1:{port}", "--world", "3"]
     nodes = [
         subprocess.Popen(

@@ -29,6 +29,10 @@ workers = st.builds(
     rss=counts,
     cpu_seconds=numbers,
     stderr_tail=texts,
+    errno=counts,
+    error=texts,
+    ended_age=numbers,
+    by_agent=st.booleans(),
 )
 logs = st.builds(LogMatch, rank=counts, pattern=texts, line=texts, age=numbers)
 gpus = st.builds(
@@ -40,6 +44,7 @@ gpus = st.builds(
     ecc_errors=counts,
     xid=counts,
     throttled=st.booleans(),
+    recovery=texts,
 )
 rates = {f.name: numbers for f in fields(Traffic) if f.type == "float"}
 traffic = st.builds(Traffic, interface=texts, errors=counts, samples=counts, **rates)
@@ -60,6 +65,7 @@ heartbeats = st.builds(
     traffic=st.lists(traffic, max_size=2).map(tuple),
     checksums=st.dictionaries(texts, texts, max_size=3),
     step_seconds=st.dictionaries(st.integers(0, 10**8), numbers, max_size=3),
+    disks=st.dictionaries(texts, numbers, max_size=3),
 )
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),

@@ -9,10 +9,17 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from megascale.config import Config
 from megascale.errors import ConfigError, DataError
+from megascale.resilience import filesystems, recall, start
+from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.contact import make_token, read_token
+from megascale.resilience.driver import Driver
 from megascale.resilience.journal import FILE, Fenced, Journal, NodeRow, Reader, born
+from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.machine import Job, Phase
 
 
@@ -133,3 +140,169 @@ def test_a_token_others_can_read_is_refused(tmp_path):
     path.chmod(0o644)
     with pytest.raises(DataError, match="chmod 600"):
         read_token(tmp_path)
+
+
+# what SQLite does not notice -----------------------------------------------------------------------------------------
+
+
+def written(run) -> Journal:
+    """A journal with a job, a node and an event."""
+    journal, _ = Journal.take(run, 0.05)
+    journal.save_job(Job("a", Phase.RUNNING, 5, ("n0",), 1, 1))
+    journal.save_node(NodeRow("n0", "127.0.1.1", "up", "its agent came", 1, {"pod": "p"}))
+    journal.add("ladder", attempt=5, action="retry", nodes=("n0",), evidence=("use 1 of 5",), seconds=(1, 2.5))
+    return journal
+
+
+CHANGES = [
+    "UPDATE job SET state = replace(state, '\"attempt\": 5', '\"attempt\": 4')",
+    "UPDATE nodes SET name = 'n1'",
+    "UPDATE nodes SET state = 'evicted'",
+    "UPDATE events SET attempt = 6",
+    "UPDATE events SET evidence = '[\"use 2 of 5\"]'",
+    "UPDATE events SET nodes = '[n0]'",
+    "UPDATE events SET details = 'null'",
+    "UPDATE lease SET epoch = 'x'",
+    "UPDATE lease SET epoch = -1",
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_row_that_turned_into_another_is_damage(tmp_path, change):
+    written(tmp_path).close()
+    db = sqlite3.connect(tmp_path / FILE)
+    db.execute(change)
+    db.commit()
+    db.close()
+    journal, damaged = Journal.take(tmp_path, 0.05, least_epoch=3)
+    assert damaged
+    assert (journal.job(), journal.nodes(), journal.events()) == (None, [], [])
+    assert journal.epoch == 4
+    assert journal.aside is not None
+    assert journal.aside.exists()
+    journal.close()
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "UPDATE job SET state = replace(state, 'starting', 'starding')"])
+def test_reading_a_garbled_row_is_one_paragraph_or_what_it_says(tmp_path, change):
+    written(tmp_path).close()
+    db = sqlite3.connect(tmp_path / FILE)
+    db.execute(change)
+    db.commit()
+    db.close()
+    try:
+        reader = Reader(tmp_path)
+        reader.nodes(), reader.events()
+    except DataError as error:
+        assert "the journal is damaged" in str(error)
+
+
+def test_rows_of_an_older_version_without_checksums_are_read(tmp_path):
+    journal = written(tmp_path)
+    before = journal.job(), journal.nodes(), journal.events()
+    journal.close()
+    db = sqlite3.connect(tmp_path / FILE)
+    for table, column in (("job", "state"), ("nodes", "facts"), ("events", "details")):
+        db.execute(f"UPDATE {table} SET {column} = json_remove({column}, '$.sum')")
+    db.commit()
+    db.close()
+    again, damaged = Journal.take(tmp_path, 0.05)
+    assert not damaged
+    assert (again.job(), again.nodes(), again.events()) == before
+    again.close()
+
+
+# events that the journal has lost ------------------------------------------------------------------------------------
+
+
+def driver(run, journal: LastingJournal) -> Driver:
+    return Driver(run, Config(), LocalCluster(run), ["train"], journal, Job("a", attempt=3))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kept=st.integers(0, 12), evicted=st.integers(-1, 11), garbled=st.integers(0, 11))
+def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicted, garbled):
+    run = tmp_path_factory.mktemp("run")
+    journal, _ = LastingJournal.take(run, 0.05)
+    telling = driver(run, journal)
+    for i in range(12):
+        if i == evicted:
+            telling.note("node_evicted", nodes=("n7",), evidence=("it was slow",))
+        else:
+            telling.note("ladder", action="retry", nodes=(f"n{i}",), ranks=(i,), evidence=("why",), seconds=i / 3)
+    told = journal.events()
+    journal.close()
+    db = sqlite3.connect(run / FILE)
+    db.execute("DELETE FROM events WHERE id > ?", (kept,))
+    db.commit()
+    db.close()
+    text = (run / "events.jsonl").read_bytes().splitlines()
+    text[garbled] = text[garbled][: len(text[garbled]) // 2]
+    (run / "events.jsonl").write_bytes(b"\n".join([b'{"time": 1.0, "event": "evaluated", "step": 5}', *text]))
+    again, damaged = Journal.take(run, 0.05)
+    assert not damaged
+    recalled = recall.restore(again, run)
+    whole = [e for i, e in enumerate(told) if i < kept or i != garbled]
+    assert [e.__dict__ | {"id": 0} for e in again.events()] == [e.__dict__ | {"id": 0} for e in whole]
+    assert recalled.events == len(whole) - kept
+    assert recalled.attempt == 3
+    back = kept <= evicted != garbled
+    assert recalled.evicted == (("n7",) if back else ())
+    assert [row.state for row in again.nodes()] == (["evicted"] if back else [])
+    assert recall.restore(again, run).events == 0
+    again.close()
+
+
+# network file systems ------------------------------------------------------------------------------------------------
+
+
+def mount(point: str, kind: str) -> str:
+    escaped = point.replace("\\", "\\134").replace(" ", "\\040")
+    return f"36 35 0:1 / {escaped} rw,relatime shared:1 - {kind} server:/x rw\n"
+
+
+@given(st.lists(st.tuples(st.lists(st.sampled_from(["a", "ab", "a b", "c\\"]), max_size=3), st.integers(0, 9))))
+def test_the_deepest_and_last_mount_tells_what_a_path_lies_on(tmp_path_factory, mounts):
+    file = tmp_path_factory.getbasetemp() / "mountinfo"
+    root = "/nowhere"
+    file.write_text(mount("/", "ext4") + "".join(mount("/".join([root, *p]), f"kind{k}") for p, k in mounts))
+    for path in ([], ["a"], ["ab"], ["a b", "a"], ["c\\", "a", "ab", "a"]):
+        under = [(len(p), i, k) for i, (p, k) in enumerate(mounts) if path[: len(p)] == p]
+        expected = f"kind{max(under)[2]}" if under else "ext4"
+        assert filesystems.kind(type(file)("/".join([root, *path])), file) == expected
+
+
+def test_which_file_systems_are_shared():
+    for kind in ("nfs", "nfs4", "cifs", "fuse.sshfs", "fuse.glusterfs", "lustre", "gpfs", "9p"):
+        assert filesystems.shared(kind), kind
+    for kind in ("ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "fuseblk", ""):
+        assert not filesystems.shared(kind), kind
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts are found through /proc")
+def test_this_machines_own_mounts_are_read(tmp_path):
+    assert filesystems.kind(tmp_path)
+
+
+def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    written(run).close()  # with a log, as older versions have it
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(mount("/", "ext4") + mount(str(run), "nfs4"))
+    monkeypatch.setattr(filesystems, "MOUNTS", mounts)
+    journal, damaged = LastingJournal.take(run, 0.05)
+    assert not damaged
+    assert journal.network == "nfs4"
+    assert journal.job() == Job("a", Phase.RUNNING, 5, ("n0",), 1, 1)
+    telling = driver(run, journal)
+    start._tell(telling, journal, recall.Recalled())
+    reader = Reader(run)  # while the driver has it open
+    telling.note("x", evidence=("more",))
+    assert [e.kind for e in reader.events()] == ["ladder", "journal_without_wal", "x"]
+    assert "nfs4" in reader.events()[1].evidence[0]
+    reader.close()
+    assert not list(run.glob("*-wal"))
+    assert not list(run.glob("*-shm"))
+    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    journal.close()

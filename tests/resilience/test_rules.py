@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 from collections import deque
 from dataclasses import replace
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 
 from megascale.core.grid import Grid
 from megascale.core.heartbeat import Gpu, Heartbeat, LogMatch, Traffic, Worker
-from megascale.resilience import rules
-from megascale.resilience.rules import numbers, silence
+from megascale.resilience import health, rules
+from megascale.resilience.rules import exits, numbers, silence
 from megascale.resilience.verdicts import SEVERITY, Verdict
 from megascale.resilience.view import HISTORY, Member, Metric, View
 
@@ -135,10 +137,70 @@ def test_an_exception_that_comes_again_is_the_users_and_one_that_differs_is_not(
 
 
 def test_a_killed_process_on_a_full_node_ran_out_of_memory():
-    hardware = {"memory_bytes": "1000"}
+    hardware = health.hardware()  # as agents send it
+    rss = int(0.95 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     dead = worker(1, state="signalled", code=signal.SIGKILL)
-    beats = [heartbeat(1, 1, [worker(1, rss=950)], hardware=hardware), heartbeat(1, 2, [dead], hardware=hardware)]
+    beats = [heartbeat(1, 1, [worker(1, rss=rss)], hardware=hardware), heartbeat(1, 2, [dead], hardware=hardware)]
     assert one(rules.judge(view({0: [heartbeat(0, 1, [worker(0)])], 1: beats})), "out_of_memory").ranks == (1,)
+
+
+def test_a_signal_is_not_explained_by_a_line_before_it():
+    old = "RuntimeError: NCCL error: Connection reset, trying again\nNo space left on device\nstep 8\nstep 9\n" * 5
+    for number, kind in ((signal.SIGKILL, "process_killed"), (signal.SIGSEGV, "segmentation_fault")):
+        dead = worker(1, state="signalled", code=number, stderr_tail=old)
+        assert one(ended(dead), kind).ranks == (1,)
+    quiet = old + "step\n" * 20
+    assert one(ended(worker(1, state="signalled", code=signal.SIGABRT, stderr_tail=quiet)), "segmentation_fault")
+    says = quiet + "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unspecified\n"
+    assert one(
+        ended(worker(1, state="signalled", code=signal.SIGABRT, stderr_tail=says + "frame\n" * 30)), "cuda_error"
+    )
+    # An exception that was caught is not what ended it either.
+    tail = trace("OSError: Connection reset by peer") + "step 8\n" + trace("KeyError: 'text'")
+    assert one(ended(worker(1, state="exited", code=1, stderr_tail=tail)), "user_error")
+
+
+def test_who_failed_first_and_by_itself_names_the_cause():
+    first = worker(0, state="exited", code=1, error="ModuleNotFoundError: No module named 'x'", ended_age=0.4)
+    killed = worker(1, state="signalled", code=signal.SIGKILL, ended_age=0.2)
+    assert [v.kind for v in ended(first, killed)] == ["user_error"]
+    aborted = replace(killed, code=signal.SIGABRT)
+    assert [v.kind for v in ended(first, aborted)] == ["user_error"]
+    assert [v.kind for v in ended(first, replace(killed, by_agent=True, ended_age=0.9))] == ["user_error"]
+    # Earlier than any other, a signal is the cause.
+    found = ended(replace(first, error="RuntimeError: Connection closed by peer"), replace(killed, ended_age=0.9))
+    assert [v.kind for v in found] == ["process_killed"]
+
+
+def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
+    failed = worker(1, state="exited", code=2, errno=errno.EADDRINUSE, error="ConfigError: rank 0 cannot serve")
+    past: list[tuple[float, Verdict]] = []
+    for _ in range(exits.PORTS - 1):
+        verdict = one(ended(failed, past=past), "port_taken")
+        assert (verdict.action, verdict.person) == ("respawn", False)
+        past.append((1.0, verdict))
+    last = one(ended(failed, past=past), "port_taken")
+    assert (last.action, last.person) == ("stop", True)
+    assert "ports in a row" in last.evidence[-1]
+    between = [*past, (2.0, Verdict("segmentation_fault"))]
+    assert one(ended(failed, past=between), "port_taken").action == "respawn"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(number):
+    failed = worker(1, state="exited", code=1, errno=number, error="OSError: something")
+    assert one(ended(failed), "disk_full").action == "respawn"
+    assert exits.failed_start("n0", (0,), "why", number).kind == "disk_full"
+    line = worker(1, state="exited", code=9, stderr_tail="copying: No space left on device, left out\n")
+    assert one(ended(line), "process_exit")
+    for how in ({"state": "exited", "code": 9}, {"state": "signalled", "code": signal.SIGBUS}):
+        for left, kind in ((0.0, "disk_full"), (1e9, None)):
+            beat = heartbeat(1, 1, [worker(1, **how)], disks={"/runs/a": left})
+            found = rules.judge(view({0: [heartbeat(0, 1, [worker(0)])], 1: [beat]}))
+            if kind is None:
+                assert "disk_full" not in {v.kind for v in found}
+            else:
+                assert "the disk of /runs/a has 0 bytes left" in one(found, kind).evidence
 
 
 def test_a_node_that_offends_again_and_again_is_evicted_unless_all_do():
@@ -220,6 +282,11 @@ def test_log_lines_and_devices():
     assert one(gpus(ecc_errors=2), "device_fault").action == "diagnose"
     assert one(gpus(temperature=95.0), "device_warning").action == "alert"
     assert one(gpus(xid=13), "device_warning").action == "alert"
+    assert one(gpus(recovery="reset"), "device_fault").action == "evict"
+    assert one(gpus(recovery="drain and reset"), "device_warning").action == "alert"
+    # One that came while the attempt before ended is there from the first heartbeat on.
+    first = heartbeat(0, 1, [worker(0)], gpus=(Gpu(0, "H200", 60.0, xid=79),))
+    assert one(rules.judge(view({0: [first]})), "device_fault").nodes == ("node-0",)
 
 
 def with_traffic(rates: list[float], phase: str = "train") -> list[Verdict]:

@@ -17,7 +17,7 @@ from megascale.resilience.intake import Intake
 
 TOKEN = b"t" * 64
 HELLO = {"do": "hello", "job": "job", "node": "n0", "address": "127.0.0.1", "pod": "", "boot": "b", "epoch": 0}
-HELLO |= {"attempt": 0, "hardware": {}, "versions": {}}
+HELLO |= {"attempt": 0, "hardware": {}, "versions": {}, "version": wire.VERSION}
 
 
 class Heard:
@@ -227,6 +227,19 @@ def test_another_jobs_agent_and_a_bad_greeting_are_turned_away():
 
     heard = scene(play)
     assert len(heard.refusals) == 5
+
+
+def test_an_agent_of_another_version_is_refused_by_name():
+    async def play(connect, heard, address):
+        for version in ("0.0.9 (form 2)", None, 7):
+            _, _, answer = await connect(node="n7", version=version)
+            assert answer["do"] == "refuse"
+            assert "node n7" in answer["why"]
+        await until(lambda: len(heard.refusals) == 3)
+
+    heard = scene(play)
+    assert "MegaScale 0.0.9 (form 2), this driver is " + wire.VERSION in heard.refusals[0]
+    assert not heard.beats
 
 
 def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):

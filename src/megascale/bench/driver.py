@@ -135,7 +135,7 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
     from megascale.config import from_tree
     from megascale.core.heartbeat import Heartbeat
     from megascale.resilience.driver import Driver
-    from megascale.resilience.journal import Journal
+    from megascale.resilience.lasting import LastingJournal
     from megascale.resilience.machine import Job, Phase
     from megascale.resilience.verdicts import Verdict
 
@@ -164,7 +164,7 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
             super().step(now)
             self.slowest = max(self.slowest, time.monotonic() - now)
 
-    journal, _ = Journal.take(run, 0.1)
+    journal, _ = LastingJournal.take(run, 0.1)
     measured = Measured(
         run, config, _Nowhere(), ["train"], journal, Job("bench", Phase.WAITING, 0, (), RANKS, agents * RANKS)
     )
@@ -263,7 +263,7 @@ async def _agent(
         except (OSError, EOFError, wire.Refused):  # all come at once: an agent that was not heard in time tries again
             await asyncio.sleep(1.0 + offset)
     hello: dict[str, Any] = {"job": contact.job, "node": name, "address": "127.0.0.1", "pod": "", "boot": name}
-    channel.tell(do="hello", **hello, epoch=0, attempt=0, hardware={}, versions={})
+    channel.tell(do="hello", **hello, epoch=0, attempt=0, version=wire.VERSION, hardware={}, versions={})
     orders: dict[str, Any] = {}
 
     async def obey() -> None:

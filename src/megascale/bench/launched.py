@@ -78,20 +78,29 @@ class Launched:
         words: more settings.
         pace: least seconds of a step: each rank sleeps that long, as a larger model would compute.
         own_network: run it in a network namespace.
+        faults: what trainers do to themselves from the start on, as JSON.
     """
 
     def __init__(
-        self, file: Path, name: str, words: Sequence[str] = (), pace: float = 0.03, own_network: bool = False
+        self,
+        file: Path,
+        name: str,
+        words: Sequence[str] = (),
+        pace: float = 0.03,
+        own_network: bool = False,
+        faults: Sequence[str] = (),
     ) -> None:
         self.run, self.output = file.parent / "runs" / name, file.parent / f"{name}.out"
         self.command = _OWN_NETWORK if own_network else []
         self.command = [*self.command, sys.executable, "-m", "megascale.cli.main", "launch", str(file)]
         self.command += [f"--train.name={name}", *words]
-        faults = self.run / "faults"
-        faults.mkdir(parents=True)
+        folder = self.run / "faults"
+        folder.mkdir(parents=True)
         for rank in range(2):
             fault = {"kind": "slow-rank", "rank": rank, "seconds": pace, "stays": True}
-            (faults / f"00-pace-{rank}.json").write_text(strict_json.dumps(fault))
+            (folder / f"00-pace-{rank}.json").write_text(strict_json.dumps(fault))
+        for number, text in enumerate(faults):
+            (folder / f"50-{number}.json").write_text(text)
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""`megascale data build | inspect | ledger`: make a data set of text, look into one, prove what a run trained on."""
+"""`megascale data build | inspect | ledger | samples`: make data sets, look into them, prove what a run trained on."""
 
 from __future__ import annotations
 
@@ -176,3 +176,51 @@ def ledger(
         raise DataError(f"{file}: {'; '.join(found.faults)}. The run did not train each sample once")
     if not as_json:
         typer.echo("each sample was trained once" + (", as the seed and the files give it" if draw else ""))
+
+
+@data.command()
+def samples(
+    run: Path = typer.Argument(..., help="A run's folder, such as runs/stdlib."),
+    step: int = typer.Option(..., min=1, help="Which step; one that is still to come is drawn ahead."),
+    as_json: bool = typer.Option(False, "--json", help="Print as JSON."),
+) -> None:
+    """Name the samples that a step trains: their numbers, and for each its file, epoch and tokens.
+
+    Examples:
+
+        megascale data samples runs/stdlib --step 1200
+    """
+    import json
+
+    from megascale.data.host_plan import index_folder
+    from megascale.data.ledger import of_step
+    from megascale.data.samples import SampleSource
+    from megascale.train.run_folder import RunFolder, read_lines, run_config
+
+    config = run_config(run)
+    file = RunFolder(run).samples
+    first, count = of_step(read_lines(file) if file.exists() else [], step, config.train.global_batch)
+    source = SampleSource(config, index_folder(config))
+    rows = source.ids(first, count).tolist()
+    source.close()
+    length = config.model.sequence_length
+    # Text without weights is one stream of all entries.
+    names = config.data.train if len(source.files) > 1 else [", ".join(config.data.train)]
+    found = [
+        {
+            "sample": first + i,
+            "file": names[number],
+            "epoch": epoch,
+            "window": window,
+            "tokens": [window * length, (window + 1) * length + 1],
+        }
+        for i, (epoch, number, window) in enumerate(rows)
+    ]
+    if as_json:
+        typer.echo(json.dumps({"step": step, "first": first, "count": count, "samples": found}))
+        return
+    typer.echo(f"step {step} trains samples {first} to {first + count - 1}:")
+    for each in found:
+        start, stop = each["tokens"]
+        where = f"window {each['window']} (tokens {start:,} to {stop - 1:,})"
+        typer.echo(f"  {each['sample']}: {each['file']} {where}, epoch {each['epoch']}")

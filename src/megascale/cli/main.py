@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from megascale.core.secrets import hide_password
 from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
 # Each module has `register(app)`. They import heavy packages only inside their functions, so --help is quick.
@@ -55,6 +56,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 def main() -> None:
     """Entry point: run a command; a MegascaleError prints its message and sets the exit code."""
     try:
+        hide_password()
         app()
     except MegascaleError as error:
         typer.secho(f"error: {error}", fg="red", err=True)

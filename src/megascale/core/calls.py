@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megascale.core.failure import reserve
+
 OPS = (
     "all_gather",
     "reduce_scatter",
@@ -88,7 +90,7 @@ class Calls(NoCalls):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{rank}.calls"
         with open(self.path, "w+b") as file:
-            file.truncate(SIZE)
+            reserve(file.fileno(), SIZE)
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._identity = (os.getpid(), rank, world)
         self._names: dict[str, int] = {}

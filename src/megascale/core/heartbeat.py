@@ -33,6 +33,10 @@ class Worker:
         rss: resident memory in bytes.
         cpu_seconds: CPU time used so far.
         stderr_tail: the last lines it wrote, when it ended badly; else empty.
+        errno: of the system call that its last exception tells of (core/failure.py), 0: none, or it told none.
+        error: that exception, "TYPE: TEXT".
+        ended_age: seconds since it ended, on the agent's monotonic clock; 0 while it runs.
+        by_agent: its agent ended it, or what the agent started it from did; it did not end by itself.
     """
 
     rank: int
@@ -48,6 +52,10 @@ class Worker:
     rss: int = 0
     cpu_seconds: float = 0.0
     stderr_tail: str = ""
+    errno: int = 0
+    error: str = ""
+    ended_age: float = 0.0
+    by_agent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,11 @@ class LogMatch:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Health of one device. temperature in degrees Celsius; ecc_errors: uncorrected since boot; xid: last one or 0."""
+    """Health of one device. temperature in degrees Celsius; ecc_errors: uncorrected since boot.
+
+    xid: the last error that the agent was told of, one that a machine does not outlive (core/xid.py) before others; 0:
+    none. recovery: what its driver says that it needs, such as "reset"; "": nothing.
+    """
 
     index: int
     name: str
@@ -71,6 +83,7 @@ class Gpu:
     ecc_errors: int = 0
     xid: int = 0
     throttled: bool = False
+    recovery: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,7 @@ class Heartbeat:
         workers, logs, gpus, traffic: see the classes.
         checksums: "step:rank" -> hexadecimal checksum of that rank's parameters after that step.
         step_seconds: rank -> recent compute seconds a step (communication waits excluded).
+        disks: folder -> bytes that may still be written to its disk; looked at when a worker has ended badly.
     """
 
     job: str
@@ -126,6 +140,7 @@ class Heartbeat:
     traffic: tuple[Traffic, ...] = ()
     checksums: dict[str, str] = field(default_factory=dict)
     step_seconds: dict[int, float] = field(default_factory=dict)
+    disks: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line of JSON; cut nothing, so the agent must keep within the limits (see `fit`)."""
@@ -268,6 +283,10 @@ _worker = _record(
     rss=_count,
     cpu_seconds=_float,
     stderr_tail=_text(TAIL),
+    errno=_count,
+    error=_long,
+    ended_age=_float,
+    by_agent=_bool,
 )
 _log = _record(LogMatch, rank=_count, pattern=_short, line=_long, age=_float)
 _gpu = _record(
@@ -279,6 +298,7 @@ _gpu = _record(
     ecc_errors=_count,
     xid=_count,
     throttled=_bool,
+    recovery=_short,
 )
 _traffic = _record(
     Traffic,
@@ -309,6 +329,7 @@ _fields = _record(
     traffic=_list(_traffic),
     checksums=_table(_short, _short),
     step_seconds=_table(_rank_key, _float),
+    disks=_table(_short, _float),
 )
 
 

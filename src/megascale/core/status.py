@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megascale.core import strict_json
 from megascale.core.calls import read_calls
+from megascale.core.failure import reserve
 
 _SIZE = 4096
 _HEADER = struct.Struct("<QI")
@@ -55,7 +56,7 @@ class StatusFile:
         self.path = folder / f"rank-{rank}.status"
         self.rank = rank
         with open(self.path, "a+b") as file:
-            file.truncate(_SIZE)
+            reserve(file.fileno(), _SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._sequence = 0
         self.checksum = ""

@@ -63,3 +63,17 @@ def check(lines: Sequence[dict[str, Any]], source: SampleSource | None, shown: i
     if len(faults) > shown:
         faults[shown:] = [f"and {len(faults) - shown} more"]
     return found
+
+
+def of_step(lines: Sequence[dict[str, Any]], step: int, global_batch: int) -> tuple[int, int]:
+    """(first sample's number, how many) of a step, done or the next to be done.
+
+    A step that is not in the ledger follows the last one before it that is, at `global_batch` samples a step.
+    """
+    before = [line for line in lines if line["step"] <= step]
+    if not before:
+        return (step - 1) * global_batch, global_batch
+    last = max(before, key=lambda line: line["step"])
+    if last["step"] == step:
+        return last["first"], last["count"]
+    return last["first"] + last["count"] + (step - last["step"] - 1) * global_batch, global_batch

@@ -7,6 +7,7 @@ The default store is torch's TCPStore on MASTER_ADDR:MASTER_PORT (torchrun's age
 from __future__ import annotations
 
 import atexit
+import errno
 import ipaddress
 import json
 import os
@@ -26,6 +27,8 @@ import torch.distributed as dist
 
 import megascale
 from megascale.core.grid import Grid
+from megascale.core.ports import LISTENER
+from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, see_off
 from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
@@ -37,7 +40,6 @@ from megascale.rendezvous.resp import Address
 if TYPE_CHECKING:
     from megascale.config import Config
 
-PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
 # Above this many ranks gloo's default full mesh of connections (each rank to all) is made on demand instead.
 _GLOO_MESH = 256
 
@@ -257,7 +259,10 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
     loopback = is_loopback(host)
     if loopback:
         stay_on_loopback()
-    listener = listen(host, int(port)) if serve and loopback else None
+    held = os.environ.pop(LISTENER, None)
+    listener = None
+    if serve and loopback:
+        listener = socket.socket(fileno=int(held)) if held else listen(host, int(port))
     try:
         store = dist.TCPStore(
             host,
@@ -270,10 +275,14 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
         )
     except (dist.DistError, RuntimeError) as error:
         if serve:
-            raise ConfigError(
+            failed = ConfigError(
                 f"rank 0 cannot serve the store on MASTER_ADDR={host} MASTER_PORT={port}: {_first_line(error)}; "
                 "choose a free port and an address of this host"
-            ) from None
+            )
+            # torch tells by these words only (its DistNetworkError has no errno).
+            taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+            failed.errno = errno.EADDRINUSE if taken else 0
+            raise failed from None
         raise TrainingError(
             f"rank {rank} could not reach the store of rank 0 at MASTER_ADDR={host} MASTER_PORT={port} within "
             f"rendezvous.timeout={round(timeout, 1):g} seconds: rank 0 did not come, or the address is wrong "
@@ -289,13 +298,15 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen(4096)
     except OSError as error:
         listener.close()
-        raise ConfigError(
+        failed = ConfigError(
             f"rank 0 cannot serve the store on MASTER_ADDR={host} MASTER_PORT={port}: {error.strerror}; "
             "choose a free port"
-        ) from None
-    listener.listen(4096)
+        )
+        failed.errno = error.errno or 0
+        raise failed from None
     return listener
 
 

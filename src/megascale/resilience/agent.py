@@ -17,16 +17,18 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from megascale.config import ResilienceConfig, load
+from megascale.core.failure import errno_of
 from megascale.core.heartbeat import Heartbeat, fit
+from megascale.core.ports import free_port
 from megascale.errors import MegascaleError
-from megascale.resilience import health, wire
+from megascale.resilience import gpus, health, wire
 from megascale.resilience.contact import read_contact, read_token
 from megascale.resilience.logs import LogFilter
 from megascale.resilience.services import end_services
@@ -43,7 +45,6 @@ class Agent:
     def __init__(self, run: Path, node: str, folder: Path, address: str, pod: str, config: ResilienceConfig) -> None:
         self.run_folder, self.node, self.folder, self.address, self.pod = run, node, folder, address, pod
         self.config = config
-        self.token = read_token(run)
         self.boot = secrets.token_hex(8)
         self.job = read_contact(run).job
         self.epoch = _known_epoch(folder)
@@ -52,12 +53,14 @@ class Agent:
         self.trainers = Trainers(run, folder, self.beat_soon)
         self.logs = LogFilter(config.log_patterns)
         self.traffic = health.TrafficSampler()
-        self.gpus = health.GpuHealth()
+        self.gpus = gpus.GpuHealth()
         self.facts = (health.hardware(), health.versions())
         self.forward: int | None = None
+        self.state = ""  # the job as the trainers were started; "" once they were told to stop
         self.ended = asyncio.Event()
         self._soon = asyncio.Event()
         self._doing: asyncio.Task[None] | None = None
+        self._offered: deque[int] = deque(maxlen=100)
         self._alone_since = time.monotonic()
 
     async def run(self) -> None:
@@ -75,6 +78,7 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.trainers.end_server()
         self.traffic.close()
+        self.gpus.close()
 
     # the driver -----------------------------------------------------------------------------------------------------
 
@@ -83,7 +87,7 @@ class Agent:
         while True:
             try:
                 await self._session()
-            except (OSError, EOFError, ValueError, TimeoutError, wire.Refused) as error:
+            except (OSError, EOFError, ValueError, TimeoutError, wire.Refused, MegascaleError) as error:
                 log.info("no driver: %s", error or type(error).__name__)
             except Exception:
                 log.exception("the session with the driver broke")
@@ -98,10 +102,18 @@ class Agent:
         async with asyncio.timeout(5.0):
             reader, writer = await asyncio.open_connection(host, port, local_addr=self._local(host))
             try:
-                channel = await wire.open_channel(reader, writer, self.token, driver=False)
+                # Read anew: where RUN/driver was removed, the next driver made another one.
+                token = read_token(self.run_folder)
+                channel = await wire.open_channel(reader, writer, token, driver=False)
                 hello: dict[str, Any] = {"job": self.job, "node": self.node, "address": self.address, "pod": self.pod}
                 hello |= {"boot": self.boot, "epoch": self.epoch, "attempt": self.trainers.attempt}
-                hello |= {"pid": os.getpid(), "hardware": self.facts[0], "versions": self.facts[1]}
+                hello |= self._held()
+                hello |= {
+                    "pid": os.getpid(),
+                    "version": wire.VERSION,
+                    "hardware": self.facts[0],
+                    "versions": self.facts[1],
+                }
                 channel.tell(do="hello", **hello)
                 _, text = await channel.receive()
             except BaseException:
@@ -111,6 +123,10 @@ class Agent:
         if welcome.get("do") != "welcome":
             channel.close()
             raise wire.Refused(f"the driver refused this node: {welcome.get('why')}")
+        if welcome.get("version") != wire.VERSION:
+            channel.close()
+            theirs = welcome.get("version") or "an older version"
+            raise wire.Refused(f"the driver is of MegaScale {theirs}, this agent of {wire.VERSION}")
         self._accept(welcome["epoch"])
         self.channel = channel
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
@@ -144,11 +160,15 @@ class Agent:
             raise wire.Refused(f"a driver of epoch {epoch}, but epoch {self.epoch} is known: it has been replaced")
         if epoch > self.epoch:
             self.epoch = epoch
-            _write(self.folder / "epoch", str(epoch))
+            try:
+                _write(self.folder / "epoch", str(epoch))
+            except OSError as error:  # a full disk keeps nobody from obeying; an agent started anew knows less then
+                log.warning("the epoch %d could not be written down: %s", epoch, error)
 
     async def _obey(self, order: dict[str, Any]) -> None:
         what = order["do"]
         if what == "stop":
+            self.state = ""
             if self._doing is not None:
                 self._doing.cancel()
             self._doing = asyncio.create_task(self._stop(order))
@@ -167,9 +187,8 @@ class Agent:
         if order.get("forget"):
             log.info("memory is not trusted: ended checkpoint services %s", end_services(self.run_folder, self.node))
         codes = {w.rank: w.code for w in self.trainers.workers()}
-        with socket.socket() as probe:
-            probe.bind((self.address, 0))
-            port = probe.getsockname()[1]
+        port = free_port(self.address, self._offered)
+        self._offered.append(port)  # where it was taken by the time of its use, the next is another one
         self._tell(do="stopped", attempt=self.trainers.attempt, order=order["order"], port=port, codes=codes)
 
     def _start(self, order: dict[str, Any]) -> None:
@@ -181,9 +200,10 @@ class Agent:
         try:
             self.trainers.start(order, self.address)
         except OSError as error:
-            self._tell(do="failed", attempt=order["attempt"], why=f"could not start the trainers: {error}")
+            why = f"could not start the trainers: {error}"
+            self._tell(do="failed", attempt=order["attempt"], why=why, errno=errno_of(error))
             return
-        self.forward = order.get("forward")
+        self.forward, self.state = order.get("forward"), str(order.get("state", ""))
         self.logs.follow({t.rank: (t.log, t.log_start) for t in self.trainers.trainers.values()})
         self.beat_soon()
 
@@ -211,6 +231,14 @@ class Agent:
                 process.kill()
                 await process.wait()
         self._tell(do="diagnosed", order=order["order"], **report)
+
+    def _held(self) -> dict[str, Any]:
+        """What a driver must know to go on with the trainers, should its journal be lost (adopting.py)."""
+        if not self.state:
+            return {}
+        stages = self.trainers.stages().values()
+        stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
+        return {"held": {"state": self.state, "stepped": stepped}}
 
     def _tell(self, **message: Any) -> None:
         if self.channel is not None:
@@ -257,6 +285,7 @@ class Agent:
             traffic=self.traffic.take(),
             checksums=self.trainers.checksums(),
             step_seconds=self.trainers.step_seconds(),
+            disks=self.trainers.disks(),
         )
 
     async def _watch_logs(self) -> None:

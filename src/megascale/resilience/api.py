@@ -259,7 +259,12 @@ async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
     settings = uvicorn.Config(
         build(driver),
         log_level="warning",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
 from megascale.core.events import Event
+from megascale.core.failure import NO_ROOM
 from megascale.resilience.journal import Entry, Journal
 from megascale.resilience.ladder import RUNGS, Use, give_back
 
@@ -23,6 +25,7 @@ class Diary:
 
     def __init__(self, run: Path, journal: Journal, say: Callable[[str, str], None]) -> None:
         self._file, self._journal, self._say = run / "events.jsonl", journal, say
+        self._late: deque[str] = deque(maxlen=10_000)  # lines that found no room on the disk
 
     def note(
         self,
@@ -48,22 +51,39 @@ class Diary:
         return entry
 
     def _append(self, line: str) -> None:
-        # One write, so that lines of the driver and of rank 0 do not mix.
-        handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._late.append(line)
         try:
-            os.write(handle, line.encode())
-        finally:
-            os.close(handle)
+            # One write a line, so that those of the driver and of rank 0 do not mix.
+            handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                while self._late:
+                    data = self._late[0].encode()
+                    size = os.fstat(handle).st_size
+                    if os.write(handle, data) < len(data):  # a part of it had room
+                        os.truncate(handle, size)
+                        return
+                    self._late.popleft()
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
 
     def uses(self) -> list[Use]:
-        """Rungs used so far, for their budgets."""
+        """Rungs used so far, for their budgets: on the monotonic clock of this process.
+
+        The journal has the time of day. What it says is yet to come was written before the clock was set back: when,
+        nobody knows, so it counts as of now, and expires like any other.
+        """
+        today, now = time.time(), time.monotonic()
         rungs = {str(rung): rung for rung in RUNGS}
         found: list[Use] = []
         for entry in self._journal.events():
             if entry.kind == Event.LADDER and entry.action in rungs:
                 if entry.details.get("explains"):
                     give_back(found)
-                found.append(Use(entry.time, rungs[entry.action], entry.nodes[0] if entry.nodes else ""))
+                when = now - max(0.0, today - entry.time)
+                found.append(Use(when, rungs[entry.action], entry.nodes[0] if entry.nodes else ""))
         return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,17 +21,19 @@ from megascale.core.events import Event
 from megascale.core.heartbeat import Heartbeat
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from megascale.resilience import update, wire
+from megascale.resilience.adopting import Adopting
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.contact import Contact, make_token, write_contact
 from megascale.resilience.diary import Diary
 from megascale.resilience.figures import Figures
 from megascale.resilience.garbage import OldGarbage
 from megascale.resilience.intake import Intake
-from megascale.resilience.journal import Entry, Journal
-from megascale.resilience.judging import Judging
+from megascale.resilience.journal import Entry
+from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.learning import Stays
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
+from megascale.resilience.rules.exits import failed_start
 from megascale.resilience.verdicts import Verdict
 
 log = logging.getLogger("megascale.driver")
@@ -41,7 +44,7 @@ GONE = 0.1  # seconds after a connection has closed in which its agent may come 
 LEAVE = 10.0  # seconds that agents get to end
 
 
-class Driver(Judging):
+class Driver(Adopting):
     """Args:
     run: the run folder.
     config: resolved; `resilience` and the layout are used.
@@ -50,6 +53,7 @@ class Driver(Judging):
     journal: held by this driver.
     job: where it stands: new, or as the journal remembers it.
     say: called with each line for the terminal: (who, text).
+    unsure: the journal may be behind what runs, so the agents are asked first (adopting.py).
     """
 
     def __init__(
@@ -58,13 +62,15 @@ class Driver(Judging):
         config: Config,
         cluster: Cluster,
         words: list[str],
-        journal: Journal,
+        journal: LastingJournal,
         job: Job,
         say: Callable[[str, str], None] = lambda who, text: None,
+        unsure: bool = False,
     ) -> None:
         self.run_folder, self.config, self.cluster, self.words = run, config, cluster, words
         self.limits = config.resilience
-        self.journal, self.job, self.say = journal, job, say
+        self.journal, self.job, self.say, self.unsure = journal, job, say, unsure
+        journal.say = lambda text: say("driver", text)
         self.diary = Diary(run, journal, say)
         self.nodes: dict[str, Node] = {row.name: Node.from_row(row) for row in journal.nodes()}
         self.token = make_token(run)
@@ -77,7 +83,8 @@ class Driver(Judging):
         self._checks = 0
         self.reasons: dict[str, str] = {}
         self._refilled: list[float] = []
-        self.order = int(time.time() * 1000)  # stop orders of a driver before are not answers to ours
+        # Answers to stop orders of a driver before are none to ours; no clock: it may be set back.
+        self.order = (1 + secrets.randbits(30)) << 20
         self.started = time.monotonic()
         self._entered = time.monotonic()
         self._first_bad: float | None = None
@@ -105,7 +112,9 @@ class Driver(Judging):
     async def run(self) -> int:
         """Work until the job has ended; returns its exit code. Raises Fenced when another driver has taken over."""
         now = time.monotonic()
-        took_over = self.job.phase is not Phase.WAITING or bool(self.job.placement)
+        took_over = self.unsure or self.job.phase is not Phase.WAITING or bool(self.job.placement)
+        if self.unsure:
+            self.doubt(now)
         event = Event.DRIVER_TOOK_OVER if took_over else Event.DRIVER_STARTED
         self.note(event, evidence=(f"epoch {self.journal.epoch}; the job is {self.job.phase}",), pid=os.getpid())
         for node in self.nodes.values():
@@ -189,8 +198,7 @@ class Driver(Judging):
     def joined(self, channel: wire.Channel, hello: dict[str, Any]) -> str:
         """A node's agent has come, or come again."""
         if hello["epoch"] > self.journal.epoch:
-            self.journal.renew()  # raises if it is true that another has taken over
-            return f"this driver has epoch {self.journal.epoch}, the node knows {hello['epoch']}"
+            self._adopt(hello)
         name, now = hello["node"], time.monotonic()
         if self.job.phase in ENDED:
             return f"the job is {self.job.phase}"
@@ -203,17 +211,33 @@ class Driver(Judging):
         node.channel, node.last_seen, node.attempt = channel, now, hello["attempt"]
         node.address = hello["address"]
         node.facts = {"pod": hello["pod"], "hardware": hello["hardware"], "versions": hello["versions"]}
-        channel.tell(do="welcome", epoch=self.journal.epoch)
+        channel.tell(do="welcome", epoch=self.journal.epoch, version=wire.VERSION)
         if node.state is not NodeState.UP and node.state is not NodeState.EVICTED:
             self.set_state(node, NodeState.UP, "its agent came")
             self.note(Event.NODE_JOINED, nodes=(name,), evidence=(f"{name} at {node.address} joined",))
+        self.heed_held(node, hello)
         if again or node.attempt < self.job.attempt:
             node.forget_attempt()
-        self._catch_up(node, again)
+        if not self.unsure:
+            self.catch_up(node)
         self._wake.set()
         return ""
 
-    def _catch_up(self, node: Node, again: bool) -> None:
+    def _adopt(self, hello: dict[str, Any]) -> None:
+        """A node knows a newer driver than the journal does: the journal was removed, or is an older one.
+
+        Its epoch is taken over; Fenced if another driver is in office. Attempts: see `_begin_attempt`.
+        """
+        before, theirs = self.journal.epoch, hello["epoch"]
+        self.journal.raise_epoch(hello["epoch"] + 1)
+        self.announce(self.api_url)
+        text = (
+            f"{hello['node']} knows a driver of epoch {theirs} and attempt {hello['attempt']}, the journal only epoch "
+            f"{before}: it was removed or is an old one; this driver goes on as epoch {self.journal.epoch}"
+        )
+        self.note(Event.JOURNAL_DAMAGED, nodes=(hello["node"],), evidence=(text,))
+
+    def catch_up(self, node: Node) -> None:
         """Tell a node that comes (again) what it has missed."""
         phase, placed = self.job.phase, node.name in self.job.placement
         if phase is Phase.STOPPING:
@@ -261,8 +285,8 @@ class Driver(Judging):
                 node.checking = 0
                 self.heed_report(node, message)
         elif message["do"] == "failed":
-            why = f"{name}: {str(message.get('why'))[:500]}"
-            self.act([Verdict(Event.PROCESS_EXIT, (name,), self.job.ranks(name), "respawn", (why,))])
+            why, number = f"{name}: {str(message.get('why'))[:500]}", message.get("errno")
+            self.act([failed_start(name, self.job.ranks(name), why, number if type(number) is int else 0)])
         elif message["do"] == "lines":
             for line in message.get("lines", [])[:200]:
                 self.say(f"rank {message.get('rank')}", str(line))
@@ -278,6 +302,8 @@ class Driver(Judging):
     async def _look_after(self, node: Node) -> None:
         """A connection closed: if the cluster says that no agent runs there any more, there is no need to wait."""
         await asyncio.sleep(GONE)
+        if self.unsure:
+            return
         place = next((p for p in self.cluster.places() if p.name == node.name), None)
         if place is None or place.running or node.channel is not None or node.state is not NodeState.UP:
             return
@@ -295,6 +321,8 @@ class Driver(Judging):
 
     def step(self, now: float) -> None:
         """Look at everything once and do what follows."""
+        if self.unsure and not self.decide(now):
+            return
         self.watch_nodes(now)
         phase = self.job.phase
         if phase in (Phase.STARTING, Phase.RUNNING):

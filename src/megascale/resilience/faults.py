@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from megascale import config as configuration
 from megascale.core.calls import read_calls
+from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.observe.hang.evidence import process_state
 from megascale.resilience.contact import read_contact
@@ -271,7 +272,7 @@ def _redis_loss(run: Path, options: Options) -> list[str]:
     url = urlsplit(configuration.load(run / "config.toml").rendezvous.url)
     if not url.scheme.startswith("redis"):
         raise ConfigError(f"{run} does not use Redis (rendezvous.url={url.geturl()})")
-    secret = os.environ.get("MEGASCALE_REDIS_PASSWORD")
+    secret = os.environ.get(PASSWORD_VARIABLE)
     with socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), timeout=5) as link:
         words = [["SHUTDOWN", "NOSAVE"]] if secret is None else [["AUTH", secret], ["SHUTDOWN", "NOSAVE"]]
         for word in words:

@@ -1,7 +1,8 @@
-"""What an agent measures about its node: network counters every few milliseconds, GPUs through NVML, facts."""
+"""What an agent measures about its node: network counters every few milliseconds, facts. GPUs: gpus.py."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import threading
 import time
@@ -10,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megascale.core.heartbeat import Gpu, Traffic
+from megascale.core.heartbeat import Traffic
 
 PERIOD = 0.01  # seconds between samples
 _COUNTERS = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
@@ -116,49 +117,6 @@ def _opened(name: str, paths: list[Path], scale: int) -> _Interface | None:
         return None
 
 
-class GpuHealth:
-    """NVML's view of this node's devices; nothing where there is no NVML (`pip install -e '.[driver]'`)."""
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-        except Exception:
-            return
-
-    def take(self) -> tuple[Gpu, ...]:
-        """One record a device; a value that a device does not tell is 0."""
-        if self._nvml is None:
-            return ()
-        return tuple(self._one(i) for i in range(self._nvml.nvmlDeviceGetCount()))
-
-    def _one(self, index: int) -> Gpu:
-        n = self._nvml
-        handle = n.nvmlDeviceGetHandleByIndex(index)
-
-        def ask(question: Any, *arguments: Any) -> Any:
-            try:
-                return question(handle, *arguments)
-            except n.NVMLError:
-                return 0
-
-        name = ask(n.nvmlDeviceGetName)
-        # Slowed down by heat or power brake, in hardware or software; not by the power limit, which is normal.
-        hot = 0x8 | 0x20 | 0x40 | 0x80
-        return Gpu(
-            index,
-            name.decode() if isinstance(name, bytes) else str(name),
-            float(ask(n.nvmlDeviceGetTemperature, n.NVML_TEMPERATURE_GPU)),
-            ask(n.nvmlDeviceGetPowerUsage) / 1e3,
-            int(ask(n.nvmlDeviceGetTotalEccErrors, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC)),
-            0,
-            bool(ask(n.nvmlDeviceGetCurrentClocksThrottleReasons) & hot),
-        )
-
-
 def versions() -> dict[str, str]:
     """Versions that matter to a run, without importing anything heavy."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
@@ -179,11 +137,23 @@ def hardware() -> dict[str, str]:
 
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    found = {"cpu": model or platform.machine(), "cores": str(os.cpu_count()), "memory_gib": f"{memory:.1f}"}
+    memory = _memory_bytes()
+    found = {"cpu": model or platform.machine(), "cores": str(os.cpu_count()), "memory_gib": f"{memory / 2**30:.1f}"}
+    found["memory_bytes"] = str(memory)  # by which the rules know a process that was killed for want of it
     if gpus := gpu_count():
         found["gpus"] = str(gpus)
     return found
+
+
+def _memory_bytes() -> int:
+    """Memory of the machine, or of the container that this process is in."""
+    import os
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            memory = min(memory, int(Path(file).read_text()))
+    return memory
 
 
 def gpu_count() -> int:

@@ -90,6 +90,12 @@ class Intake:
         node = hello["node"]
         if hello["job"] != self._job:
             why = f"an agent of job {hello['job'][:100]!r}; this driver runs {self._job!r}"
+        elif hello.get("version") != wire.VERSION:
+            theirs = str(hello.get("version") or "before 0.1.0 (form 2)")[:100]
+            why = (
+                f"node {node} has an agent of MegaScale {theirs}, this driver is {wire.VERSION}; install the same "
+                "version on both: until then the node is not used"
+            )
         else:
             why = self._listener.joined(channel, hello)
         if why:

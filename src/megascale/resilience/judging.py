@@ -10,7 +10,7 @@ from typing import Any
 from megascale.core.events import Event
 from megascale.core.grid import Grid
 from megascale.errors import EXIT_FAILED
-from megascale.resilience import hangs, rules
+from megascale.resilience import hangs, progress, rules
 from megascale.resilience.figures import Figures
 from megascale.resilience.learning import Stays
 from megascale.resilience.machine import Phase
@@ -33,6 +33,7 @@ class Judging(Placing):
     _looking: bool = False  # whether the history is being looked at
     _looked: float = 0.0  # when it was looked at last, and how long that took
     _took: float = 0.0
+    _naming: bool = False  # the job ends as soon as the samples of its last step are known
 
     def undo_update(self, verdict: Verdict) -> None:
         raise NotImplementedError
@@ -147,7 +148,7 @@ class Judging(Placing):
             }
             self.incidents += [(time.monotonic(), node, str(verdict.kind)) for node in verdict.nodes]
         hard = [v for v in fresh if SEVERITY[v.action] >= SEVERITY["respawn"]]
-        if not hard or self.job.phase not in (Phase.STARTING, Phase.RUNNING):
+        if not hard or self._naming or self.job.phase not in (Phase.STARTING, Phase.RUNNING):
             return
         self.past += [(time.monotonic(), v) for v in hard]
         worst = max(hard, key=lambda v: SEVERITY[v.action])
@@ -155,14 +156,45 @@ class Judging(Placing):
             self.job = replace(self.job, distrust=True)
         if self.job.updating and worst.kind in (Event.USER_ERROR, Event.OUT_OF_MEMORY, Event.NONFINITE_LOSS):
             self.undo_update(worst)
-        elif worst.action == "stop":
-            self.fail("; ".join(worst.evidence[:3]), self._code_of(worst))
+            return
+        workers = [w for n in self.nodes.values() if n.heartbeat for w in n.heartbeat.workers]
+        at = progress.step_of_end(hard, workers, self.job.step)
+        self.job = progress.count(self.job, at)
+        if worst.action == "stop":
+            self._end("; ".join(worst.evidence[:3]), self._code_of(worst), at)
+        elif self.job.fruitless >= self.limits.fruitless:
+            why = f"{progress.hopeless(self.job, self.limits.fruitless)}; the last: {'; '.join(worst.evidence[:2])}"
+            self._end(why, EXIT_FAILED, at)
         elif worst.action == "diagnose":
             self.suspend(Phase.DIAGNOSING, "self-checks after: " + worst.evidence[0])
         else:
             evict = {n for v in hard if v.action == "evict" for n in v.nodes}
             blamed = tuple(dict.fromkeys(n for v in hard for n in v.nodes))
             self.recover(blamed, frozenset(evict))
+
+    def _end(self, why: str, code: int, at: int) -> None:
+        """End the job; if it ended within step `at`, after that step and its samples are named."""
+        if not at:
+            self.fail(why, code)
+            return
+        self._naming = True
+        self.spawn(self._end_named(why, code, at))
+
+    async def _end_named(self, why: str, code: int, at: int) -> None:
+        try:
+            sentence, found = await progress.samples_of(self.run_folder, at)
+        except OSError as error:
+            sentence, found = f"its samples cannot be named: {error}", {}
+        finally:
+            self._naming = False
+        if self.job.phase not in (Phase.STARTING, Phase.RUNNING):
+            return  # a person was quicker
+        step, times = progress.same_end(self.job)
+        again = f"each of the last {times} starts ended in step {at}" if times > 1 else f"it ended in step {at}"
+        self.note(
+            Event.FATAL_STEP, evidence=(f"{again}: {sentence}",), step=step, times=times, samples=found.get("samples")
+        )
+        self.fail(f"{why}; {again}: {sentence}", code)
 
     def _code_of(self, verdict: Verdict) -> int:
         """The job's exit code for a verdict that ends it: that of the process at fault."""

@@ -24,7 +24,7 @@ RUNGS: tuple[Rung, ...] = ("retry", "respawn", "spare", "replenish", "shrink", "
 
 @dataclass(frozen=True)
 class Use:
-    """A rung was used for a node ("" for no node in particular) at a monotonic or journal time in seconds."""
+    """A rung was used for a node ("" for no node in particular). time: seconds on the driver's monotonic clock."""
 
     time: float
     rung: Rung

@@ -57,6 +57,7 @@ class Job:
         step: the last step seen.
         best: the furthest step seen at the last recovery.
         fruitless: starts in a row that brought no new step.
+        ends: the step in which each of the starts since the last new step ended, 0: not within a step.
         exit_code: of the job, once ended.
         why: the last decision in words.
     """
@@ -76,6 +77,7 @@ class Job:
     step: int = 0
     best: int = 0
     fruitless: int = 0
+    ends: tuple[int, ...] = ()
     exit_code: int = 0
     why: str = ""
 
@@ -108,5 +110,6 @@ class Job:
         record["phase"], record["goal"] = Phase(record["phase"]), Phase(record["goal"])
         for name in ("placement", "master", "fresh"):
             record[name] = tuple(record[name])
+        record["ends"] = tuple(record.get("ends", ()))  # an older version does not know it
         known = {each.name for each in fields(cls)}  # a newer version may know more
         return cls(**{name: value for name, value in record.items() if name in known})

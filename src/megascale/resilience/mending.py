@@ -11,10 +11,11 @@ from typing import Any
 from megascale.config import Config, ResilienceConfig
 from megascale.core.events import Event
 from megascale.errors import EXIT_FAILED
-from megascale.resilience import ladder
+from megascale.resilience import ladder, progress
 from megascale.resilience.cluster.base import Cluster
-from megascale.resilience.journal import Entry, Journal
+from megascale.resilience.journal import Entry
 from megascale.resilience.ladder import Situation, Use
+from megascale.resilience.lasting import LastingJournal
 from megascale.resilience.machine import ENDED, Job, Phase
 from megascale.resilience.nodes import Node, NodeState
 from megascale.resilience.rules.offenders import repeated
@@ -34,7 +35,7 @@ class Mending:
     limits: ResilienceConfig
     cluster: Cluster
     words: list[str]
-    journal: Journal
+    journal: LastingJournal
     job: Job
     nodes: dict[str, Node]
     uses: list[Use]
@@ -189,15 +190,6 @@ class Mending:
 
     def recover(self, blamed: tuple[str, ...], evict: frozenset[str]) -> None:
         """After a fault: choose a rung for each node to blame, stop what runs, start again."""
-        step, job = self.job.step, self.job
-        better = step > job.best
-        self.job = replace(job, best=max(step, job.best), fruitless=0 if better else job.fruitless + 1)
-        if self.job.fruitless >= self.limits.fruitless:
-            self.fail(
-                f"{self.job.fruitless} starts in a row brought no step beyond {job.best} "
-                f"(resilience.fruitless={self.limits.fruitless}): starting again does not help"
-            )
-            return
         rungs = {name: self.mend(name, name in evict) for name in blamed or ("",)}
         if self.job.phase is not Phase.STOPPING:  # mend may have ended the job
             why = ", ".join(f"{rung} {name}".strip() for name, rung in rungs.items())
@@ -217,7 +209,7 @@ class Mending:
             running=name in places and places[name].running,
             spares=len(spares),
             tested=sum(bool(n.tested) for n in spares),
-            now=time.time(),
+            now=time.monotonic(),
         )
         choice = ladder.choose(self.limits, at, self.uses)
         if node is not None and name not in self.job.placement and choice.rung == "spare":
@@ -232,7 +224,9 @@ class Mending:
         nodes = (name,) if name else ()
         self.note(Event.LADDER, action=choice.rung, nodes=nodes, evidence=why, explains=explains)
         if choice.rung == "stop":
-            self.fail("the ladder has no rung left: " + "; ".join(choice.why))
+            step, times = progress.same_end(self.job)
+            again = f"; each of the last {times} starts ended in step {step}" if step and times > 1 else ""
+            self.fail("the ladder has no rung left: " + "; ".join(choice.why) + again)
         elif choice.rung == "respawn":
             for each in [node] if node is not None else [self.nodes[n] for n in self.job.placement]:
                 self.start_agent(each, "respawn")

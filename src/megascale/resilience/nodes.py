@@ -10,6 +10,7 @@ from typing import Any
 
 from megascale.core.heartbeat import Heartbeat
 from megascale.resilience.journal import NodeRow
+from megascale.resilience.machine import Job
 from megascale.resilience.view import HISTORY, Member
 from megascale.resilience.wire import Channel
 
@@ -37,6 +38,7 @@ class Node:
         why: of the state, in words.
         report: result of its last self-checks, when all nodes were told to run them.
         checking: number of the order to run them that it has as a spare, 0 for none.
+        held: the job as its trainers were started, and whether they have done a step (adopting.py); None: none run.
         tested: when it last passed them, seconds since 1970; 0: not yet.
     """
 
@@ -59,6 +61,7 @@ class Node:
     report: dict[str, Any] | None = None
     checking: int = 0
     tested: float = 0.0
+    held: tuple[Job, bool] | None = None
 
     @property
     def usable(self) -> bool:

@@ -105,7 +105,7 @@ class Placing(Mending):
                 return
             data, count = sizes[0]
             why = f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes"
-            self.uses.append(Use(time.time(), "shrink", ""))
+            self.uses.append(Use(time.monotonic(), "shrink", ""))
             self.note(Event.LADDER, action="shrink", evidence=(why,))
         placement = [n if n.usable else None for n in kept]
         placement += [None] * (count - len(placement))
@@ -123,7 +123,9 @@ class Placing(Mending):
     def _begin_attempt(self, now: float) -> None:
         first = self.nodes[self.job.placement[0]]
         self.started, self._first_bad, self._first_steps, self._unexplained = now, None, {}, False
-        self.enter(Phase.STARTING, attempt=self.job.attempt + 1, master=(first.address, first.port))
+        # Agents may know more than a journal that was lost: a number that they have had starts nothing.
+        attempt = 1 + max(self.job.attempt, *(node.attempt for node in self.nodes.values()))
+        self.enter(Phase.STARTING, attempt=attempt, master=(first.address, first.port))
         for node in self.nodes.values():
             node.forget_attempt()
         for name in self.job.placement:
@@ -158,6 +160,7 @@ class Placing(Mending):
             env={},
             fresh=node.name in job.fresh,
             forward=0 if 0 in ranks else None,
+            state=job.to_json(),
         )
 
     # self-checks ----------------------------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megascale.core.failure import room
 from megascale.core.heartbeat import TAIL, Worker, fit
 from megascale.core.status import read_status
 
@@ -25,7 +27,11 @@ PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "me
 
 @dataclass
 class Trainer:
-    """One rank's process. status: its wait status once ended; word: its last status; first: its first step."""
+    """One rank's process. status: its wait status once ended; word: its last status; first: its first step.
+
+    errno, error: of the exception it ended with; ended: when, on the monotonic clock; by_agent: not by itself;
+    tail: what stands for the end of its log, where it has not come so far as to write one.
+    """
 
     rank: int
     log: Path
@@ -37,6 +43,17 @@ class Trainer:
     first: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
+    errno: int = 0
+    error: str = ""
+    ended: float = 0.0
+    by_agent: bool = False
+    tail: str = ""
+
+    def end(self, status: int, **about: Any) -> None:
+        """It has ended."""
+        self.status, self.ended = status, time.monotonic()
+        for name, value in about.items():
+            setattr(self, name, value)
 
 
 class Trainers:
@@ -56,6 +73,7 @@ class Trainers:
         self._sock: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
         self._ready = False
+        self._broken: dict[str, Any] = {}  # what the fork server said that cannot start
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -75,7 +93,7 @@ class Trainers:
                 start_new_session=True,
             )
         theirs.close()
-        self._sock, self._ready = mine, False
+        self._sock, self._ready, self._broken = mine, False, {}
         self._reading = asyncio.get_running_loop().create_task(self._listen(mine))
 
     def end_server(self) -> None:
@@ -87,9 +105,8 @@ class Trainers:
         if self._server is not None:
             self._server.kill()
             self._server.wait()
-        for trainer in self.trainers.values():
-            if trainer.status is None:
-                trainer.status = signal.SIGKILL
+        for trainer in self.running():
+            trainer.end(signal.SIGKILL, by_agent=True)
         self._server = self._sock = self._reading = None
 
     async def _listen(self, sock: socket.socket) -> None:
@@ -101,20 +118,39 @@ class Trainers:
                     self._heard(json.loads(line))
         # The server is gone by itself, and its children with it. Have a new one ready, unless it cannot even start.
         self._reading = None
+        self._server_ended()
         self.end_server()
         self._changed()
         if self._ready:
             self.serve()
 
+    def _server_ended(self) -> None:
+        """The ranks ended for what ended the fork server; that they were killed with it says nothing."""
+        if self._broken:
+            error, tail = str(self._broken["broken"]), str(self._broken["tail"])
+            for trainer in self.running():
+                trainer.end(1 << 8, errno=self._broken["errno"], error=error, tail=tail)
+        elif self._server is not None and self.running():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(1.0)
+            code = self._server.returncode or 0
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            for trainer in self.running():
+                error = f"its fork server (process {self._server.pid}) ended with {how}"
+                trainer.end(signal.SIGKILL, by_agent=True, error=error)
+
     def _heard(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self._ready = True
+        elif "broken" in message:
+            self._broken = message
         elif "forked" in message and message["attempt"] == self.attempt:
             self.trainers[message["forked"]].pid = message["pid"]
         elif "ended" in message:
             for trainer in self.trainers.values():
                 if trainer.pid == message["ended"]:
-                    trainer.status = message["status"]
+                    told = {name: message[name] for name in ("errno", "error") if name in message}
+                    trainer.end(message["status"], **told)
         self._changed()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -174,6 +210,8 @@ class Trainers:
     def _signal(self, number: int, leave: Collection[int] = ()) -> set[int]:
         """Send a signal to the ranks that run, but those in `leave`; returns their process ids."""
         pids = {trainer.pid for trainer in self.running() if trainer.pid and trainer.pid not in leave}
+        for trainer in self.running():
+            trainer.by_agent = trainer.by_agent or trainer.pid in pids
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -220,7 +258,7 @@ class Trainers:
             ended_by_signal = os.WIFSIGNALED(t.status)
             state = "signalled" if ended_by_signal else "exited"
             code = os.WTERMSIG(t.status) if ended_by_signal else os.WEXITSTATUS(t.status)
-            tail = self._tail(t) if code else ""
+            tail = t.tail or self._tail(t) if code else ""
         rss, cpu = _usage(t.pid) if t.status is None and t.pid else (0, 0.0)
         return Worker(
             rank=t.rank,
@@ -236,7 +274,17 @@ class Trainers:
             rss=rss,
             cpu_seconds=cpu,
             stderr_tail=tail,
+            errno=t.errno,
+            error=fit(t.error),
+            ended_age=now - t.ended if t.status is not None else 0.0,
+            by_agent=t.by_agent,
         )
+
+    def disks(self) -> dict[str, float]:
+        """Bytes left on the disks that trainers write to, when one of them has ended badly; else nothing."""
+        if not any(t.status for t in self.trainers.values()):
+            return {}
+        return room([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
 
     def _tail(self, t: Trainer) -> str:
         """The end of what this attempt wrote into the rank's log."""

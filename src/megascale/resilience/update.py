@@ -30,6 +30,11 @@ def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, t
     """
     file = settings_file(run)
     new = load(file, [f"--{setting}" for setting in settings])
+    if new.rendezvous.password is not None:
+        raise ConfigError(
+            "rendezvous.url holds a password, which a job that runs cannot take over: interrupt it and launch it again "
+            "with the new one"
+        )
     before, after = _flat(config.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     if not changed:

@@ -18,6 +18,7 @@ import secrets
 import struct
 from typing import Any
 
+import megascale
 from megascale.core.heartbeat import MAX_BYTES
 
 _LENGTH = struct.Struct(">I")
@@ -25,6 +26,10 @@ _NUMBER = struct.Struct(">cQ")
 _NONCE = 32
 _MAC = 16
 LIMIT = MAX_BYTES + 1024
+
+# What both ends must be of: a release, and the form of greetings, orders and heartbeats (counted up with each change).
+FORM = 2
+VERSION = f"{megascale.__version__} (form {FORM})"
 
 HEARTBEAT = b"H"
 MESSAGE = b"M"

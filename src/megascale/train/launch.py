@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,6 +15,7 @@ from types import FrameType
 
 from megascale.config import Config
 from megascale.core import run_lock
+from megascale.core.ports import LISTENER
 from megascale.data import host_loader
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, FitError
 
@@ -61,17 +60,6 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _free_port() -> int:
-    """A port that no outgoing connection will have taken by the time that rank 0 listens on it."""
-    outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first = int(outgoing.read_text().split()[0]) if outgoing.exists() else 32768
-    while True:
-        port = random.randrange(min(10_000, first - 1000), first)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
-
-
 def launch(words: list[str], world: int, config: Config) -> int:
     """Run `megascale WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
 
@@ -85,7 +73,10 @@ def launch(words: list[str], world: int, config: Config) -> int:
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megascale.cli.main", *words]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
+    # Rank 0 inherits it: a port that was only probed may be taken by the time of its use.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    port = str(listener.getsockname()[1])
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
     common["LOCAL_WORLD_SIZE"] = str(world)
     loader: host_loader.Started | None = None
     ranks: list[subprocess.Popen[bytes]] = []
@@ -108,6 +99,8 @@ def launch(words: list[str], world: int, config: Config) -> int:
                 print("interrupted", file=sys.stderr)
                 return EXIT_INTERRUPTED
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if rank == 0:
+                environment[LISTENER] = str(listener.fileno())
             out = None
             if rank > 0:
                 out = open(logs / f"rank-{rank}.log", "ab")  # noqa: SIM115 - inherited by the child
@@ -119,14 +112,17 @@ def launch(words: list[str], world: int, config: Config) -> int:
                     stderr=subprocess.STDOUT if out else None,
                     start_new_session=True,
                     preexec_fn=die_with_parent,
+                    pass_fds=[listener.fileno()] if rank == 0 else [],
                 )
             )
+            listener.close()
             if out is not None:
                 out.close()
         if interruptions:
             _tell(ranks, signal.SIGTERM)  # the last was not in the list yet
         return _watch(ranks, logs, interruptions)
     finally:
+        listener.close()
         end(ranks, END_SECONDS)
         if loader is not None:
             loader.stop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from megascale.resilience.cluster.base import Place
 from megascale.resilience.journal import born
 
+log = logging.getLogger("megascale.driver")
 DOWN = "down"
 STATE = "agent.json"
 
@@ -63,8 +65,13 @@ class LocalCluster:
         self._children.append(child)
         state = {"pid": child.pid, "born": born(child.pid)}
         temporary = folder / f"{STATE}.tmp"
-        temporary.write_text(json.dumps(state))
-        os.replace(temporary, folder / STATE)
+        try:
+            temporary.write_text(json.dumps(state))
+            os.replace(temporary, folder / STATE)
+        except OSError as error:
+            child.kill()  # nobody could find it, nor end it
+            log.warning("no agent on %s: %s cannot be written: %s", name, folder / STATE, error)
+            return False
         return True
 
     async def fence(self, name: str) -> bool:

@@ -3,15 +3,23 @@
 A machine's fault is met by starting again; a user's mistake by stopping with its text, as starting again would only
 repeat it. What tells them apart: an exception on many ranks at once, or the same one on the same step twice, is in the
 code or the data; one on a single rank that does not come back, or comes back different, is the machine's.
+
+What decides, in this order: the number of the system call's error that the process told of, its signal, its own words
+(status message and exception), the room on its disks, and last what its log ends with. Who ended first, by itself,
+names the cause: others that its end broke off, or that were ended with it, are not asked.
 """
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from megascale.core.events import Event
+from megascale.core.failure import NO_ROOM, SCARCE
 from megascale.core.heartbeat import Worker
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_USAGE
 from megascale.resilience.verdicts import Action, Verdict
@@ -20,6 +28,7 @@ from megascale.resilience.view import Member, View
 LAST_WORDS = "its last words: "
 _LOST = "lost contact"  # what a rank says that suffers from another's end
 _MEMORY_FULL = 0.9  # of a node's memory in use by its trainers before a SIGKILL is put down to want of memory
+PORTS = 5  # ports taken in a row after which a person is needed
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Cause:
 
 OUT_OF_MEMORY = Cause(Event.OUT_OF_MEMORY, "it ran out of memory", "respawn", "stop")
 DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "respawn", "stop")
+PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "respawn", "respawn")
 NUMBERS = Cause(Event.NONFINITE_LOSS, "the loss is no number", "diagnose", "stop")
 CHECKSUM = Cause(Event.CHECKSUM_MISMATCH, "weights changed that nobody wrote to", "diagnose", "evict")
 DEVICE = Cause(Event.CUDA_ERROR, "its device reported an error", "respawn", "diagnose")
@@ -50,10 +60,11 @@ KILLED = Cause(Event.PROCESS_KILLED, "somebody killed it", "respawn", "respawn")
 CODE = Cause(Event.USER_ERROR, "an exception in Python code", "respawn", "stop")
 OTHER = Cause(Event.PROCESS_EXIT, "for no reason that is known", "respawn", "respawn")
 
-# Looked for in this order in the message and the end of stderr.
+# Looked for in this order in its own words, or else in the end of its log. A full disk is known by errno and statvfs;
+# these words of it are our own (checkpoint/trouble.py), made from the errno of another process.
+_DISK = re.compile(r"the disk of .* is full")
 _TEXTS: tuple[tuple[str, Cause], ...] = (
     (r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError", OUT_OF_MEMORY),
-    (r"No space left on device|the disk of .* is full|Disk quota exceeded|File too large", DISK_FULL),
     (r"flipped bit", CHECKSUM),
     (r"the loss of step \d+ is (nan|-?inf)", NUMBERS),
     (r"device-side assert", CODE),
@@ -71,12 +82,22 @@ _SIGNALS: dict[int, Cause] = {
     signal.SIGTERM: KILLED,
     signal.SIGINT: KILLED,
 }
+# Where what a process wrote about its end begins.
+_ENDING = re.compile(r"Traceback \(most recent call last\)|terminate called|Fatal Python error")
+_BEFORE = 5  # lines before that which may belong to it, of an abort
+_LAST = 10  # lines, where nothing marks an end
+# What another rank's end can bring about, when it comes after it.
+_FOLLOWS = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
+# Exceptions that are no mistake in code.
+_TOLD = ("TrainingError", "MegascaleError", "KeyboardInterrupt")
 
 
 def processes(view: View) -> list[Verdict]:
     """A verdict for each cause among the processes that ended badly; those that lost a peer are not to blame."""
     bad = [(m, w) for m, w in view.workers() if w.state == "signalled" or (w.state == "exited" and w.code)]
-    guilty = [(m, w) for m, w in bad if _LOST not in w.message + w.stderr_tail]
+    guilty = [(m, w) for m, w in bad if not w.by_agent and _LOST not in w.message + _said(w)]
+    # Those that an agent did not end but what it starts them from, only where nobody ended by itself.
+    guilty = guilty or [(m, w) for m, w in bad if w.by_agent and w.error]
     if bad and not guilty:
         # Who ended first is not among those that can speak: the network, or a rank whose node is silent.
         evidence = [f"rank {w.rank} on {m.node} ended: {w.message[:200] or _LOST}" for m, w in bad[:8]]
@@ -87,22 +108,74 @@ def processes(view: View) -> list[Verdict]:
     # Signals that a launcher sends to survivors are no cause of their own.
     if len(by_cause) > 1:
         by_cause.pop(KILLED, None) if all(w.code == signal.SIGTERM for _, w in by_cause.get(KILLED, ())) else None
+    first = min((_ended(m, w) for m, w in guilty), default=0.0)
+    for cause in list(by_cause):
+        later = all(_ended(m, w) > first for m, w in by_cause[cause])
+        aborted = all(w.state == "signalled" and w.code == signal.SIGABRT for _, w in by_cause[cause])
+        if later and (cause.kind in _FOLLOWS or aborted):
+            del by_cause[cause]
     return [_verdict(view, cause, ended) for cause, ended in by_cause.items()]
 
 
 def cause_of(member: Member, worker: Worker) -> Cause:
-    """Why a process ended, from its signal, its exit code and what it said."""
-    said = worker.message + "\n" + worker.stderr_tail
+    """Why a process ended, from the error it told of, its signal, its exit code and what it said."""
+    if worker.errno in NO_ROOM or _DISK.search(worker.message + "\n" + worker.error):
+        return DISK_FULL
+    if worker.errno == errno.EADDRINUSE:
+        return PORT_TAKEN
+    if worker.errno == errno.ENOMEM:
+        return OUT_OF_MEMORY
+    said = worker.message + "\n" + _said(worker)
     for pattern, cause in _TEXTS:
         if re.search(pattern, said):
             return cause
     if worker.state == "signalled":
         if worker.code == signal.SIGKILL and _memory_share(member) > _MEMORY_FULL:
             return OUT_OF_MEMORY
+        if worker.code == signal.SIGBUS and full_disks(member):
+            return DISK_FULL  # a file mapped into memory that has no room to come into being
         return _SIGNALS.get(worker.code, OTHER)
-    if worker.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA) or "Traceback (most recent call" in said:
+    if worker.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA):
+        return CODE
+    if full_disks(member):
+        return DISK_FULL
+    if "Traceback (most recent call" in said or (worker.error and not worker.error.startswith(_TOLD)):
         return CODE
     return OTHER
+
+
+def _said(worker: Worker) -> str:
+    """What a process said of its end: the exception that it told of, else the end of its log.
+
+    Of one that a signal ended only an abort says why, on its last lines. What stands in the log before any other signal
+    is older than it.
+    """
+    if worker.state == "signalled" and worker.code != signal.SIGABRT:
+        return ""
+    if worker.error and worker.state == "exited":
+        return worker.error
+    lines = worker.stderr_tail.splitlines()
+    begins = [number for number, line in enumerate(lines) if _ENDING.search(line)]
+    before = _BEFORE if worker.state == "signalled" else 0
+    return "\n".join(lines[max(0, begins[-1] - before) :] if begins else lines[-_LAST:])
+
+
+def _ended(member: Member, worker: Worker) -> float:
+    """When a process ended, on the driver's clock."""
+    heard = next((when for when, h in reversed(member.history) if h is member.heartbeat), member.last_seen)
+    return heard - worker.ended_age
+
+
+def full_disks(member: Member) -> list[str]:
+    """Disks of a member without room, in words."""
+    disks = member.heartbeat.disks if member.heartbeat is not None else {}
+    return [f"the disk of {folder} has {left:,.0f} bytes left" for folder, left in disks.items() if left < SCARCE]
+
+
+def failed_start(node: str, ranks: tuple[int, ...], why: str, number: int) -> Verdict:
+    """A node whose agent could not start its ranks. `number`: errno, 0 if it is unknown."""
+    kind = Event.DISK_FULL if number in NO_ROOM else Event.PROCESS_EXIT
+    return Verdict(kind, (node,), ranks, "respawn", (why,))
 
 
 def _memory_share(member: Member) -> float:
@@ -124,9 +197,21 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[Member, Worker]]) -> Ve
     words = list(dict.fromkeys(last_words(w) for _, w in ended))
     evidence += [LAST_WORDS + text for text in words[:4] if text]
     action, person = cause.action, False
+    if cause is DISK_FULL:
+        evidence += dict.fromkeys(text for m, _ in ended for text in full_disks(m))
     if cause is CODE and any(w.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA) for _, w in ended):
         action = "stop"
         evidence.append("its exit code says that settings or data are wrong; starting again would say the same")
+    elif cause is PORT_TAKEN:
+        tries = 1 + _in_a_row(cause, (v for _, v in reversed(view.past)))
+        if tries >= PORTS:
+            action = "stop"
+            evidence.append(
+                f"{tries} ports in a row were taken: something on {', '.join(nodes)} takes every port; end it, or let "
+                "the ranks meet through Redis (rendezvous.url=redis://HOST:PORT)"
+            )
+        else:
+            evidence.append(f"another port is next, number {tries + 1} of {PORTS}")
     elif cause is CODE and _many(view, ended):
         action = "stop"
         evidence.append("the same exception on several ranks at once is in the code or the data, not in a machine")
@@ -142,6 +227,11 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[Member, Worker]]) -> Ve
         evidence.append("on one rank only and for the first time: it may be the machine's, so once more")
     person = action == "stop"
     return Verdict(cause.kind, nodes, ranks, action, tuple(evidence), person)
+
+
+def _in_a_row(cause: Cause, past: Iterable[Verdict]) -> int:
+    """How many of the newest verdicts were this."""
+    return sum(1 for _ in takewhile(lambda verdict: verdict.kind == cause.kind, past))
 
 
 def _many(view: View, ended: list[tuple[Member, Worker]]) -> bool:
@@ -172,8 +262,8 @@ def _plain(text: str) -> str:
 
 def last_words(worker: Worker) -> str:
     """What a process said last: its message, else the last line of stderr that says something."""
-    if worker.message:
-        return worker.message[:300]
+    if worker.message or worker.error:
+        return (worker.message or worker.error)[:300]
     lines = [line.strip() for line in worker.stderr_tail.splitlines() if line.strip()]
     for line in reversed(lines):
         if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line) or line.startswith(("error:", "Fatal")):

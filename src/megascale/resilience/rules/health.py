@@ -7,13 +7,12 @@ from statistics import median
 
 from megascale.core.events import Event
 from megascale.core.heartbeat import Gpu, Traffic
+from megascale.core.xid import FATAL_XIDS, UNUSABLE
 from megascale.resilience.verdicts import Action, Verdict
 from megascale.resilience.view import Member, View
 
 # Lines that mean a broken machine even while its processes live; any other match is worth a person's look.
 _BROKEN = re.compile(r"uncorrectable|double.bit|fallen off the bus|Xid.*\b(48|64|74|79|92|94|95|119|120)\b", re.I)
-# NVIDIA's catalogue of Xid errors: memory errors that containment did not mend, NVLink, off the bus, firmware.
-FATAL_XIDS = frozenset({48, 64, 74, 79, 92, 94, 95, 119, 120})
 HOT = 90.0  # degrees Celsius
 
 # Traffic: this many heartbeats of quiet, and this many before them to compare with.
@@ -47,13 +46,18 @@ def devices(view: View) -> list[Verdict]:
 
 def _device(member: Member, gpu: Gpu, first: Gpu) -> list[Verdict]:
     name = f"GPU {gpu.index} ({gpu.name}) of {member.node}"
-    if gpu.xid in FATAL_XIDS and gpu.xid != first.xid:
+    # Whenever it came in this agent's life: what came while an attempt ended is there from the next one's beginning.
+    if gpu.xid in FATAL_XIDS:
         return [_fault(member, "evict", f"{name} reported Xid {gpu.xid}, which needs a reset or a repair")]
+    if gpu.recovery in UNUSABLE:
+        return [_fault(member, "evict", f"{name} needs a {gpu.recovery}, its driver says")]
     if gpu.ecc_errors > first.ecc_errors:
         more = gpu.ecc_errors - first.ecc_errors
         return [_fault(member, "diagnose", f"{name} counted {more} more uncorrected memory errors")]
     if gpu.xid and gpu.xid != first.xid:
         text = f"{name} reported Xid {gpu.xid}"
+    elif gpu.recovery:
+        text = f"{name} needs recovery, its driver says: {gpu.recovery}"
     elif gpu.temperature > HOT:
         text = f"{name} has {gpu.temperature:.0f} degrees; above {HOT:.0f} it slows down"
     elif gpu.throttled:
