@@ -104,10 +104,12 @@ def train(config: Config) -> Result:
     Raises MegascaleError subclasses with a message for a person; KeyboardInterrupt after a clean interruption.
     """
     from megascale.train.loop import Trainer
-    from megascale.train.processes import find_place
+    from megascale.train.processes import check_place, find_place
 
     config = resolve(config)
-    return Trainer(config, find_place(config)).run()
+    place = find_place(config)
+    check_place(config, place, keeps=True)
+    return Trainer(config, place).run()
 
 
 def evaluate(

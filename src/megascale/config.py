@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from megascale.errors import ConfigError, FitError
 
-
 # Upper bounds keep a slip (2e9 for 2e3) from starting loops and allocations of that size: far above what anybody
 # trains, and what they let through is checked against the machine before anything starts (core/preflight.py).
 DEEP = 10_000  # layers and pipeline stages
@@ -68,7 +67,7 @@ class ModelConfig(Section):
         None, ge=1, le=MOST, description="sliding window: a query sees itself and the window-1 tokens before it"
     )
     window_pattern: str = Field(
-        "S", pattern="^[SL]+$", description="repeated over layers: S = windowed, L = full attention"
+        "S", pattern="^[SL]+$", max_length=DEEP, description="repeated over layers: S = windowed, L = full attention"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings and residual branches, none in attention")
     init_std: float = Field(0.02, gt=0)
@@ -343,6 +342,11 @@ class TrainConfig(Section):
         description="type of weights in use and of activations; master weights are at least float32",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    fit: Literal["check", "force"] = Field(
+        "check",
+        description="before any process starts memory, disk, processes and open files are compared with an estimate of "
+        "what the run needs: check refuses what does not fit, force says so and starts all the same",
+    )
     seed: int = Field(1234, ge=0, le=2**62)
     threads: int | None = Field(
         None,
@@ -480,9 +484,9 @@ class ResilienceConfig(Section):
     )
     faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
     nodes: int = Field(
-        1, ge=1, le=100_000, description="nodes that hold ranks; on one machine a node is a few processes"
+        1, ge=1, le=30_000, description="nodes that hold ranks; on one machine a node is a few processes"
     )
-    spares: int = Field(0, ge=0, le=100_000, description="nodes that stand by with everything imported")
+    spares: int = Field(0, ge=0, le=30_000, description="nodes that stand by with everything imported")
     test_spares: bool = Field(True, description="have spares run the self-checks while they wait; one that fails goes")
     interval: float = Field(1.0, gt=0, description="seconds between an agent's heartbeats")
     window: float = Field(5.0, gt=0, description="seconds without a heartbeat after which a node counts as lost")

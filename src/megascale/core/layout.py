@@ -11,9 +11,8 @@ from megascale.core.layers import chunk_layers
 from megascale.core.schedule import Schedule, pipeline_schedule, without_overlap
 from megascale.errors import FitError
 
-
-# Forward passes in a step's schedule, over all stages: a hundred times what the largest published runs have.
-MOST_FORWARDS = 1_000_000
+# Forward passes in a step's schedule, over all stages: far above the thousands that published runs have.
+MOST_FORWARDS = 400_000
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megascale.resilience import contact
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import Driver
 from megascale.resilience.health import gpu_count
-from megascale.resilience.journal import Fenced, Journal
+from megascale.resilience.journal import FILE, Fenced, Journal, Reader
 from megascale.resilience.machine import ENDED, Job, Phase
 
 
@@ -102,6 +102,21 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
         journal.close()
 
 
+def is_running(config: Config) -> bool:
+    """Whether the run's journal tells of a job that has not ended, which a driver would take over as it is."""
+    run = config.run_folder.absolute()
+    if not (run / FILE).exists():
+        return False
+    try:
+        reader = Reader(run)
+        try:
+            return reader.job is not None and reader.job.phase not in ENDED
+        finally:
+            reader.close()
+    except Exception:  # damaged: `drive` deals with it, and agents of the job may be at work
+        return True
+
+
 def _write_settings(config: Config) -> None:
     path = contact.folder(config.run_folder.absolute()) / "job.toml"
     path.write_text(config.to_toml())
@@ -113,8 +128,15 @@ async def _serve(driver: Driver) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, driver.interrupt)
-    await driver.open()
-    url, end = await api.serve(driver, driver.limits.listen, driver.limits.api_port)
+    limits = driver.limits
+    try:
+        await driver.open()
+        url, end = await api.serve(driver, limits.listen, limits.api_port)
+    except OSError as error:
+        raise ConfigError(
+            f"the driver cannot listen on resilience.listen={limits.listen} with resilience.port={limits.port} and "
+            f"resilience.api_port={limits.api_port}: {error}; choose ports that are free, or 0 for any"
+        ) from None
     driver.announce(url)
     try:
         return await driver.run()
