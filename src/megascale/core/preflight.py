@@ -143,13 +143,14 @@ def _memory_faults(
     tensors = 0 if share.gpus else sum(memory[stage].total * ranks for stage, ranks in stages.items())
     copies = _staged(config, share)
     if capacity.memory is not None and host + tensors + copies > capacity.memory:
-        parts = [f"{_size(host)} for the processes of {share.ranks} ranks"]
-        parts += [f"on {share.nodes} nodes"] * bool(share.nodes)
-        text = " ".join(parts)
+        parts = []
+        if host:
+            parts.append(f"{_size(host)} for the processes of {_ranks(share)}")
         if tensors:
-            text += f", {_size(tensors)} for their tensors ({_kinds(fullest)} on the fullest; {sizes})"
+            parts.append(f"{_size(tensors)} for tensors of {_ranks(share)} (the fullest: {_kinds(fullest)}; {sizes})")
         if copies:
-            text += f", {_size(copies)} for copies of the state (checkpoint.background)"
+            parts.append(f"{_size(copies)} for copies of the state (checkpoint.background)")
+        text = ", ".join(parts)
         remedy = _remedies(config) if max(tensors, host) == tensors else ""
         if copies > max(tensors, host):
             remedy = "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
@@ -176,8 +177,8 @@ def _process_faults(config: Config, share: Share, capacity: Capacity) -> list[st
     tasks = 0 if share.running else share.ranks * (THREADS + threads) + 3 * share.nodes
     if capacity.processes is not None and tasks > capacity.processes:
         faults.append(
-            f"{share.ranks} ranks" + f" on {share.nodes} nodes" * bool(share.nodes) + f" need {tasks:,} processes and "
-            f"threads and {capacity.processes_from} leaves {capacity.processes:,}; {_fewer(share)}, or raise that limit"
+            f"{_ranks(share)} need {tasks:,} processes and threads and {capacity.processes_from} leaves "
+            f"{capacity.processes:,}; {_fewer(share)}, or raise that limit"
         )
     driver = FILES + 2 * share.nodes
     files = max(driver, FILES + share.world)
@@ -190,10 +191,8 @@ def _process_faults(config: Config, share: Share, capacity: Capacity) -> list[st
     own = own_bytes(share)
     if capacity.memory is not None and own > capacity.memory and not faults:
         faults.append(
-            f"this host's memory does not suffice: {share.ranks} ranks"
-            + f" on {share.nodes} nodes" * bool(share.nodes)
-            + f" need {_size(own)} for their processes alone and {capacity.memory_from} leaves "
-            f"{_size(capacity.memory)}; {_fewer(share)}"
+            f"this host's memory does not suffice: {_ranks(share)} need {_size(own)} for their processes alone and "
+            f"{capacity.memory_from} leaves {_size(capacity.memory)}; {_fewer(share)}"
         )
     return faults
 
@@ -228,6 +227,11 @@ def _fewer(share: Share) -> str:
     if share.nodes:
         return "lower --nodes (resilience.nodes) or --spares"
     return "lower parallel.data, parallel.tensor or parallel.pipeline"
+
+
+def _ranks(share: Share) -> str:
+    ranks = f"{share.ranks} rank{'s' * (share.ranks != 1)}"
+    return f"{ranks} on {share.nodes} nodes (spares included)" if share.nodes else ranks
 
 
 def _kinds(memory: Memory) -> str:
