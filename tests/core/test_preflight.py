@@ -1,4 +1,4 @@
-"""What does not fit this machine is refused before any process starts, with figure, key and remedy; what fits is not."""
+"""What does not fit this machine is refused before anything starts, with figure, key and remedy; what fits is not."""
 
 from __future__ import annotations
 

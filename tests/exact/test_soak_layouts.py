@@ -1,4 +1,4 @@
-"""`megascale bench soak --parts layouts`: its cases can be laid out, it holds where training is right and not elsewhere."""
+"""`megascale bench soak --parts layouts`: cases can be laid out, and hold where training is right, not elsewhere."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_case_that_differs_or_fails_does_not_hold(tmp_path, monkeypatch):
     found: list[Case] = []
     monkeypatch.setattr(soak_layouts, "one_process", other)
     run(1, 3, tmp_path / "other", found.append)
-    monkeypatch.setattr(soak_layouts, "draw", lambda chance: ({"model": {"layers": 2, "vocab_size": 8}}, 3))
+    monkeypatch.setattr(soak_layouts, "draw", lambda chance: (draw(chance)[0], 1))  # too few for the layout
     run(1, 3, tmp_path / "undivided", found.append)
     assert [case.held for case in found] == [False, False]
     assert "rank" in found[1].outcome

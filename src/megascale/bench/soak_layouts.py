@@ -115,7 +115,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
     train |= {"micro_batch": micro_batch, "global_batch": micro_batch * data * microbatches}
     overlap = {"tensor": pick(("auto", "async", "off")), "pipeline": pick((True, False)), "data": pick((True, False))}
     lr = {"peak": 1e-2, "warmup_steps": 2}
-    sections = {"model": model, "optimizer": optimizer, "lr": lr, "parallel": parallel}
+    sections: Tree = {"model": model, "optimizer": optimizer, "lr": lr, "parallel": parallel}
     return {**sections, "overlap": overlap, "train": train}, tensor * pipeline * data
 
 
@@ -194,7 +194,8 @@ def _write(file: Path, tale: Tale) -> None:
     import numpy as np
 
     losses, norms, state = tale
-    np.savez(file.with_suffix(".npz"), **{str(i): values for i, (*_, values) in enumerate(state)})
+    values: dict[str, Any] = {str(i): box[3] for i, box in enumerate(state)}
+    np.savez(file.with_suffix(".npz"), **values)
     file.write_text(json.dumps([losses, norms, [box[:3] for box in state]]))
 
 
