@@ -14,7 +14,7 @@ from megascale.config import Config, load
 from megascale.core import capacity as machine
 from megascale.core.capacity import Capacity, free_disk
 from megascale.core.layout import lay_out
-from megascale.core.preflight import FORKED, Share, checkpoint_bytes, preflight, stages_here
+from megascale.core.preflight import FORKED, Share, check_processes, checkpoint_bytes, preflight, stages_here
 from megascale.errors import FitError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -215,3 +215,11 @@ def test_forked_trainers_share_what_their_server_imported():
     nodes = Share(8, 0, 8, nodes=8)
     assert FORKED * 8 < 8 * GIB
     preflight(config, nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
+
+
+def test_other_commands_that_start_processes_by_the_number():
+    check_processes("--workers", 100, 30 << 20, SMALL)
+    with pytest.raises(FitError, match=r"--workers=1000 processes need 29.3 GiB at least .* ask for 785 or fewer"):
+        check_processes("--workers", 1000, 30 << 20, SMALL)
+    with pytest.raises(FitError, match=r"--workers=40000 processes are more than the 30,000"):
+        check_processes("--workers", 40_000, 1, SMALL)

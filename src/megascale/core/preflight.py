@@ -98,6 +98,21 @@ def preflight(
         say(f"{share.ranks} ranks share {capacity.cores} cores: starting will take long and steps will be slow")
 
 
+def check_processes(option: str, count: int, each: int, capacity: Capacity | None = None) -> None:
+    """Whether so many processes of at least `each` bytes fit, before the first starts; FitError naming `option`."""
+    capacity = Capacity.here() if capacity is None else capacity
+    if capacity.processes is not None and count > capacity.processes:
+        raise FitError(
+            f"{option}={count} processes are more than the {capacity.processes:,} that {capacity.processes_from} "
+            "leaves; ask for fewer"
+        )
+    if capacity.memory is not None and count * each > capacity.memory:
+        raise FitError(
+            f"{option}={count} processes need {_size(count * each)} at least and {capacity.memory_from} leaves "
+            f"{_size(capacity.memory)}; ask for {max(1, capacity.memory // each)} or fewer"
+        )
+
+
 def stages_here(layout: Layout, share: Share) -> dict[int, int]:
     """Ranks of each pipeline stage among those that this host starts."""
     each = layout.grid.world // layout.grid.pipeline  # ranks of a stage follow each other (core/grid.py)

@@ -78,7 +78,7 @@ def check_place(config: Config, place: Place, *, keeps: bool) -> None:
 
     Nothing is asked where whoever started them (`megascale train` of several ranks, a driver) has. FitError if not.
     """
-    if place.local_rank or os.environ.get(CHECKED) or os.environ.get("MEGASCALE_JOB"):
+    if place.local_rank or os.environ.get(CHECKED) or os.environ.get("MEGASCALE_NODE"):
         return
     gpus = place.device.type == "cuda"
     first = place.rank - place.local_rank
