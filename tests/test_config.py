@@ -163,3 +163,29 @@ def test_text_that_is_not_unicode_is_named():
 def test_a_setting_that_is_no_number_is_refused(key, value):
     with pytest.raises(ConfigError, match=re.escape(key)):
         config.load(None, [f"--{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--model.layers=100000000", "--model.hidden=1e12", "--model.vocab_size=10000000000", "--model.heads=10000000",
+        "--model.sequence_length=100000000000", "--train.global_batch=2e9", "--train.micro_batch=1000000000",
+        "--train.threads=1000000", "--train.seed=99999999999999999999", "--train.steps=1e15", "--data.ring_steps=1e9",
+        "--data.loader_threads=1e6", "--parallel.pipeline=1e9", "--parallel.virtual_stages=1e9",
+        "--parallel.tensor=1e12", "--resilience.nodes=1e9", "--resilience.spares=1e9",
+    ],
+)  # fmt: skip
+def test_sizes_that_nobody_means_are_named_with_their_bound(override):
+    with pytest.raises(ConfigError) as caught:
+        config.load(None, [override])
+    assert override.removeprefix("--").partition("=")[0] in str(caught.value)
+    assert "less than or equal to" in str(caught.value)
+
+
+def test_every_size_has_an_upper_bound():
+    free = []
+    for section, table in config.Config.model_fields.items():
+        for key, about in table.annotation.model_fields.items():
+            if about.annotation in (int, int | None) and not any(hasattr(m, "le") for m in about.metadata):
+                free.append(f"{section}.{key}")
+    assert free == []

@@ -106,12 +106,13 @@ def train(config: Config) -> Result:
     from megascale.core.layout import lay_out
     from megascale.train.claim import tell_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.processes import find_place
+    from megascale.train.processes import check_place, find_place
 
     try:
         config = resolve(config)
         place = find_place(config)
         lay_out(config, place.world)
+        check_place(config, place, keeps=True)
     except MegascaleError as error:
         tell_refusal(config, str(error))
         raise

@@ -20,6 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from megascale.errors import ConfigError, FitError
 
+# Upper bounds keep a slip (2e9 for 2e3) from starting loops and allocations of that size: far above what anybody
+# trains, and what they let through is checked against the machine before anything starts (core/preflight.py).
+DEEP = 10_000  # layers and pipeline stages
+MOST = 1_000_000_000_000  # counts that cost nothing by themselves
+
 
 class Section(BaseModel):
     """A section of the tree: unknown keys are refused, values may not change after validation."""
@@ -31,14 +36,18 @@ class ModelConfig(Section):
     """The transformer's shape. Sizes are counts, not bytes."""
 
     preset: str | None = Field(None, description="start from a shipped shape, such as gpt2-124m; own keys override")
-    layers: int = Field(4, ge=1, description="transformer blocks")
-    hidden: int = Field(256, ge=1, description="width of the residual stream")
-    heads: int = Field(4, ge=1, description="attention heads; must divide hidden unless head_dim is given")
-    kv_heads: int | None = Field(None, ge=1, description="key/value heads (grouped-query); default: heads")
-    head_dim: int | None = Field(None, ge=1, description="width of a head; default: hidden / heads")
-    ffn_hidden: int | None = Field(None, ge=1, description="width inside the MLP; default: 4 x hidden")
-    vocab_size: int | None = Field(None, ge=2, description="default: the tokenizer's")
-    sequence_length: int = Field(256, ge=2, description="tokens in a training sample")
+    layers: int = Field(4, ge=1, le=DEEP, description="transformer blocks")
+    hidden: int = Field(256, ge=1, le=1_000_000, description="width of the residual stream")
+    heads: int = Field(
+        4, ge=1, le=1_000_000, description="attention heads; must divide hidden unless head_dim is given"
+    )
+    kv_heads: int | None = Field(
+        None, ge=1, le=1_000_000, description="key/value heads (grouped-query); default: heads"
+    )
+    head_dim: int | None = Field(None, ge=1, le=1_000_000, description="width of a head; default: hidden / heads")
+    ffn_hidden: int | None = Field(None, ge=1, le=100_000_000, description="width inside the MLP; default: 4 x hidden")
+    vocab_size: int | None = Field(None, ge=2, le=1_000_000_000, description="default: the tokenizer's")
+    sequence_length: int = Field(256, ge=2, le=1_000_000_000, description="tokens in a training sample")
     block: Literal["serial", "parallel"] = Field(
         "serial", description="serial: x + MLP(LN(x + Attn(LN x))); parallel: x + Attn(LN x) + MLP(LN x)"
     )
@@ -56,14 +65,16 @@ class ModelConfig(Section):
     head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
     tied_embeddings: bool = Field(True, description="logits use the token embedding")
     window: int | None = Field(
-        None, ge=1, description="sliding window: a query sees itself and the window-1 tokens before it"
+        None, ge=1, le=MOST, description="sliding window: a query sees itself and the window-1 tokens before it"
     )
     window_pattern: str = Field(
-        "S", pattern="^[SL]+$", description="repeated over layers: S = windowed, L = full attention"
+        "S", pattern="^[SL]+$", max_length=DEEP, description="repeated over layers: S = windowed, L = full attention"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings and residual branches, none in attention")
     init_std: float = Field(0.02, gt=0)
-    vocab_multiple: int = Field(128, ge=1, description="the stored vocabulary is padded to a multiple of this")
+    vocab_multiple: int = Field(
+        128, ge=1, le=1_000_000, description="the stored vocabulary is padded to a multiple of this"
+    )
 
     @property
     def kv(self) -> int:
@@ -146,7 +157,10 @@ class DataConfig(Section):
     tokenizer: str | None = Field(None, description="tokenizer.json; default: the one beside the first train file")
     shuffle: bool = Field(True, description="draw samples in a random order that is a pure function of train.seed")
     shuffle_tokens: int = Field(
-        1 << 20, ge=1, description="on the fly: windows are shuffled within runs of so many tokens of shuffled text"
+        1 << 20,
+        ge=1,
+        le=MOST * 1000,
+        description="on the fly: windows are shuffled within runs of so many tokens of shuffled text",
     )
     text_key: str = Field("text", description="on the fly: where jsonl records and parquet rows have their text")
     loader: Literal["auto", "host", "local"] = Field(
@@ -155,9 +169,12 @@ class DataConfig(Section):
         "for itself; auto: host on GPUs, and where ranks of a host share samples or text is tokenised on the fly",
     )
     loader_threads: int | None = Field(
-        None, ge=1, description="on the fly: threads that tokenise; default: half of the cores that may be used"
+        None,
+        ge=1,
+        le=4096,
+        description="on the fly: threads that tokenise; default: half of the cores that may be used",
     )
-    ring_steps: int = Field(2, ge=1, description="steps that the host's loader keeps ready in shared memory")
+    ring_steps: int = Field(2, ge=1, le=10_000, description="steps that the host's loader keeps ready in shared memory")
 
     @model_validator(mode="after")
     def _weights(self) -> DataConfig:
@@ -203,24 +220,29 @@ class LrConfig(Section):
         "the share of a weight's norm",
     )
     min: float = Field(0.0, ge=0, description="the rate at the end of the decay")
-    warmup_steps: int = Field(0, ge=0, description="linear from 0 to peak")
+    warmup_steps: int = Field(0, ge=0, le=MOST, description="linear from 0 to peak")
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    decay_steps: int | None = Field(None, ge=1, description="step at which min is reached; default: train.steps")
+    decay_steps: int | None = Field(
+        None, ge=1, le=MOST, description="step at which min is reached; default: train.steps"
+    )
 
 
 class ParallelConfig(Section):
     """How the model is laid over processes. Data parallelism is what is left of the world."""
 
-    tensor: int = Field(1, ge=1, description="tensor-parallel ranks (with sequence parallelism)")
-    pipeline: int = Field(1, ge=1, description="pipeline stages")
-    virtual_stages: int = Field(1, ge=1, description="model chunks a stage (interleaved 1F1B when above 1)")
+    tensor: int = Field(1, ge=1, le=1_000_000, description="tensor-parallel ranks (with sequence parallelism)")
+    pipeline: int = Field(1, ge=1, le=DEEP, description="pipeline stages")
+    virtual_stages: int = Field(1, ge=1, le=1000, description="model chunks a stage (interleaved 1F1B when above 1)")
     round_size: int | None = Field(
         None,
         ge=1,
+        le=MOST,
         description="micro-batches that each chunk of a stage takes in turn (interleaved 1F1B); default: pipeline. On "
         "slow networks more of them hide gradients and parameters on the wire, for more activations held",
     )
-    data: int | None = Field(None, ge=1, description="data-parallel ranks; default: what is left of the world")
+    data: int | None = Field(
+        None, ge=1, le=1_000_000, description="data-parallel ranks; default: what is left of the world"
+    )
     layer_split: list[int] | None = Field(
         None, description="layers of each model chunk, in model order; default: balanced with the logits"
     )
@@ -235,14 +257,17 @@ class ParallelConfig(Section):
         "rounded, half the bytes, summed in float32 (needs zero of 1 or 2)",
     )
     bucket_elements: int = Field(
-        40_000_000, ge=1, description="parameters in one data-parallel message; smaller hides more, larger moves faster"
+        40_000_000,
+        ge=1,
+        le=MOST * 1000,
+        description="parameters in one data-parallel message; smaller hides more, larger moves faster",
     )
     recompute: Literal["none", "norms", "activation", "selective", "full"] = Field(
         "none",
         description="what backward computes again instead of keeping it: norms; the MLP's activation; selective: both; "
         "full: whole layers from their input",
     )
-    gpus_per_host: int = Field(8, ge=1, description="ranks on one host, for placement and planning")
+    gpus_per_host: int = Field(8, ge=1, le=1_000_000, description="ranks on one host, for placement and planning")
 
 
 # Layers as wide and micro-batches as small as this gained 0.4 to 1.4% by independent products on two streams; narrower
@@ -310,27 +335,40 @@ class TrainConfig(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder's name")
     runs: str = Field("runs", description="folder that holds run folders")
-    steps: int = Field(1000, ge=0, description="optimizer steps in all")
-    micro_batch: int = Field(8, ge=1, description="sequences in one forward pass of one rank")
-    global_batch: int = Field(8, ge=1, description="sequences in one step over all ranks")
+    steps: int = Field(1000, ge=0, le=MOST, description="optimizer steps in all")
+    micro_batch: int = Field(8, ge=1, le=1_000_000, description="sequences in one forward pass of one rank")
+    global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences in one step over all ranks")
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32",
         description="type of weights in use and of activations; master weights are at least float32",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = Field(1234, ge=0)
+    fit: Literal["check", "force"] = Field(
+        "check",
+        description="before any process starts memory, disk, processes and open files are compared with an estimate of "
+        "what the run needs: check refuses what does not fit, force says so and starts all the same",
+    )
+    seed: int = Field(1234, ge=0, le=2**62)
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank; default: cores / ranks on the host, OMP_NUM_THREADS at most"
+        None,
+        ge=1,
+        le=4096,
+        description="CPU threads of a rank; default: cores / ranks on the host, OMP_NUM_THREADS at most",
     )
-    log_interval: int = Field(10, ge=1, description="steps between printed lines")
+    log_interval: int = Field(10, ge=1, le=MOST, description="steps between printed lines")
     gc_interval: int = Field(
-        50, ge=0, description="steps between collections of Python's garbage, on all ranks at once; 0: as Python likes"
+        50,
+        ge=0,
+        le=MOST,
+        description="steps between collections of Python's garbage, on all ranks at once; 0: as Python likes",
     )
-    eval_interval: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
-    eval_samples: int = Field(128, ge=1, description="held-out sequences an evaluation reads during training")
+    eval_interval: int = Field(0, ge=0, le=MOST, description="steps between evaluations; 0: only at the end")
+    eval_samples: int = Field(128, ge=1, le=MOST, description="held-out sequences an evaluation reads during training")
     sample_prompt: str | None = Field(None, description="text to continue at the end of training")
-    sample_tokens: int = Field(120, ge=1)
-    stop_after: int | None = Field(None, ge=1, description="stop after this many steps of this start (for tests)")
+    sample_tokens: int = Field(120, ge=1, le=1_000_000)
+    stop_after: int | None = Field(
+        None, ge=1, le=MOST, description="stop after this many steps of this start (for tests)"
+    )
 
 
 # What of a run may change under way where a person says so: windows are then trained twice or never, or trained
@@ -352,9 +390,9 @@ ACCEPTABLE = (
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    interval: int = Field(200, ge=0, description="steps between checkpoints; 0: only at the end")
+    interval: int = Field(200, ge=0, le=MOST, description="steps between checkpoints; 0: only at the end")
     at_end: bool = Field(True, description="save when training stops; false loses what came after the last interval")
-    keep: int = Field(2, ge=1, description="committed checkpoints to keep")
+    keep: int = Field(2, ge=1, le=MOST, description="committed checkpoints to keep")
     resume: bool = Field(True, description="continue from the newest committed checkpoint of the run folder")
     location: str | None = Field(
         None, description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder"
@@ -372,7 +410,7 @@ class CheckpointConfig(Section):
         "so that one is whole while the other is filled",
     )
     memory_interval: int = Field(
-        0, ge=0, description="steps between copies to host memory that are not written; 0: only those written"
+        0, ge=0, le=MOST, description="steps between copies to host memory that are not written; 0: only those written"
     )
     replicas: bool = Field(False, description="also keep each copy in another host's memory (2 x the state there)")
     replica_address: str = Field(
@@ -480,11 +518,14 @@ class ResilienceConfig(Section):
     checksum_interval: int = Field(
         0,
         ge=0,
+        le=MOST,
         description="steps between checksums of the weights, compared between data-parallel copies; 0: none",
     )
     faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
-    nodes: int = Field(1, ge=1, description="nodes that hold ranks; on one machine a node is a few processes")
-    spares: int = Field(0, ge=0, description="nodes that stand by with everything imported")
+    nodes: int = Field(
+        1, ge=1, le=30_000, description="nodes that hold ranks; on one machine a node is a few processes"
+    )
+    spares: int = Field(0, ge=0, le=30_000, description="nodes that stand by with everything imported")
     test_spares: bool = Field(True, description="have spares run the self-checks while they wait; one that fails goes")
     interval: float = Field(1.0, gt=0, description="seconds between an agent's heartbeats")
     window: float = Field(5.0, gt=0, description="seconds without a heartbeat after which a node counts as lost")
@@ -495,15 +536,15 @@ class ResilienceConfig(Section):
     )
     lease: float = Field(3.0, gt=0, description="seconds after which another host's silent driver may be replaced")
     budget_seconds: float = Field(3600.0, gt=0, description="time over which the budgets below count")
-    retries: int = Field(5, ge=0, description="times a node's processes are forked again in place")
-    respawns: int = Field(2, ge=0, description="times a node's agent and fork server are started again")
-    replacements: int = Field(10, ge=0, description="nodes that may be replaced by spares or new ones")
+    retries: int = Field(5, ge=0, le=MOST, description="times a node's processes are forked again in place")
+    respawns: int = Field(2, ge=0, le=MOST, description="times a node's agent and fork server are started again")
+    replacements: int = Field(10, ge=0, le=MOST, description="nodes that may be replaced by spares or new ones")
     replenish_wait: float = Field(
         600.0, ge=0, description="seconds to wait for new nodes when no spare is left; 0: do not ask for any"
     )
-    min_data: int = Field(1, ge=1, description="data parallelism may shrink to this when nodes stay away")
+    min_data: int = Field(1, ge=1, le=1_000_000, description="data parallelism may shrink to this when nodes stay away")
     fruitless: int = Field(
-        5, ge=1, description="starts in a row without one new step after which the job stops for a person"
+        5, ge=1, le=MOST, description="starts in a row without one new step after which the job stops for a person"
     )
     listen: str = Field("127.0.0.1", description="address where the driver takes agents and the API")
     port: int = Field(0, ge=0, le=65535, description="port for agents; 0: any, written to RUN/driver/contact.json")

@@ -50,6 +50,9 @@ def driver(
     from rich.console import Console
     from rich.table import Table
 
+    from megascale.core.preflight import AGENT, check_processes
+
+    check_processes("--processes", processes, AGENT)
     context = multiprocessing.get_context("spawn")
     results: Queue[Any] = context.Queue()
     with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:

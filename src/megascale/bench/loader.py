@@ -66,10 +66,13 @@ def main(
     """
     from rich.console import Console
 
+    from megascale.core.preflight import TRAINER, check_processes
+
     console = Console()
     unknown = set(source) - set(SOURCES)
     if unknown:
         raise typer.BadParameter(f"{unknown.pop()!r} is none of {', '.join(SOURCES)}")
+    check_processes("--ranks", ranks, TRAINER)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         if chaos:
             from megascale.bench.loader_chaos import run_chaos

@@ -86,7 +86,7 @@ def overlap(
     if not launch.started_by_launcher():
         world = launch.processes_wanted(config, api.visible_gpus())
         lay_out(config, world)
-        raise typer.Exit(launch.launch(sys.argv[1:], world, config))
+        raise typer.Exit(launch.launch(sys.argv[1:], world, config, model=False))
     record = measure(config, repeats)
     if record is not None:
         show(record)

@@ -81,9 +81,10 @@ def load_shape(settings: list[str]) -> Config:
 def join(config: Config) -> tuple[Place, Groups | None]:
     """This process's place, and its groups where there are others; collective."""
     from megascale.rendezvous.start import initialise
-    from megascale.train.processes import find_place
+    from megascale.train.processes import check_place, find_place
 
     place = find_place(config)
+    check_place(config, place, keeps=False)
     if place.world == 1:
         return place, None
     where = {"rank": place.rank, "world": place.world, "local_rank": place.local_rank}

@@ -41,6 +41,8 @@ def register(app: typer.Typer) -> None:
         from megascale import api
         from megascale.cli.common import need
         from megascale.core.layout import lay_out
+        from megascale.core.preflight import Share, preflight
+        from megascale.data.presence import check_data
 
         need("fastapi", "driver")
         from megascale.resilience import start
@@ -48,7 +50,8 @@ def register(app: typer.Typer) -> None:
 
         check_timeouts(config)
         config, size = start.prepare(config)
-        lay_out(api.resolve(config), size.world)  # what does not divide is said once, before any process starts
+        resolved = api.resolve(config)
+        lay_out(resolved, size.world)  # what does not divide is said once, before any process starts
         console = Console(highlight=False, soft_wrap=True)
 
         def say(who: str, text: str) -> None:
@@ -56,4 +59,9 @@ def register(app: typer.Typer) -> None:
             console.print(f"[{style}]{who:>8}[/] ", end="")
             console.print(text, markup=False)
 
+        if not start.is_running(config):  # a job that runs is taken over as it is
+            check_data(resolved)
+            nodes_here = config.resilience.nodes + config.resilience.spares
+            share = Share(size.world, 0, size.world, nodes=nodes_here, gpus=bool(size.devices))
+            preflight(resolved, share, say=lambda line: say("driver", line))
         raise typer.Exit(start.drive(config, size, say))

@@ -60,11 +60,13 @@ def logits_flops(model: ModelConfig) -> float:
 
 def flops_per_token(model: ModelConfig) -> FlopCount:
     """The whole model at its training sequence length."""
-    layers = [layer_flops(model, i) for i in range(model.layers)]
+    # Layers repeat with the window's pattern, so a very deep model costs no more to count than a shallow one.
+    period = len(model.window_pattern)
+    counts = [(layer_flops(model, i), len(range(i, model.layers, period))) for i in range(min(period, model.layers))]
     return FlopCount(
-        sum(c.projections for c in layers),
-        sum(c.attention for c in layers),
-        sum(c.mlp for c in layers),
+        sum(n * c.projections for c, n in counts),
+        sum(n * c.attention for c, n in counts),
+        sum(n * c.mlp for c, n in counts),
         logits_flops(model),
     )
 

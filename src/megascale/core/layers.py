@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import accumulate
 
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.core.flops import flops_per_token
@@ -45,14 +48,22 @@ def split_layers(
     extra[0][0] += embedding_cost
     extra[-1][-1] += logits_cost
     counts = [virtual] * stages
+    added = [sum(cost) for cost in extra]
+    load = [(counts[s] + added[s], -s) for s in range(stages)]
+    heapify(load)
     for _ in range(layers - chunks):
-        load = [counts[s] + sum(extra[s]) for s in range(stages)]
-        counts[min(range(stages), key=lambda s: (load[s], -s))] += 1
+        s = -load[0][1]
+        counts[s] += 1
+        heapreplace(load, (counts[s] + added[s], -s))
     split = [0] * chunks
     for s in range(stages):
         own = [1] * virtual
+        lightest = [(own[c] + extra[s][c], -c) for c in range(virtual)]
+        heapify(lightest)
         for _ in range(counts[s] - virtual):
-            own[min(range(virtual), key=lambda c: (own[c] + extra[s][c], -c))] += 1
+            c = -lightest[0][1]
+            own[c] += 1
+            heapreplace(lightest, (own[c] + extra[s][c], -c))
         for c in range(virtual):
             split[c * stages + s] = own[c]
     return split
@@ -85,6 +96,14 @@ def chunk_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
     count = flops_per_token(model)
     logits = count.logits / ((count.forward - count.logits) / model.layers)
     chunks = parallel.pipeline * parallel.virtual_stages
-    split = split_layers(model.layers, chunks, 0.0, logits, parallel.pipeline, parallel.layer_split)
-    starts = [sum(split[:g]) for g in range(chunks)]
-    return [range(a, a + n) for a, n in zip(starts, split, strict=True)]
+    explicit = None if parallel.layer_split is None else tuple(parallel.layer_split)
+    return list(_ranges(model.layers, chunks, logits, parallel.pipeline, explicit))
+
+
+@lru_cache(maxsize=64)
+def _ranges(
+    layers: int, chunks: int, logits: float, stages: int, explicit: tuple[int, ...] | None
+) -> tuple[range, ...]:
+    """Kept, as the memory of every stage asks for it again."""
+    split = split_layers(layers, chunks, 0.0, logits, stages, explicit)
+    return tuple(range(stop - n, stop) for stop, n in zip(accumulate(split), split, strict=True))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
 from megascale.core.grid import Grid
 from megascale.core.layers import chunk_layers
 from megascale.core.schedule import Schedule, pipeline_schedule, without_overlap
 from megascale.errors import FitError
+
+# Forward passes in a step's schedule, over all stages: far above the thousands that published runs have.
+MOST_FORWARDS = 400_000
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,27 @@ def lay_out(config: Config, world: int) -> Layout:
         microbatches = config.microbatches(grid.data)
     except FitError as error:
         faults.append(str(error))
+    if microbatches is not None and layers is not None:
+        faults += _schedule_faults(config, grid.data if grid is not None else 1, microbatches)
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
+
+
+def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
+    """A step whose list of actions alone would take minutes to make and gigabytes to hold."""
+    parallel, train = config.parallel, config.train
+    forwards = parallel.pipeline * parallel.virtual_stages * microbatches
+    if forwards <= MOST_FORWARDS:
+        return []
+    chunks = f"parallel.pipeline={parallel.pipeline} x parallel.virtual_stages={parallel.virtual_stages}"
+    fitting = max(1, MOST_FORWARDS // (parallel.pipeline * parallel.virtual_stages)) * train.micro_batch * data
+    return [
+        f"train.global_batch={train.global_batch} is {microbatches:,} micro-batches of train.micro_batch="
+        f"{train.micro_batch} on each of {data} data-parallel ranks, with {chunks} {forwards:,} forward passes in a "
+        f"step's schedule, which holds {MOST_FORWARDS:,} at most; lower train.global_batch to {fitting} or less, or "
+        "raise train.micro_batch"
+    ]
 
 
 def _one_stage_faults(parallel: ParallelConfig) -> list[str]:
@@ -122,7 +143,8 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
 
 def near_divisors(value: int, wanted: int) -> list[int]:
     """The divisors of `value` next to `wanted`, below and above."""
-    divisors = [n for n in range(1, value + 1) if value % n == 0]
+    small = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
+    divisors = sorted({*small, *(value // n for n in small)})
     below = [n for n in divisors if n <= wanted][-1:]
     above = [n for n in divisors if n > wanted][:1]
     return below + above

@@ -65,7 +65,8 @@ class Plan:
 
     def _work(self, split: list[int]) -> tuple[np.ndarray, np.ndarray]:
         model, p = self.config.model, self.layout.grid.pipeline
-        layer = [flops.layer_flops(model, i).forward for i in range(model.layers)]
+        period = [flops.layer_flops(model, i).forward for i in range(len(model.window_pattern))]
+        layer = [period[i % len(period)] for i in range(model.layers)]
         unit = sum(layer) / len(layer)
         stops = np.cumsum(split)
         body = np.array([sum(layer[stop - n : stop]) / unit for stop, n in zip(stops, split, strict=True)])
@@ -142,15 +143,15 @@ class Plan:
         for _ in range(stages):
             forward, backward = self._work(counts)
             busiest = int(np.argmax((forward + backward).sum(axis=1)))
+            sources = [c for c in range(busiest, len(counts), stages) if counts[c] > 1]
+            targets = [c for c in reversed(range(len(counts))) if c % stages != busiest]  # later: fewer in flight
+            number = len(sources) * len(targets)
             moves = []
-            for source in range(busiest, len(counts), stages):
-                for target in reversed(range(len(counts))):  # later chunks hold fewer micro-batches
-                    if target % stages != busiest and counts[source] > 1:
-                        move = counts.copy()
-                        move[source] -= 1
-                        move[target] += 1
-                        moves.append(move)
-            moves = moves[:: 1 + len(moves) * graph.actions // _REPLAYED]
+            for at in range(0, number, 1 + number * graph.actions // _REPLAYED):
+                move = counts.copy()
+                move[sources[at // len(targets)]] -= 1
+                move[targets[at % len(targets)]] += 1
+                moves.append(move)
             if not moves:
                 break
             times = replay(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan

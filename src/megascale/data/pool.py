@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megascale.core.preflight import check_processes
 from megascale.data.encode import encode
 from megascale.data.sources import Piece
 from megascale.data.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ from megascale.data.worker import Job
 from megascale.errors import DataError, MegascaleError
 
 # Less input than this is encoded here: starting processes would take longer.
+WORKER = 30 << 20  # bytes that a process takes at least
 SMALL = 32 << 20
 
 
@@ -39,6 +41,7 @@ def run(pieces: Sequence[Piece], job: Job, workers: int, progress: Callable[[int
             encode(piece, words, job.split, job.key, Path(job.folder), progress)
         return
     count = min(workers, len(pieces))
+    check_processes("--workers", count, WORKER)
     queue, failures = deque(pieces), deque[MegascaleError]()
     processes = [_start(max(1, workers // count)) for _ in range(count)]
     threads = [

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megascale.config import Config, ResilienceConfig
 from megascale.core.events import Event
+from megascale.core.preflight import wave
 from megascale.errors import EXIT_FAILED
 from megascale.resilience import ladder, progress
 from megascale.resilience.cluster.base import Cluster
@@ -22,6 +26,9 @@ from megascale.resilience.rules.offenders import repeated
 from megascale.resilience.verdicts import Verdict
 from megascale.resilience.view import View
 
+# Agents that are started and have not come: each then imports everything for its trainers, and many at once on few
+# cores all come too late.
+WAVE = wave(os.cpu_count() or 1)
 JOIN = 60.0  # seconds in which an agent that was started must come
 CALM = 3.0  # seconds that training must run before spares are looked after
 REFILL = 30.0  # seconds between requests for nodes in place of spares
@@ -46,6 +53,7 @@ class Mending:
     _entered: float
     _asked: float = 0.0
     _requests: int = 0
+    _on_their_way: int = 0  # agents started that have not come yet
     _unexplained: bool = False  # the last recovery blamed no node so far
     _first_bad: float | None
     _to_evict: list[str]
@@ -99,31 +107,56 @@ class Mending:
     def start_agent(self, node: Node, why: str) -> None:
         """Start a node's agent (again), in the background."""
         self.set_state(node, NodeState.JOINING, why)
-        node.deadline = time.monotonic() + JOIN
+        node.deadline = float("inf")  # until it is started
         if node.channel is not None:
             node.channel.close()
             node.channel = None
         self.spawn(self._start_agent(node))
 
     async def _start_agent(self, node: Node) -> None:
-        if not await self.cluster.start_agent(node.name):
-            node.deadline = 0.0  # it will not come
+        async with self._wave():
+            started = await self.cluster.start_agent(node.name)
+            # Another start of the same node may be waiting for its turn; whichever comes last has the deadline.
+            node.deadline = time.monotonic() + JOIN if started else 0.0  # it will not come
+            await self._coming(node)
+
+    @contextlib.asynccontextmanager
+    async def _wave(self) -> AsyncIterator[None]:
+        """Room among the agents that are on their way."""
+        while self._on_their_way >= WAVE:
+            await asyncio.sleep(0.05)
+        self._on_their_way += 1
+        try:
+            yield
+        finally:
+            self._on_their_way -= 1
+
+    async def _coming(self, node: Node) -> None:
+        """Until an agent that was started has come, or is not waited for any more (its time is over, or another start
+        of the node took its place)."""
+        deadline = node.deadline
+        while node.state is NodeState.JOINING and node.deadline == deadline and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
 
     def _ask_for_node(self) -> None:
         self._requests += 1
         self.spawn(self._request())
 
     async def _request(self) -> None:
+        waiting = True
         try:
-            name = await self.cluster.request()
+            async with self._wave():
+                name = await self.cluster.request()
+                self._requests, waiting = self._requests - 1, False
+                if name is None:
+                    return
+                node = self.nodes.setdefault(name, Node(name))
+                if node.state is not NodeState.UP:
+                    self.set_state(node, NodeState.JOINING, "requested")
+                    node.deadline = time.monotonic() + JOIN
+                await self._coming(node)
         finally:
-            self._requests -= 1
-        if name is None:
-            return
-        node = self.nodes.setdefault(name, Node(name))
-        if node.state is not NodeState.UP:
-            self.set_state(node, NodeState.JOINING, "requested")
-            node.deadline = time.monotonic() + JOIN
+            self._requests -= waiting
 
     def watch_nodes(self, now: float) -> None:
         """Nodes that are silent are lost; the rules judge those whose ranks run."""

@@ -21,7 +21,7 @@ from megascale.resilience import contact, recall
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import Driver
 from megascale.resilience.health import gpu_count
-from megascale.resilience.journal import FILE, Fenced
+from megascale.resilience.journal import FILE, Fenced, Reader
 from megascale.resilience.lasting import LastingJournal, lacks_room, no_room
 from megascale.resilience.machine import ENDED, Job, Phase
 
@@ -176,6 +176,21 @@ def _hand_down_password(config: Config) -> Config:
         return config
     os.environ[PASSWORD_VARIABLE] = config.rendezvous.password.get_secret_value()
     return config.model_copy(update={"rendezvous": config.rendezvous.model_copy(update={"password": None})})
+
+
+def is_running(config: Config) -> bool:
+    """Whether the run's journal tells of a job that has not ended, which a driver would take over as it is."""
+    run = config.run_folder.absolute()
+    if not (run / FILE).exists():
+        return False
+    try:
+        reader = Reader(run)
+        try:
+            return reader.job is not None and reader.job.phase not in ENDED
+        finally:
+            reader.close()
+    except Exception:  # damaged: `drive` deals with it, and agents of the job may be at work
+        return True
 
 
 def _write_settings(config: Config) -> None:

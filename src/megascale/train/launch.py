@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -16,9 +17,12 @@ from types import FrameType
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.ports import LISTENER
+from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
 from megascale.data import host_loader
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, FitError
 
+# A rank that has not said so by then counts as having imported everything all the same.
+COME_SECONDS = 60.0
 # After one process has failed the others get this long to say what they saw before they are ended.
 GRACE_SECONDS = 10.0
 # After a second interruption all get this long: a rank that hangs on its device hears no signal but the last.
@@ -60,7 +64,18 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def launch(words: list[str], world: int, config: Config) -> int:
+def check(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
+    """Whether this host holds `world` ranks of the run of `config` (resolved). FitError if not.
+
+    model: whether each has its share of the model; keeps: whether checkpoints are written.
+    """
+    import torch
+
+    gpus = config.train.device != "cpu" and torch.cuda.device_count() > 0
+    preflight(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
+
+
+def launch(words: list[str], world: int, config: Config, *, model: bool = True, keeps: bool = False) -> int:
     """Run `megascale WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
 
     The host's data loader, where `config` (resolved) wants one, is started before them and ended after them.
@@ -68,7 +83,11 @@ def launch(words: list[str], world: int, config: Config) -> int:
     The first SIGINT or SIGTERM is a SIGTERM to each rank, which one that has not come up yet heeds in silence; the
     second is passed on as it is, and ranks that are still there then are ended. When a rank fails the others are ended
     too. Returns the exit code of the first failure, 130 after an interruption, else 0.
+
+    Nothing starts that does not fit this host (see `check`: FitError), and no more than a wave of ranks imports at a
+    time: many that start together on few cores each take as long as all of them.
     """
+    check(config, world, model=model, keeps=keeps)
     run_lock.check(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -77,8 +96,9 @@ def launch(words: list[str], world: int, config: Config) -> int:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = str(listener.getsockname()[1])
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    common["LOCAL_WORLD_SIZE"] = str(world)
+    common |= {"LOCAL_WORLD_SIZE": str(world), CHECKED: "1"}
     loader: host_loader.Started | None = None
+    waves: _Waves | None = None
     ranks: list[subprocess.Popen[bytes]] = []
     interruptions: list[float] = []
 
@@ -94,11 +114,15 @@ def launch(words: list[str], world: int, config: Config) -> int:
         loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
         if loader is not None:
             common |= loader.environment
+        waves = _Waves(ranks, interruptions)
         for rank in range(world):
+            waves.wait()
             if interruptions:
                 print("interrupted", file=sys.stderr)
                 return EXIT_INTERRUPTED
-            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if _first_failed(ranks) is not None:
+                break  # the others would wait for it
+            environment = common | waves.environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank == 0:
                 environment[LISTENER] = str(listener.fileno())
             out = None
@@ -112,7 +136,7 @@ def launch(words: list[str], world: int, config: Config) -> int:
                     stderr=subprocess.STDOUT if out else None,
                     start_new_session=True,
                     preexec_fn=die_with_parent,
-                    pass_fds=[listener.fileno()] if rank == 0 else [],
+                    pass_fds=[*waves.handles, *([listener.fileno()] if rank == 0 else [])],
                 )
             )
             listener.close()
@@ -124,10 +148,40 @@ def launch(words: list[str], world: int, config: Config) -> int:
     finally:
         listener.close()
         end(ranks, END_SECONDS)
+        if waves is not None:
+            waves.close()
         if loader is not None:
             loader.stop()
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+class _Waves:
+    """Holds starts back while as many as a wave have not said that they have come.
+
+    Attributes:
+        environment, handles: what a rank that is to say so needs.
+    """
+
+    def __init__(self, ranks: Sequence[subprocess.Popen[bytes]], interruptions: Sequence[float]) -> None:
+        self._ranks, self._interruptions = ranks, interruptions
+        self._size, self._come = wave(os.cpu_count() or 1), 0
+        self._mine, theirs = os.pipe()
+        self.environment, self.handles = {CAME: str(theirs)}, (theirs,)
+
+    def wait(self) -> None:
+        """Until another rank may start: fewer than a wave are on their way, or all is over."""
+        deadline = time.monotonic() + COME_SECONDS
+        while len(self._ranks) - self._come >= self._size and time.monotonic() < deadline:
+            if self._interruptions or _first_failed(self._ranks) is not None:
+                return
+            if select.select([self._mine], [], [], 0.05)[0]:
+                self._come += len(os.read(self._mine, 4096))
+
+    def close(self) -> None:
+        """After the last."""
+        for handle in (self._mine, *self.handles):
+            os.close(handle)
 
 
 def _tell(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
@@ -169,9 +223,9 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, interruptions: list
     return code if code > 0 else 1
 
 
-def _first_failed(ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
     """(rank, code) of one that failed; one that a signal ended goes first, as the others fail for want of it."""
-    failed = [(r, p.returncode) for r, p in enumerate(ranks) if p.returncode]
+    failed = [(r, p.returncode) for r, p in enumerate(ranks) if p.poll()]
     return min(failed, key=lambda item: (item[1] > 0, item[0]), default=None)
 
 

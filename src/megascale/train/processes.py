@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import Config
+from megascale.core.preflight import CAME, CHECKED, Share, preflight
 from megascale.errors import ConfigError
 
 
@@ -34,6 +36,7 @@ def find_place(config: Config) -> Place:
 
     Raises ConfigError if they do not fit together or the device that was asked for is not there.
     """
+    _say_come()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     try:
         rank, world, local_rank, local_world = (
@@ -59,6 +62,27 @@ def find_place(config: Config) -> Place:
         device = torch.device("cpu")
         torch.set_num_threads(config.train.threads or _threads(local_world))
     return Place(rank, world, local_rank, local_world, device)
+
+
+def _say_come() -> None:
+    """Tell whoever starts ranks in waves that this one has imported everything."""
+    channel = os.environ.pop(CAME, "")
+    if channel.isdecimal():
+        with contextlib.suppress(OSError):
+            os.write(int(channel), b".")
+            os.close(int(channel))
+
+
+def check_place(config: Config, place: Place, *, keeps: bool) -> None:
+    """Whether this host holds what its ranks of the run of `config` (resolved) will take; asked by the first of them.
+
+    Nothing is asked where whoever started them (`megascale train` of several ranks, a driver) has. FitError if not.
+    """
+    if place.local_rank or os.environ.get(CHECKED) or os.environ.get("MEGASCALE_NODE"):
+        return
+    gpus = place.device.type == "cuda"
+    first = place.rank - place.local_rank
+    preflight(config, Share(place.world, first, place.local_world, gpus=gpus, keeps=keeps, running=True))
 
 
 def _threads(local_world: int) -> int:

@@ -1,0 +1,225 @@
+"""What does not fit this machine is refused before anything starts, with figure, key and remedy; what fits is not."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.config import Config, load
+from megascale.core import capacity as machine
+from megascale.core.capacity import Capacity, free_disk
+from megascale.core.layout import lay_out
+from megascale.core.preflight import FORKED, Share, check_processes, checkpoint_bytes, preflight, stages_here
+from megascale.errors import FitError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GIB = 2**30
+SMALL = Capacity(memory=23 * GIB, memory_from="MemAvailable", cores=2, open_files=1024, processes=30_000)
+ROOM = 100 * GIB
+
+
+def run(words: list[str], share: Share, capacity: Capacity = SMALL, disk: int = ROOM, file: str = "") -> list[str]:
+    """Lines said; FitError if refused."""
+    said: list[str] = []
+    config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *words])
+    preflight(config, share, capacity, lambda folder: disk, said.append)
+    return said
+
+
+def refused(*words: str, share: Share, **more) -> str:
+    with pytest.raises(FitError) as caught:
+        run(list(words), share, **more)
+    assert caught.value.exit_code == 3
+    assert "--train.fit=force" in str(caught.value)
+    forced = run([*words, "--train.fit=force"], share, **more)
+    assert any("train.fit=force: starting although" in line for line in forced)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "ranks"),
+    [("stdlib.toml", [], 1), ("stdlib-3d.toml", [], 8), ("", ["--model.preset=gpt2-124m", "--train.micro_batch=2"], 1)],
+)
+def test_what_runs_on_a_small_machine_is_not_refused(file, words, ranks):
+    two = replace(SMALL, memory=8 * GIB)
+    assert run([*words, "--train.global_batch=16"], Share(ranks, 0, ranks), two, 4 * GIB, file) == []
+
+
+def test_13b_on_a_host_without_gpus():
+    text = refused(share=Share(4, 0, 4), file="gpt-13b-3d.toml")
+    for part in ("model.layers=40", "MemAvailable leaves 23.0 GiB", "optimizer", "--train.micro_batch=1", "4 ranks"):
+        assert part in text
+
+
+def test_one_process_that_is_there_already_counts_its_tensors_alone():
+    words = ["--model.preset=gpt-1.3b", "--train.precision=bfloat16", "--train.global_batch=64"]
+    text = refused(*words, share=Share(1, 0, 1, running=True, keeps=False))
+    assert "processes of" not in text
+    assert "tensors of 1 rank (" in text
+    run(words, Share(1, 0, 1, running=True, keeps=False), replace(SMALL, memory=50 * GIB))
+
+
+def test_gpu_memory_is_that_of_the_fullest_stage():
+    share = Share(8, 0, 8, gpus=True)
+    gpu = replace(SMALL, memory=64 * GIB, gpu_memory=48 * GIB)
+    text = refused(share=share, capacity=gpu, disk=10**15, file="gpt-13b-3d.toml")
+    assert "of GPU memory" in text
+    assert "the GPU has 48.0 GiB" in text
+    assert run([], share, replace(gpu, gpu_memory=141 * GIB), 10**15, "gpt-13b-3d.toml") == []
+    assert run([], share, replace(gpu, gpu_memory=None), 10**15, "gpt-13b-3d.toml") == []
+
+
+def test_3000_nodes_on_two_cores():
+    share = Share(3000, 0, 3000, nodes=3000)
+    words = ["--train.micro_batch=1", "--train.global_batch=3000", "--train.threads=1"]
+    text = refused(*words, share=share, capacity=replace(SMALL, open_files=20_000, processes=90_000))
+    for part in ("3000 ranks on 3000 nodes", "GiB for their processes alone", "23.0 GiB", "lower --nodes"):
+        assert part in text
+    text = refused(*words, share=share, capacity=replace(SMALL, memory=10_000 * GIB))
+    assert "open files" in text
+    assert "1,024" in text
+    assert "ulimit -n 6064" in text
+    assert "processes and threads" in text
+    assert "30,000" in text
+
+
+def test_a_crowd_that_fits_is_told_to_be_slow():
+    said = run(["--train.micro_batch=1", "--train.global_batch=40"], Share(40, 0, 40, nodes=40))
+    assert said == ["40 ranks share 2 cores: starting will take long and steps will be slow"]
+
+
+def test_disk_for_a_checkpoint_and_memory_for_its_copies(tmp_path):
+    words = ["--model.layers=8", "--model.hidden=512"]
+    one = Share(1, 0, 1)
+    config = load(None, ["--model.vocab_size=50304", *words])
+    needed = checkpoint_bytes(config)
+    run(words, one, disk=needed)
+    text = refused(*words, share=one, disk=needed - 1)
+    assert "checkpoint.location" in text
+    assert "MiB of free disk" in text
+    for none in (["--checkpoint.at_end=false", "--checkpoint.interval=0"], ["--checkpoint.location=s3://bucket/run"]):
+        run([*words, *none], one, disk=0)
+    run(words, replace(one, keeps=False), disk=0)
+    copies = ["--checkpoint.background=true", "--checkpoint.slots=4"]
+    tight = replace(SMALL, memory=2 * GIB)
+    run([*words, "--train.micro_batch=1"], one, tight)
+    assert "checkpoint.slots" in refused(*words, "--train.micro_batch=1", *copies, share=one, capacity=tight)
+    assert free_disk(tmp_path / "not" / "yet" / "made") > 0
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 63), st.integers(1, 64))
+def test_stages_of_a_host_are_those_of_its_ranks(tensor, pipeline, data, first, ranks):
+    world = tensor * pipeline * data
+    first = min(first, world - 1)
+    ranks = min(ranks, world - first)
+    words = [f"--parallel.tensor={tensor}", f"--parallel.pipeline={pipeline}", f"--train.global_batch={data * 8}"]
+    shape = ["--model.heads=12", "--model.hidden=48", "--model.sequence_length=12", "--model.vocab_size=10"]
+    layout = lay_out(load(None, [*words, *shape, "--model.vocab_multiple=12"]), world)
+    counted: dict[int, int] = {}
+    for rank in range(first, first + ranks):
+        stage = layout.grid.coordinate(rank).pipeline
+        counted[stage] = counted.get(stage, 0) + 1
+    assert stages_here(layout, Share(world, first, ranks)) == counted
+
+
+# the machine --------------------------------------------------------------------------------------------------------
+
+
+def kernel(folder: Path, cgroup: str = "0::/job\n") -> tuple[Path, Path]:
+    """/proc and /sys/fs/cgroup of a machine with 8 GiB left."""
+    proc, groups = folder / "proc", folder / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "sys" / "kernel").mkdir(parents=True)
+    (groups / "job").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable:    8388608 kB\n")
+    (proc / "self" / "cgroup").write_text(cgroup)
+    (proc / "sys" / "kernel" / "pid_max").write_text("32768\n")
+    (proc / "sys" / "kernel" / "threads-max").write_text("99999\n")
+    (proc / "loadavg").write_text("0.1 0.2 0.3 1/768 4242\n")
+    return proc, groups
+
+
+def test_memory_and_processes_that_the_kernel_tells_of(tmp_path):
+    proc, groups = kernel(tmp_path)
+    found = Capacity.here(proc, groups)
+    assert (found.memory, found.memory_from) == (8 * GIB, "MemAvailable")
+    assert found.processes is not None
+    assert found.processes <= 32_000
+
+
+def test_the_tightest_control_group_counts_without_its_cache(tmp_path):
+    proc, groups = kernel(tmp_path)
+    (groups / "job" / "memory.max").write_text("max\n")
+    (groups / "job" / "pids.max").write_text("100\n")
+    (groups / "job" / "pids.current").write_text("40\n")
+    (groups / "memory.max").write_text(f"{4 * GIB}\n")
+    (groups / "memory.current").write_text(f"{3 * GIB}\n")
+    (groups / "memory.stat").write_text(f"anon 5\nactive_file {GIB}\ninactive_file {GIB}\n")
+    found = Capacity.here(proc, groups)
+    assert (found.memory, found.memory_from) == (3 * GIB, "the control group's memory.max")
+    assert (found.processes, found.processes_from) == (60, "the control group's pids.max")
+
+
+def test_control_groups_of_version_1(tmp_path):
+    proc, groups = kernel(tmp_path, "5:memory:/host/name\n3:cpu,cpuacct:/\n0::/\n")
+    memory = groups / "memory"
+    memory.mkdir()
+    (memory / "memory.limit_in_bytes").write_text(str(2**63 - 4096))
+    (memory / "memory.usage_in_bytes").write_text("5")
+    assert Capacity.here(proc, groups).memory == 8 * GIB
+    (memory / "memory.limit_in_bytes").write_text(str(2 * GIB))
+    (memory / "memory.stat").write_text(f"total_inactive_file {GIB}\n")
+    (memory / "memory.usage_in_bytes").write_text(str(GIB))
+    assert Capacity.here(proc, groups).memory == 2 * GIB
+
+
+def test_a_machine_that_tells_nothing_refuses_nothing(tmp_path):
+    found = Capacity.here(tmp_path, tmp_path)
+    assert (found.memory, found.gpu_memory) == (None, None)
+    unknown = replace(found, open_files=None, processes=None)
+    run(["--train.global_batch=4096", "--train.micro_batch=1"], Share(4096, 0, 4096, nodes=4096), unknown)
+
+
+def test_open_files_are_those_of_this_process():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, soft // 2), hard))
+    try:
+        assert Capacity.here().open_files == max(256, soft // 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("visible", "gib"), [(None, 40), ("1", 80), ("0,1", 40), ("GPU-b", 80), ("MIG-1", None), ("7", None)]
+)
+def test_the_smallest_gpu_that_is_visible(tmp_path, monkeypatch, visible, gib):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-a, 40960'\necho '1, GPU-b, 81920'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine._smallest_gpu() == (None if gib is None else gib * GIB)
+
+
+def test_forked_trainers_share_what_their_server_imported():
+    config: Config = load(None, ["--model.vocab_size=64", "--train.global_batch=8", "--train.micro_batch=1"])
+    assert config.train.fit == "check"
+    nodes = Share(8, 0, 8, nodes=8)
+    assert FORKED * 8 < 8 * GIB
+    preflight(config, nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
+
+
+def test_other_commands_that_start_processes_by_the_number():
+    check_processes("--workers", 100, 30 << 20, SMALL)
+    with pytest.raises(FitError, match=r"--workers=1000 processes need 29.3 GiB at least .* ask for 785 or fewer"):
+        check_processes("--workers", 1000, 30 << 20, SMALL)
+    with pytest.raises(FitError, match=r"--workers=40000 processes are more than the 30,000"):
+        check_processes("--workers", 40_000, 1, SMALL)

@@ -1,0 +1,202 @@
+"""Commands refuse what this machine cannot hold before anything of it starts, and start many ranks in waves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megascale.core import capacity
+from megascale.resilience import mending
+from megascale.resilience.nodes import Node, NodeState
+from megascale.train import launch
+
+LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2);"
+MAIN = "sys.argv[1:2] = []; from megascale.cli.main import main; main()"
+
+
+def limited(files: int, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`megascale WORDS` where a process may have only so many files open."""
+    command = [sys.executable, "-c", f"{LIMITED} {MAIN}", str(files), *map(str, words)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
+
+
+def test_launch_refuses_a_crowd_before_any_agent(tiny, tmp_path):
+    found = limited(66, "launch", tiny, "--nodes=2", "--train.micro_batch=1", cwd=tmp_path)
+    assert found.returncode == 3, found.stderr
+    for part in ("68 open files", "may have 66", "ulimit -n 68", "--nodes", "--train.fit=force"):
+        assert part in found.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_refuses_before_any_rank(tiny, tmp_path):
+    words = ["train", tiny, "--parallel.data=2", "--train.micro_batch=1"]
+    found = limited(65, *words, cwd=tmp_path)
+    assert found.returncode == 3, found.stderr
+    assert "a trainer needs 66 open files" in found.stderr
+    assert not (tmp_path / "runs").exists()
+    shown = limited(65, *words, "--dry-run", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert "# would be refused here: a trainer needs 66 open files" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_data_that_is_not_there_is_seen_first(command, tiny, tmp_path, megascale):
+    words = ["--parallel.data=2", "--train.micro_batch=1", f"--data.valid={tmp_path}/none"]
+    found = megascale(command, tiny, *words)
+    assert found.returncode == 4, found.stderr
+    assert f"{tmp_path}/none" in re.sub(r"\s+", " ", found.stderr)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_port_that_is_taken_is_named(tiny, tmp_path, megascale):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = megascale("launch", tiny, f"--resilience.port={port}")
+    assert found.returncode == 2, found.stderr
+    assert f"resilience.port={port}" in found.stderr
+
+
+def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
+    from megascale import api
+    from megascale.errors import FitError
+
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    (proc / "meminfo").write_text("MemAvailable: 100 kB\n")
+    here = capacity.Capacity.here
+    monkeypatch.setattr(capacity.Capacity, "here", lambda **words: here(proc, tmp_path / "cgroup", **words))
+    with pytest.raises(FitError, match=r"tensors of 1 rank .* MemAvailable leaves 0 MiB"):
+        api.train(api.load_config(tiny))
+    assert not (tmp_path / "runs").exists()
+    result = api.train(api.load_config(tiny, ["--train.fit=force", "--train.steps=1"]))
+    assert result.step == 1
+    assert "train.fit=force: starting although" in capsys.readouterr().err
+
+
+def test_trainers_start_in_waves(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "wave", lambda cores: 2)
+    ranks: list[subprocess.Popen[bytes]] = []
+    waves = launch._Waves(ranks, [])
+    code = "import os, pathlib; pathlib.Path(f'came-{os.getpid()}').touch(); "
+    code += "os.write(int(os.environ['MEGASCALE_CAME']), b'.')"
+    most = 0
+    try:
+        for _ in range(6):
+            waves.wait()
+            most = max(most, len(ranks) - len(list(tmp_path.glob("came-*"))))
+            command = [sys.executable, "-c", code]
+            ranks.append(
+                subprocess.Popen(command, cwd=tmp_path, env=os.environ | waves.environment, pass_fds=waves.handles)
+            )
+        assert most <= 1
+    finally:
+        for process in ranks:
+            process.wait(60)
+        waves.close()
+
+
+def test_a_wave_ends_with_an_interruption_or_a_failure(monkeypatch):
+    monkeypatch.setattr(launch, "wave", lambda cores: 1)
+    interruptions: list[float] = []
+    sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as one:
+        waves = launch._Waves([one], interruptions)
+        waiting = threading.Thread(target=waves.wait)
+        waiting.start()
+        interruptions.append(1.0)
+        waiting.join(30)
+        assert not waiting.is_alive()
+        interruptions.clear()
+        one.kill()
+        waves.wait()
+        waves.close()
+
+
+def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path, monkeypatch):
+    from megascale.config import load
+
+    monkeypatch.setattr(launch, "wave", lambda cores: 1)
+    monkeypatch.chdir(tmp_path)
+    words = ["--parallel.data=2", "--train.steps=2", "--train.micro_batch=1"]
+    assert launch.launch(["train", str(tiny), *words], 2, load(tiny, words), keeps=True) == 0
+    assert (tmp_path / "runs" / "tiny" / "checkpoints").is_dir()
+
+
+class _Nodes(mending.Mending):
+    """Starts agents that come a few turns of the loop later."""
+
+    def __init__(self, dead: set[str]) -> None:
+        self.nodes, self.dead, self.cluster = {}, dead, self
+        self.there: set[str] = set()
+        self.most = self.number = 0
+
+    def set_state(self, node: Node, state: NodeState, why: str) -> None:
+        node.state = state
+
+    async def start_agent(self, name: str) -> bool:  # type: ignore[override]
+        self.there.add(name)
+        self.most = max(self.most, len(self.there))
+        if name in self.dead:
+            self.there.discard(name)
+            return False
+        asyncio.get_running_loop().call_later(0.01, self._come, name)
+        return True
+
+    async def request(self) -> str | None:
+        self.number += 1
+        name = f"new{self.number}"
+        await self.start_agent(name)
+        return name
+
+    def _come(self, name: str) -> None:
+        self.there.discard(name)
+        self.nodes.setdefault(name, Node(name)).state = NodeState.UP
+
+
+def test_agents_start_in_waves(monkeypatch):
+    monkeypatch.setattr(mending, "WAVE", 3)
+
+    async def begin() -> _Nodes:
+        nodes = _Nodes({"n4"})
+        for number in range(10):
+            name = f"n{number}"
+            nodes.nodes[name] = Node(name)
+        nodes._requests = 4
+        works = [nodes._start_agent(node) for node in list(nodes.nodes.values())]
+        await asyncio.wait_for(asyncio.gather(*works, *(nodes._request() for _ in range(4))), 60)
+        return nodes
+
+    nodes = asyncio.run(begin())
+    assert nodes.most <= 3
+    assert nodes._on_their_way == nodes._requests == 0
+    assert [name for name, node in nodes.nodes.items() if node.state is not NodeState.UP] == ["n4"]
+    assert nodes.nodes["n4"].deadline == 0.0
+
+
+def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch):
+    monkeypatch.setattr(mending, "WAVE", 1)
+
+    async def begin() -> None:
+        nodes = _Nodes(set())
+        node = nodes.nodes["n0"] = Node("n0")
+        monkeypatch.setattr(nodes, "_come", lambda name: None)  # the first never comes
+        first = asyncio.create_task(nodes._start_agent(node))
+        while not nodes.there:
+            await asyncio.sleep(0)
+        node.deadline = float("inf")  # as Mending.start_agent leaves it
+        monkeypatch.undo()
+        await asyncio.wait_for(asyncio.gather(first, nodes._start_agent(node)), 60)
+        assert node.state is NodeState.UP
+
+    asyncio.run(begin())
