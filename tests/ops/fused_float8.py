@@ -109,7 +109,10 @@ def test_cast_by_scale_with_amax_and_counts(shape, dtype, kind, seed, hole, want
     x = rows_of(shape, dtype, seed, hole)
     scale = x.float().nan_to_num(0.0, 0.0, 0.0).abs().max() / kind.largest / 3 + 1e-6  # some are clipped, some flushed
     rows, columns = wanted
-    with mock.patch.object(cast, "TILE", (16, 32, 1)), mock.patch.object(cast, "TILE_WITHOUT_COLUMNS", (8, 64, 1)):
+    with (
+        mock.patch.object(cast, "TILE_COLLECTING", (16, 32, 1)),
+        mock.patch.object(cast, "TILE_WITHOUT_COLUMNS", (8, 64, 1)),
+    ):
         both(
             lambda amax, counts: cast_by_scale(x, kind, scale, rows=rows, columns=columns, amax=amax, counts=counts),
             torch.tensor(0.5),
