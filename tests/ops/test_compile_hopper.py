@@ -87,6 +87,7 @@ def add_norm(width: int) -> None:
 def float8_casts(kind: Format) -> None:
     x, scale, counts = zeros(4096, 5120), torch.ones(()), torch.zeros(2, dtype=torch.long)
     cast.cast_by_scale(x, kind, scale)
+    cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()))
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()), counts=counts)
     cast.cast_by_scale(x, kind, scale, columns=False)
     cast.cast_by_amax(x, kind, old=scale, counts=counts)

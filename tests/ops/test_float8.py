@@ -249,7 +249,7 @@ class FakeLibrary(cublaslt._Library):
 
     def __init__(self, found: int = 8) -> None:
         self.log: list[tuple] = []
-        self.path, self.version, self.handles = "fake", 130100, {0: ctypes.c_void_p(7)}
+        self.path, self.version, self.handles = "fake", 130100, {None: ctypes.c_void_p(7)}
 
         def back(name, types):
             def call(*arguments):
