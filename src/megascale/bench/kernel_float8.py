@@ -49,8 +49,9 @@ LINEARS = {
 CASTS = [(4096, 5120), (4096, 20480), (4096, 35840), (8192, 2048), (8192, 28672)]
 TINY_LINEARS = {"tiny": (16, 32, 48)}
 TINY_CASTS = [(16, 32)]
-ROUNDED = 3e-3  # norm-wise: the result's bfloat16, and the 14 bits of fast sums (2.3e-3 at the shapes above)
-ADDED = 1e-3  # float32 results with precise sums: 1.4e-4
+# Norm-wise, measured: precise sums 1.3e-4 in float32 and 1.7e-3 in bfloat16, fast ones (14 bits) 2.3e-3 at K = 5,120
+# and more with K.
+ADDED, ROUNDED, FAST = 1e-3, 3e-3, 2e-2
 
 
 def refusal(device: torch.device) -> str:
@@ -188,7 +189,7 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
         made = Row(f"{name} {what}", shape, dtype)
         if result is not None and want is not None:
             made.distance = distance(result, want)
-            allowed = ADDED if result.dtype == torch.float32 else ROUNDED
+            allowed = FAST if "fast" in what else ADDED if result.dtype == torch.float32 else ROUNDED
             if not made.distance <= allowed:
                 made.error = f"{made.distance:.1e} away from the GEMM of the numbers that the float8 values stand for"
         return made
@@ -222,9 +223,11 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
     _timed(bench, row("dw += float32", "bfloat16"), flops, lambda: linear.accumulate_mm(main, dy.t(), x))
     gemm.matmul_into(main, *given, unset=True)
     into = row("dw = float32, precise", result=main, want=want)
+    gemm.matmul_into(main, *given)
+    added_to = row("dw += float32, precise", result=main / 2, want=want)
     del want
     _timed(bench, into, flops, lambda: gemm.matmul_into(main, *given, unset=True))
-    _timed(bench, row("dw += float32, precise"), flops, lambda: gemm.matmul_into(main, *given))
+    _timed(bench, added_to, flops, lambda: gemm.matmul_into(main, *given))
     _timed(bench, row("dw += float32, fast"), flops, lambda: gemm.matmul_into(main, *given, fast=True))
     added = lambda: main.add_(gemm.matmul(*given, dtype=torch.float32))
     _timed(bench, row("dw, float32, precise, and an addition"), flops, added)
@@ -233,6 +236,7 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
         if best:
             tuned = row(f"dw += float32, precise, proposal {best + 1}")
             _timed(bench, tuned, flops, lambda: gemm.matmul_into(main, *given))
+        cublaslt.adopt({})
 
 
 def measure(bench: Bench, tiny: bool) -> None:
