@@ -6,9 +6,11 @@ import interpreted  # noqa: F401  (first: it prepares the interpreter)
 import pytest
 import torch
 
+from megascale.bench import kernel_float8
 from megascale.bench.kernel_cases import TINY, cases
-from megascale.bench.kernel_measures import Bench, measure_case, run
-from megascale.bench.kernels import show
+from megascale.bench.kernel_measures import PARTS, Bench, measure_case, run
+from megascale.bench.kernels import main, show
+from megascale.errors import ConfigError
 from megascale.ops import dispatch
 
 
@@ -20,7 +22,8 @@ def _fused():
 
 
 def test_every_operator_is_checked_and_timed(capsys, tmp_path):
-    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
+    parts = [part for part in PARTS if part != "float8"]
+    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", parts)
     assert [row for row in result["rows"] if row["error"]] == []
     assert len(result["rows"]) >= 29
     assert all(row["fused"] for row in result["rows"])
@@ -28,6 +31,41 @@ def test_every_operator_is_checked_and_timed(capsys, tmp_path):
     assert not [op for op, choice in result["active"].items() if choice != "triton" and "float64" not in choice]
     show(result)
     assert "layer norm" in capsys.readouterr().out
+
+
+def test_float8_casts_and_gemms_are_checked_and_timed(tmp_path):
+    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", ["float8"])
+    assert [row for row in result["rows"] if row["error"]] == []
+    ops = [row["op"] for row in result["rows"]]
+    assert all(op.startswith(("float8", "tiny")) for op in ops)
+    checks = [row for row in result["rows"] if row["op"].endswith("check")]
+    assert [row["dtype"] for row in checks] == ["bfloat16", "float32"] * 2
+    assert all(row["fused"] for row in result["rows"] if row not in checks)
+    assert {"tiny y", "tiny y, fast", "tiny dx, precise", "tiny dw += float32", "tiny dw += float32, precise"} <= {*ops}
+    assert all(row["tflops"] for row in result["rows"] if row["op"].startswith("tiny"))
+    assert result["active"]["float8 cast"] == "triton"
+
+
+def test_a_wrong_float8_cast_is_a_row(tmp_path, monkeypatch):
+    right = kernel_float8.cast_by_scale
+    monkeypatch.setattr(kernel_float8, "cast_by_scale", lambda x, *given, **more: right(-x, *given, **more))
+    bench = Bench(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
+    kernel_float8.check_casts(bench, 24, 40)
+    assert "reference's bytes: given scale (" in bench.rows[0].error
+    assert "current" not in bench.rows[0].error
+
+
+def test_a_device_without_float8_is_a_printed_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(kernel_float8, "refusal", lambda device: "A100 has 8.0")
+    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", ["float8"])
+    assert result["rows"] == []
+    show(result)
+    assert "float8 is not measured: A100 has 8.0" in capsys.readouterr().out
+
+
+def test_a_part_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no part is called 'float9'; the parts are operators,"):
+        main(tmp_path / "kernels.json", tiny=True, compile_until=0.0, only="float8,float9")
 
 
 def test_a_wrong_kernel_and_a_crash_are_rows(tmp_path):

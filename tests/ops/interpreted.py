@@ -20,3 +20,30 @@ def _patch_with_index(tensor, scope):
 
 
 interpreter._patch_lang_tensor = _patch_with_index
+
+
+def _float8_types() -> dict:
+    import torch
+    import triton.language as tl
+
+    return {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
+_convert = interpreter._convert_float
+
+
+def _convert_as_hardware_does(data, from_type, to_type, rounding):
+    """The interpreter's own conversion cuts, and loses a carry and NaN. Nothing that is too large may come here."""
+    import numpy as np
+    import torch
+
+    kinds = _float8_types()
+    if to_type not in kinds:
+        return _convert(data, from_type, to_type, rounding)
+    wide = torch.from_numpy(np.frombuffer(data.tobytes(), np.float32).copy())
+    made = wide.to(kinds[to_type])
+    assert not ((wide.abs() > torch.finfo(made.dtype).max) & wide.isfinite()).any(), "not clamped"
+    return made.view(torch.uint8).numpy().reshape(data.shape)
+
+
+interpreter._convert_float = _convert_as_hardware_does

@@ -1,4 +1,4 @@
-"""Float8's plain references: scales, casts and products on the CPU, and what is refused before anything runs."""
+"""Float8's plain references: scales, casts and GEMMs on the CPU, and what is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.ops import dispatch
-from megascale.ops.float8 import cublaslt, product
+from megascale.ops.float8 import cublaslt, gemm
 from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_by_scale, cast_rows
 from megascale.ops.float8.formats import (
     E4M3,
@@ -25,6 +25,7 @@ from megascale.ops.float8.formats import (
     power_of_2_above,
     quantise_reference,
     scale_from_amax,
+    scale_slots,
 )
 
 kinds = st.sampled_from([E4M3, E5M2])
@@ -156,7 +157,7 @@ def exact(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @MANY
 @given(st.sampled_from([(16, 32, 48), (3, 5, 7), (1, 16, 16)]), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_the_three_products_of_a_linear(sizes, row_wise, unset, seed):
+def test_the_three_gemms_of_a_linear(sizes, row_wise, unset, seed):
     tokens, inputs, outputs = sizes
     x, w, dy = (randn(*shape, seed=seed) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
     if row_wise:
@@ -164,38 +165,38 @@ def test_the_three_products_of_a_linear(sizes, row_wise, unset, seed):
     else:
         x8, w8, dy8 = cast_by_amax(x, E4M3), cast_by_amax(w, E4M3), cast_by_amax(dy, E5M2)
     bias = randn(outputs, seed=seed)
-    y = product.forward(x8, w8, torch.float32, bias)
+    y = gemm.forward(x8, w8, torch.float32, bias)
     want = exact(x8.rows, x8.rows_scale) @ exact(w8.rows, w8.rows_scale).t() + bias
     torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
-    dx = product.input_gradient(dy8, w8, torch.float64)
+    dx = gemm.input_gradient(dy8, w8, torch.float64)
     torch.testing.assert_close(dx, exact(dy8.rows, dy8.rows_scale) @ exact(w8.columns, w8.columns_scale).t())
     main = torch.full((outputs, inputs), math.nan if unset else 2.0)
-    product.weight_gradient(dy8, x8, main, unset)
+    gemm.weight_gradient(dy8, x8, main, unset)
     want = exact(dy8.columns, dy8.columns_scale) @ exact(x8.columns, x8.columns_scale).t() + (0 if unset else 2)
     torch.testing.assert_close(main.double(), want, rtol=1e-5, atol=1e-5)
-    assert dispatch.active()["float8 product"] == "reference (cpu tensors)"
+    assert dispatch.active()["float8 GEMM"] == "reference (cpu tensors)"
 
 
 @pytest.mark.parametrize(("kinds", "error"), [((E4M3, E4M3), 0.0375), ((E5M2, E4M3), 0.0585)])
-def test_error_of_a_product_of_gaussians(kinds, error):
+def test_error_of_a_gemm_of_gaussians(kinds, error):
     """3.7% and 5.9% of the norm are the formats' own: an error in a scale or a rounding would be more."""
     a, b = randn(64, 2048), randn(96, 2048, seed=1)
     qa, qb = (cast_by_amax(t, kind) for t, kind in zip((a, b), kinds, strict=True))
-    got = product.multiply(qa.rows, qa.rows_scale, qb.rows, qb.rows_scale, dtype=torch.float32)
+    got = gemm.matmul(qa.rows, qa.rows_scale, qb.rows, qb.rows_scale, dtype=torch.float32)
     assert ((got - a @ b.t()).norm() / (a @ b.t()).norm()).item() == pytest.approx(error, rel=0.06)
 
 
 def test_what_a_cast_left_out_is_not_multiplied():
     x, w = (cast_by_amax(randn(16, 16, seed=i), E4M3, columns=False) for i in range(2))
     with pytest.raises(AssertionError, match="left out"):
-        product.input_gradient(x, w)
+        gemm.input_gradient(x, w)
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs", "named"), [(8, 16, 16, "8 tokens"), (16, 40, 16, "40 inputs")])
 def test_sizes_that_do_not_divide_are_named(tokens, inputs, outputs, named):
     with pytest.raises(FitError, match=f"layers.0.qkv has {named}.*multiples of 16"):
-        product.check_shape("layers.0.qkv", tokens, inputs, outputs)
-    product.check_shape("layers.0.qkv", 16, 32, 48)
+        gemm.check_shape("layers.0.qkv", tokens, inputs, outputs)
+    gemm.check_shape("layers.0.qkv", 16, 32, 48)
 
 
 class OnCuda(torch.Tensor):
@@ -212,7 +213,7 @@ class OnCuda(torch.Tensor):
         ((9, 0), 16, (E5M2, E5M2), FitError, "two E5M2"),
     ],
 )
-def test_a_device_or_a_shape_without_float8_is_an_error_not_another_product(capability, K, kinds, error, message):
+def test_a_device_or_a_shape_without_float8_is_an_error_not_another_gemm(capability, K, kinds, error, message):
     one = torch.ones(())
     a, b = (torch.zeros(16, K).to(kind.dtype).as_subclass(OnCuda) for kind in kinds)
     with (
@@ -220,8 +221,8 @@ def test_a_device_or_a_shape_without_float8_is_an_error_not_another_product(capa
         mock.patch.object(torch.cuda, "get_device_name", return_value="A100"),
     ):
         for call in (
-            lambda: product.multiply(a, one, b, one),
-            lambda: product.multiply_into(torch.zeros(16, 16), a, one, b, one),
+            lambda: gemm.matmul(a, one, b, one),
+            lambda: gemm.matmul_into(torch.zeros(16, 16), a, one, b, one),
         ):
             with pytest.raises(error, match=message):
                 call()
@@ -241,6 +242,113 @@ def test_the_library_of_this_process_is_found_by_its_map(tmp_path):
 def test_the_heuristic_result_is_laid_out_as_in_the_header():
     assert ctypes.sizeof(cublaslt._Heuristic) == 96
     assert cublaslt._Heuristic.workspace.offset == 64
+
+
+class FakeLibrary(cublaslt._Library):
+    """cuBLASLt's functions as C would see them: called back through the declared types, every call written down."""
+
+    def __init__(self, found: int = 8) -> None:
+        self.log: list[tuple] = []
+        self.path, self.version, self.handles = "fake", 130100, {None: ctypes.c_void_p(7)}
+
+        def back(name, types):
+            def call(*arguments):
+                self.log.append((name, *arguments))
+                if name.endswith("Create") and len(types) in (3, 5):  # a descriptor or layout: numbered as made
+                    ctypes.c_void_p.from_address(arguments[0]).value = 1000 + len(self.log)
+                if name == "cublasLtMatmulAlgoGetHeuristic":
+                    ctypes.c_int.from_address(arguments[-1]).value = found
+                if name == "cublasLtMatmul":
+                    self.log[-1] += (ctypes.c_float.from_address(arguments[7]).value,)
+                return 0
+
+            return ctypes.CFUNCTYPE(ctypes.c_int, *types)(call)
+
+        self.calls = mock.Mock(spec=[], **{name: back(name, types) for name, types in cublaslt.CALLS.items()})
+
+    def workspace(self, device, stream):
+        return 0xBEEF00000000 + stream  # does not fit 32 bits
+
+    def named(self, name: str) -> list[tuple]:
+        return [call[1:] for call in self.log if call[0] == name]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    made = FakeLibrary()
+    monkeypatch.setattr(cublaslt, "_library", made)
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    monkeypatch.setattr(cublaslt, "_chosen", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=5))
+    return made
+
+
+def operands(M=32, N=48, K=16, kind=E5M2):
+    one = scale_slots(2)
+    return torch.zeros(M, K).to(kind.dtype), one[0], torch.zeros(N, K).to(E4M3.dtype), one[1]
+
+
+def test_cublaslt_gets_the_transposed_gemm_with_each_scale_at_its_operand(fake):
+    a, a_scale, b, b_scale = operands()
+    target = torch.zeros(32, 48)
+    for unset in (True, False):
+        cublaslt.matmul_into(target, a, a_scale, b, b_scale, unset=unset)
+    layouts = fake.named("cublasLtMatrixLayoutCreate")
+    assert [call[1:] for call in layouts] == [(29, 16, 32, 16), (28, 16, 48, 16), (0, 48, 32, 48)]
+    assert len(fake.named("cublasLtMatmulAlgoGetHeuristic")) == 1
+    first, second = fake.named("cublasLtMatmul")
+    assert (first[-1], second[-1]) == (0.0, 1.0)  # beta
+    assert (second[3], second[5]) == (b.data_ptr(), a.data_ptr())
+    assert second[8] == second[10] == target.data_ptr()
+    assert second[13:16] == (0xBEEF00000005, cublaslt.WORKSPACE, 5)
+    scales = [call[1] for call in fake.named("cublasLtMatmulDescSetAttribute") if call[1] in (17, 18)]
+    assert scales == [17, 18, 17, 18]
+
+
+def test_the_fastest_proposal_is_used_and_other_ranks_take_it_over(fake):
+    a, a_scale, b, b_scale = operands()
+    target = torch.zeros(32, 48)
+    by_proposal = {0: 1.0, 1: 0.9, 2: 0.95}
+    seconds = lambda call: by_proposal[cublaslt.plan(target, a, b).used]
+    with mock.patch.object(cublaslt, "_seconds", seconds):
+        assert cublaslt.tune(target, a, a_scale, b, b_scale) == 1
+        chosen = cublaslt.choices()
+        assert list(chosen.values()) == [1]
+        by_proposal[1] = 0.995  # no lead to speak of: the library's own choice stays
+        by_proposal[2] = 1.0
+        assert cublaslt.tune(target, a, a_scale, b, b_scale) == 0
+        assert cublaslt.choices() == {}
+    cublaslt.adopt(chosen)
+    assert cublaslt.plan(target, a, b).used == 1
+    cublaslt._plans.clear()  # another rank: its plan is made later
+    cublaslt.matmul_into(target, a, a_scale, b, b_scale)
+    algorithm = fake.named("cublasLtMatmul")[-1][12]
+    assert algorithm - ctypes.addressof(cublaslt.plan(target, a, b).results) == ctypes.sizeof(cublaslt._Heuristic)
+    cublaslt.adopt(dict.fromkeys(chosen, 9))
+    with pytest.raises(TrainingError, match="8 algorithms and number 9"):
+        cublaslt.matmul_into(target, a, a_scale, b, b_scale)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "message"), [((64, 64, 40), E4M3, "multiple of 16"), ((32, 48, 16), E5M2, "two E5M2")]
+)
+def test_cublaslt_called_alone_refuses_what_a_gemm_refuses(fake, sizes, kind, message):
+    a, a_scale, b, b_scale = operands(*sizes, kind)
+    with pytest.raises(FitError, match=message):
+        cublaslt.matmul_into(torch.zeros(sizes[:2]), a, a_scale, b.to(kind.dtype), b_scale)
+    assert fake.log == []
+
+
+def test_scales_lie_16_bytes_apart_or_are_refused(fake):
+    slots = scale_slots(5, value=2.0)
+    assert slots.tolist() == [2.0] * 5
+    assert [slot.data_ptr() % 16 for slot in slots] == [0] * 5
+    a, _, b, _ = operands()
+    flat = torch.ones(8)
+    for call in (gemm.matmul, lambda *given: cublaslt.matmul_into(torch.zeros(32, 48), *given)):
+        call(a, slots[1], b, slots[4])
+        with pytest.raises(FitError, match=r"4 bytes past a multiple of 16.*scale_slots"):
+            call(a, flat[1], b, flat[4])
 
 
 def test_an_empty_tensor_casts():

@@ -7,7 +7,7 @@ import itertools
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.bench import timing
-from megascale.bench.kernel_cases import Case, Sizes, cases, head_inputs, plain_head
+from megascale.bench import kernel_float8, timing
+from megascale.bench.kernel_cases import TINY, Case, Sizes, cases, head_inputs, plain_head
 from megascale.core import strict_json
 from megascale.errors import TrainingError
 from megascale.ops import attention, dispatch, linear
@@ -369,8 +369,13 @@ def measure_attention(bench: Bench) -> None:
             bench.rows.append(row)
 
 
-def run(sizes: Sizes, device: torch.device, compile_until: float, out: Path) -> dict[str, Any]:
-    """Measure everything; writes `out` as it goes and returns what it holds."""
+PARTS = ("operators", "head", "linear", "optimizers", "attention", "float8")
+
+
+def run(
+    sizes: Sizes, device: torch.device, compile_until: float, out: Path, parts: Collection[str] = PARTS
+) -> dict[str, Any]:
+    """Measure these parts; writes `out` as it goes and returns what it holds."""
     bench = Bench(sizes, device, compile_until, out)
     cuda = device.type == "cuda"
     if cuda:
@@ -387,14 +392,20 @@ def run(sizes: Sizes, device: torch.device, compile_until: float, out: Path) -> 
         "gemm_held_flop_per_s": held,
         "copy_bytes_per_s": timing.copy_rate(device, size),
     }
-    for case in cases(sizes, device):
-        bench.guard(case.op, case.shape, functools.partial(measure_case, bench, case))
-    bench.guard("dropout bits", "", lambda: measure_dropout_bits(bench))
-    bench.guard("cross entropy", "", lambda: measure_head(bench))
-    bench.guard("weight gradient", "", lambda: measure_linear(bench))
-    bench.guard("optimizers", "", lambda: measure_optimizers(bench))
-    if cuda:
+    if "operators" in parts:
+        for case in cases(sizes, device):
+            bench.guard(case.op, case.shape, functools.partial(measure_case, bench, case))
+        bench.guard("dropout bits", "", lambda: measure_dropout_bits(bench))
+    if "head" in parts:
+        bench.guard("cross entropy", "", lambda: measure_head(bench))
+    if "linear" in parts:
+        bench.guard("weight gradient", "", lambda: measure_linear(bench))
+    if "optimizers" in parts:
+        bench.guard("optimizers", "", lambda: measure_optimizers(bench))
+    if "attention" in parts and cuda:
         bench.guard("attention", "", lambda: measure_attention(bench))
+    if "float8" in parts:
+        kernel_float8.measure(bench, sizes == TINY)
     bench.facts["gemm_held_again_flop_per_s"] = timing.gemm_rate(device, 2.0 if cuda else 0.02, 8192 if cuda else 128)[
         1
     ]

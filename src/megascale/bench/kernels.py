@@ -50,7 +50,7 @@ def show(result: dict[str, Any]) -> None:
         f"TFLOP/s in a burst, {result['gemm_held_flop_per_s'] / 1e12:.0f} held, "
         f"{result['gemm_held_again_flop_per_s'] / 1e12:.0f} held at the end; {result['seconds']:.0f} s in all"
     )
-    for line in result.get("attention", []):
+    for line in [*result.get("attention", []), *filter(None, [result.get("float8")])]:
         console.print(line, soft_wrap=True, markup=False)
 
 
@@ -63,6 +63,9 @@ def main(
     out: Path = typer.Option(Path("kernels.json"), "--out", help="JSON file to write."),
     tiny: bool = typer.Option(False, "--tiny", help="Small shapes: the checks, on any machine; no meaningful times."),
     compile_until: float = typer.Option(COMPILE_UNTIL, help="Seconds after which torch.compile is measured no more."),
+    only: str = typer.Option(
+        "", help="Parts to measure, with commas between: operators, head, linear, optimizers, attention, float8."
+    ),
 ) -> None:
     """Check every fused operator against float64, then time it.
 
@@ -70,19 +73,25 @@ def main(
     copy rate measured in the same run. Device time, from replayed CUDA graphs; "host us" is what issuing a call
     costs; "away" is the norm-wise distance from the float64 reference.
 
-    Example: megascale bench kernels --out kernels.json
+    Float8 rows (on devices that have it): casts, and the GEMMs y, dx and dw of each linear layer of gpt-1.3b, half of
+    gpt-13b (DP2, TP2) and llama-8b with fast and precise sums, bfloat16 beside.
+
+    Example: megascale bench kernels --only float8 --out kernels.json
     """
     import torch
 
     from megascale.bench.kernel_cases import TINY, Sizes
-    from megascale.bench.kernel_measures import run
+    from megascale.bench.kernel_measures import PARTS, run
 
+    parts = tuple(part.strip() for part in only.split(",")) if only else PARTS
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise ConfigError(f"--only={only!r}: no part is called {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     cuda = torch.cuda.is_available()
     if not cuda and not tiny:
         raise ConfigError("megascale bench kernels measures a CUDA device and none is visible; --tiny runs the checks")
-    result = run(
-        TINY if tiny else Sizes(), torch.device("cuda" if cuda else "cpu"), 0.0 if tiny else compile_until, out
-    )
+    device = torch.device("cuda" if cuda else "cpu")
+    result = run(TINY if tiny else Sizes(), device, 0.0 if tiny else compile_until, out, parts)
     show(result)
     wrong = [row["op"] for row in result["rows"] if row["error"]]
     if wrong:

@@ -1,17 +1,18 @@
-"""Float8 products that add into float32, by the cuBLASLt that torch has loaded.
+"""Float8 GEMMs that add into float32, by the cuBLASLt that torch has loaded.
 
 torch's own call cannot add to what is there (torch 2.11), which would cost each weight gradient a float32 tensor and a
 pass more. This calls `cublasLtMatmul` through ctypes, as parallel/symmetric.py calls the driver. Numbers of
 attributes are those of cublasLt.h, which keeps them between versions (12.9 and later have row-wise scales).
 
 A plan (descriptors, layouts, algorithm) is made once for a shape and kept. cuBLASLt is column-major: row-major
-D [M, N] = A [M, K] B [N, K]^T is its D^T = B A^T, so its first factor is b, transposed, and its second a, as it is.
+D [M, N] = A [M, K] B [N, K]^T is its D^T = B A^T, so its first operand is b, transposed, and its second a, as it is.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ import torch
 from torch import Tensor
 
 from megascale.errors import TrainingError
+from megascale.ops.float8.formats import check_operands, check_scales
 
 WORKSPACE = 32 << 20  # bytes, what NVIDIA recommends for Hopper
 CANDIDATES = 8  # algorithms asked for; the first is the library's choice
+CONSIDERED = 3  # algorithms that `tune` times: on an H200 the fastest was one of the first three at 15 of 16 shapes
+LEAD = 0.01  # share by which another must be faster than the library's choice
 
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_32F, _SCALE_32F, _OP_N, _OP_T = 68, 0, 0, 1
@@ -31,6 +35,21 @@ _DEVICE_POINTERS, _OUTER_VECTOR = 1, 3
 _PREFERENCE_WORKSPACE = 1
 _STATUS = {1: "not initialised", 3: "allocation failed", 7: "invalid value", 8: "architecture mismatch"}
 _STATUS |= {11: "mapping error", 13: "execution failed", 14: "internal error", 15: "not supported"}
+
+CALLS: dict[str, list[Any]] = {
+    "cublasLtCreate": [c_void_p],
+    "cublasLtMatmulDescCreate": [c_void_p, c_int, c_int],
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatrixLayoutCreate": [c_void_p, c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatmulPreferenceCreate": [c_void_p],
+    "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulPreferenceDestroy": [c_void_p],
+    # handle, descriptor, layouts of A, B, C, D, preference, asked for, results, found
+    "cublasLtMatmulAlgoGetHeuristic": [c_void_p] * 7 + [c_int, c_void_p, c_void_p],
+    # handle, descriptor, alpha, A, A's layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
+    # workspace, its size, stream
+    "cublasLtMatmul": [c_void_p] * 14 + [c_size_t, c_void_p],
+}
 
 
 class _Heuristic(ctypes.Structure):
@@ -65,25 +84,16 @@ class _Library:
         self.calls = ctypes.CDLL(self.path)
         self.handles: dict[int, c_void_p] = {}
         self.workspaces: dict[tuple[int, int], Tensor] = {}
-        one, two, three, five = c_void_p, c_int, c_size_t, c_uint64
-        declared: dict[str, list[Any]] = {
-            "cublasLtCreate": [one],
-            "cublasLtMatmulDescCreate": [one, two, two],
-            "cublasLtMatmulDescSetAttribute": [one, two, one, three],
-            "cublasLtMatrixLayoutCreate": [one, two, five, five, c_int64],
-            "cublasLtMatmulPreferenceCreate": [one],
-            "cublasLtMatmulPreferenceSetAttribute": [one, two, one, three],
-            "cublasLtMatmulPreferenceDestroy": [one],
-            "cublasLtMatmulAlgoGetHeuristic": [one] * 7 + [two, one, one],
-            "cublasLtMatmul": [one] * 13 + [one, three, one],
-        }
-        # handle, descriptor, alpha, A, A's layout, B, its layout, beta, C, its layout, D, its layout, algorithm,
-        # workspace, its size, stream
-        for name, arguments in declared.items():
-            call = getattr(self.calls, name)
-            call.argtypes, call.restype = arguments, c_int
-        self.calls.cublasLtGetVersion.restype = c_size_t
+        self.declare(self.calls)
         self.version = int(self.calls.cublasLtGetVersion())
+
+    @staticmethod
+    def declare(calls: Any) -> None:
+        """Types of arguments and results, without which ctypes would pass pointers as 32 bits."""
+        for name, arguments in CALLS.items():
+            call = getattr(calls, name)
+            call.argtypes, call.restype = arguments, c_int
+        calls.cublasLtGetVersion.argtypes, calls.cublasLtGetVersion.restype = [], c_size_t
 
     def __call__(self, name: str, *arguments: Any, about: str = "") -> None:
         status = getattr(self.calls, name)(*arguments)
@@ -125,7 +135,7 @@ class Plan:
 
     Attributes:
         found: how many algorithms there are.
-        used: the one in use, which a caller that timed them may set.
+        used: the one in use.
     """
 
     def __init__(
@@ -175,9 +185,11 @@ class Plan:
             lt("cublasLtMatmulAlgoGetHeuristic", *asked, CANDIDATES, self.results, byref(found), about=self.about)
         finally:
             lt("cublasLtMatmulPreferenceDestroy", preference)
+        if found.value <= self.used:
+            raise TrainingError(
+                f"cuBLASLt {lt.version} has {found.value} algorithms and number {self.used} is asked for{self.about}"
+            )
         self.found = found.value
-        if not self.found:
-            raise TrainingError(f"cuBLASLt {lt.version} has no algorithm{self.about}")
 
     def run(
         self, target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, alpha: Any, beta: Any
@@ -198,6 +210,7 @@ class Plan:
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
+_chosen: dict[str, int] = {}  # by a plan's key without its device
 _ZERO, _ONE = c_float(0.0), c_float(1.0)
 _ones: dict[int, Tensor] = {}
 
@@ -205,17 +218,73 @@ _ones: dict[int, Tensor] = {}
 def plan(
     target: Tensor, a: Tensor, b: Tensor, fast: bool = False, row_wise: bool = False, device_beta: bool = False
 ) -> Plan:
-    """The plan that `multiply_into` uses for these tensors."""
+    """The plan that `matmul_into` uses for these tensors."""
     M, K = a.shape
     key = (a.device.index, M, b.shape[0], K, a.dtype, b.dtype, target.dtype, fast, row_wise, device_beta)
     made = _plans.get(key)
     if made is None:
+        check_operands(M, b.shape[0], K, a.dtype, b.dtype)
         types = (a.dtype, b.dtype, target.dtype)
-        made = _plans[key] = Plan(a.device.index, M, b.shape[0], K, types, fast, row_wise, device_beta)
+        made = Plan(a.device.index, M, b.shape[0], K, types, fast, row_wise, device_beta)
+        made.used = _chosen.get(_name(key), 0)
+        _plans[key] = made
     return made
 
 
-def multiply_into(
+def _name(key: tuple[Any, ...]) -> str:
+    return " ".join(str(part).removeprefix("torch.") for part in key[1:])
+
+
+def choices() -> dict[str, int]:
+    """Which algorithm each GEMM uses that is not the library's first, by shape and types, the same on every rank."""
+    with _lock:
+        return dict(sorted(_chosen.items()))
+
+
+def adopt(chosen: dict[str, int]) -> None:
+    """Use these algorithms, what `choices` gave (on one rank, for all), in place of any chosen before."""
+    with _lock:
+        _chosen.clear()
+        _chosen.update(chosen)
+        for key, made in _plans.items():
+            made.used, made.found = _chosen.get(_name(key), 0), 0  # asked for again by the next call
+
+
+def _seconds(call: Callable[[], None], calls: int = 4) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / calls / 1e3
+
+
+def tune(target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, fast: bool = False) -> int:
+    """Time the first CONSIDERED algorithms of this GEMM, adding into `target` (which is spoilt), and use the fastest.
+
+    To be called before the first step, on one rank, whose `choices` the others `adopt`: algorithms differ in the order
+    of their sums, so that a choice in the middle of a run, or one of each rank, would make runs differ.
+    """
+    matmul_into(target, a, a_scale, b, b_scale, fast=fast)
+    row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
+    with _lock:
+        made = plan(target, a, b, fast, row_wise)
+        took = [float("inf")] * min(made.found, CONSIDERED)
+        for _ in range(3):  # in turn, the best of three: clocks drift
+            for made.used in range(len(took)):
+                mean = _seconds(lambda: matmul_into(target, a, a_scale, b, b_scale, fast=fast))
+                took[made.used] = min(took[made.used], mean)
+        best = min(range(len(took)), key=took.__getitem__)
+        made.used = best if took[best] < took[0] * (1 - LEAD) else 0
+        for key in [key for key, kept in _plans.items() if kept is made]:
+            _chosen.pop(_name(key), None)
+            if made.used:
+                _chosen[_name(key)] = made.used
+        return made.used
+
+
+def matmul_into(
     target: Tensor,
     a: Tensor,
     a_scale: Tensor,
@@ -229,8 +298,10 @@ def multiply_into(
     """target [M, N] += a [M, K] @ b [N, K]^T times both scales, contiguous, all on one CUDA device; = where `unset`.
 
     target: float32, bfloat16 or float16. Scales: float32, [] each, or [M, 1] and [N, 1]. beta: float32 [] on the
-    device, what target is multiplied with first, instead of `unset`. Raises TrainingError with cuBLASLt's status.
+    device, what target is multiplied with first, instead of `unset`. Raises FitError for sizes, formats and addresses
+    of scales that cannot be, TrainingError with cuBLASLt's status.
     """
+    check_scales(a_scale, b_scale)
     row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
     with _lock:
         made = plan(target, a, b, fast, row_wise, beta is not None)

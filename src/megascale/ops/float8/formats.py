@@ -16,6 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megascale.errors import FitError
+
+ALIGNED = 16  # elements, which are bytes here: what tensor cores want of sizes and cuBLASLt of addresses
+
 # Smaller scales have no float32 reciprocal to speak of; a tensor whose amax is 1e-33 may as well be zero.
 SMALLEST_SCALE = 2.0**-120
 
@@ -42,7 +46,7 @@ FORMATS = {kind.dtype: kind for kind in (E4M3, E5M2)}
 
 @dataclass(frozen=True)
 class Float8:
-    """A matrix [M, N] in float8, as it is and transposed: products read both factors along the summed dimension.
+    """A matrix [M, N] in float8, as it is and transposed: float8 GEMMs read both operands along K.
 
     Attributes:
         rows: [M, N], or None where it was not asked for.
@@ -55,6 +59,38 @@ class Float8:
     rows_scale: Tensor | None
     columns: Tensor | None
     columns_scale: Tensor | None
+
+
+def scale_slots(count: int, device: torch.device | str = "cpu", value: float = 1.0) -> Tensor:
+    """Places for `count` scales (or amaxes) in one allocation, float32 [count], each aligned to 16 bytes.
+
+    cuBLASLt refuses a scale at any other address, so that a plain [count] tensor will not do. `slots[i]` is a view.
+    """
+    return torch.full((count, ALIGNED // 4), value, dtype=torch.float32, device=device)[:, 0]
+
+
+def check_operands(M: int, N: int, K: int, a: torch.dtype, b: torch.dtype) -> None:
+    """Raises FitError where tensor cores have no float8 GEMM a [M, K] x b [N, K]^T."""
+    if K % ALIGNED or N % ALIGNED or not M * N * K:
+        raise FitError(
+            f"train.linear_precision='float8': a GEMM [{M}, {K}] x [{N}, {K}]^T has a size that is not a multiple "
+            f"of {ALIGNED}, which float8 tensor cores need; change the sizes or set --train.linear_precision=bf16"
+        )
+    if a == b == torch.float8_e5m2:
+        raise FitError(
+            "train.linear_precision='float8': tensor cores do not multiply two E5M2 matrices; one must be E4M3"
+        )
+
+
+def check_scales(*scales: Tensor) -> None:
+    """Raises FitError for a scale at an address that cuBLASLt refuses."""
+    for scale in scales:
+        if scale.data_ptr() % ALIGNED or not scale.is_contiguous():
+            raise FitError(
+                f"a float8 scale {list(scale.shape)} lies {scale.data_ptr() % ALIGNED} bytes past a multiple of "
+                f"{ALIGNED} (contiguous: {scale.is_contiguous()}), and cuBLASLt reads scales at multiples of {ALIGNED} "
+                "only; keep many scales in one tensor by formats.scale_slots, or clone this one"
+            )
 
 
 def power_of_2_above(scale: Tensor) -> Tensor:
