@@ -543,7 +543,7 @@ class ResilienceConfig(Section):
         600.0, ge=0, description="seconds to wait for new nodes when no spare is left; 0: do not ask for any"
     )
     min_data: int = Field(1, ge=1, le=1_000_000, description="data parallelism may shrink to this when nodes stay away")
-    fruitless: int = Field(
+    starts_without_progress: int = Field(
         5, ge=1, le=MOST, description="starts in a row without one new step after which the job stops for a person"
     )
     listen: str = Field("127.0.0.1", description="address where the driver takes agents and the API")

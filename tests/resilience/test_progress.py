@@ -79,13 +79,13 @@ def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, lim
         job = progress.count(replace(job, step=max(job.step, seen)), at)
         without = 0 if seen > furthest else without + 1
         furthest = max(furthest, seen)
-        assert job.fruitless == without
+        assert job.starts_without_progress == without
         assert len(job.ends) == min(without + (furthest > 0), progress.KEPT)
         step, times = progress.same_end(job)
         assert step == at
         assert all(end == at for end in job.ends[-times:])
         assert Job.from_json(job.to_json()) == job
-        if job.fruitless >= limit:
+        if job.starts_without_progress >= limit:
             assert f"{without} starts in a row" in progress.hopeless(job, limit)
             break
 

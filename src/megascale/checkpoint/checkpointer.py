@@ -123,7 +123,7 @@ class Checkpointer:
         self.loaded_from = "storage"
         return state
 
-    def settle(self) -> None:
+    def accept(self) -> None:
         """The run goes on from what was loaded: checkpoints that were found damaged count as such from now on.
 
         If nothing was loaded, images of a run before it in memory never are.

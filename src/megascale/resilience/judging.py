@@ -162,7 +162,7 @@ class Judging(Placing):
         self.job = progress.count(self.job, at)
         if worst.action == "stop":
             self._end("; ".join(worst.evidence[:3]), self._code_of(worst), at)
-        elif self.job.fruitless >= self.limits.fruitless:
+        elif self.job.starts_without_progress >= self.limits.fruitless:
             why = f"{progress.hopeless(self.job, self.limits.fruitless)}; the last: {'; '.join(worst.evidence[:2])}"
             self._end(why, EXIT_FAILED, at)
         elif worst.action == "diagnose":

@@ -56,7 +56,7 @@ class Job:
         updating: new settings are in force that have not brought a step yet; if none comes they are undone.
         step: the last step seen.
         best: the furthest step seen at the last recovery.
-        fruitless: starts in a row that brought no new step.
+        starts_without_progress: starts in a row that brought no new step.
         ends: the step in which each of the starts since the last new step ended, 0: not within a step.
         exit_code: of the job, once ended.
         why: the last decision in words.
@@ -76,7 +76,7 @@ class Job:
     updating: bool = False
     step: int = 0
     best: int = 0
-    fruitless: int = 0
+    starts_without_progress: int = 0
     ends: tuple[int, ...] = ()
     exit_code: int = 0
     why: str = ""
@@ -110,6 +110,8 @@ class Job:
         record["phase"], record["goal"] = Phase(record["phase"]), Phase(record["goal"])
         for name in ("placement", "master", "fresh"):
             record[name] = tuple(record[name])
+        if "fruitless" in record:  # as it was called once
+            record["starts_without_progress"] = record.pop("fruitless")
         record["ends"] = tuple(record.get("ends", ()))  # an older version does not know it
         known = {each.name for each in fields(cls)}  # a newer version may know more
         return cls(**{name: value for name, value in record.items() if name in known})

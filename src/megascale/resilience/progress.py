@@ -45,8 +45,8 @@ def step_of_end(verdicts: Sequence[Verdict], workers: Iterable[Worker], seen: in
 def count(job: Job, at: int) -> Job:
     """`job` after a start has ended in step `at` (0: not within a step)."""
     if job.step > job.best:
-        return replace(job, best=job.step, fruitless=0, ends=(at,))
-    return replace(job, fruitless=job.fruitless + 1, ends=(*job.ends, at)[-KEPT:])
+        return replace(job, best=job.step, starts_without_progress=0, ends=(at,))
+    return replace(job, starts_without_progress=job.starts_without_progress + 1, ends=(*job.ends, at)[-KEPT:])
 
 
 def same_end(job: Job) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def hopeless(job: Job, limit: int) -> str:
     """Why a job whose starts brought nothing new must not start again."""
     beyond = f"no step beyond {job.best}" if job.best else "no step at all"
     return (
-        f"{job.fruitless} starts in a row brought {beyond} (resilience.fruitless={limit}): starting again does not help"
+        f"{job.starts_without_progress} starts in a row brought {beyond} (resilience.fruitless={limit}): starting again does not help"
     )
 
 

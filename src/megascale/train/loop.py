@@ -422,8 +422,8 @@ class Trainer:
                 problem = str(error)
         if problem := next(filter(None, self.checkpointer.peers.exchange(problem)), None):
             raise DataError(problem)
-        self.origin.settle()
-        self.checkpointer.settle()
+        self.origin.accept()
+        self.checkpointer.accept()
         if not self.leader:
             return
         attention_choice.write(self.folder.path, self.engine.attention)

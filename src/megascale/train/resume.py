@@ -67,7 +67,7 @@ class Origin:
         """As `check`, where checkpoint.resume=false begins at step 0 whatever there is."""
         self._tell(self._judge_anew)
 
-    def settle(self) -> None:
+    def accept(self) -> None:
         """The start is accepted by all: keep the run's identity and configuration."""
         if self.peers.rank == 0:
             self._identity = self._identity or secrets.token_hex(8)
