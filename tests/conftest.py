@@ -50,7 +50,7 @@ tensorboard = false
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `train` and `valid` token files: 64 tokens, each likely to follow its predecessor."""
-    from megascale.data.indexed import IndexedWriter
+    from megascale.data.dataset.indexed import IndexedWriter
 
     folder = tmp_path_factory.mktemp("tokens")
     rng = np.random.default_rng(0)

@@ -16,13 +16,13 @@ from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
-    from megascale.data.build import Built
-    from megascale.train.convert import Converted
-    from megascale.train.evaluate import Evaluation
-    from megascale.train.loop import Result
+    from megascale.data.build.builder import Built
+    from megascale.train.convert_model import Converted
+    from megascale.train.evaluation import Evaluation
+    from megascale.train.loop import TrainResult
 
 __all__ = [
-    "Description",
+    "RunDescription",
     "build_data",
     "describe",
     "evaluate",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Description:
+class RunDescription:
     """What a configuration amounts to, before any step.
 
     Attributes:
@@ -60,7 +60,7 @@ def resolve(config: Config) -> Config:
     """
     if not config.data.train and config.model.vocab_size is not None:
         return config
-    from megascale.data.tokenizer import tokenizer_for
+    from megascale.data.tokenizer.tokenizer import tokenizer_for
 
     if config.model.vocab_size is not None and config.data.tokenizer is None:
         return config
@@ -76,13 +76,13 @@ def resolve(config: Config) -> Config:
     return config
 
 
-def describe(config: Config) -> Description:
+def describe(config: Config) -> RunDescription:
     """Sizes of a run without starting it."""
     from megascale.core.flops import flops_per_token, parameters
 
     config = resolve(config)
     total = parameters(config.model)
-    return Description(
+    return RunDescription(
         config,
         total,
         total - parameters(config.model, embeddings=False),
@@ -92,13 +92,13 @@ def describe(config: Config) -> Description:
 
 
 def build_data(out: str | Path, **options: object) -> Built:
-    """Make a data set folder; see megascale.data.build.build for the options."""
-    from megascale.data.build import build
+    """Make a data set folder; see megascale.data.build.builder.build for the options."""
+    from megascale.data.build.builder import build
 
     return build(out, **options)  # type: ignore[arg-type]
 
 
-def train(config: Config) -> Result:
+def train(config: Config) -> TrainResult:
     """Train as this process's rank of the world (alone, or as one of several that were started); resumes by itself.
 
     Raises MegascaleError subclasses with a message for a person; KeyboardInterrupt after a clean interruption.
@@ -106,7 +106,7 @@ def train(config: Config) -> Result:
     from megascale.core.layout import lay_out
     from megascale.train.claim import tell_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.processes import check_place, find_place
+    from megascale.train.rank_info import check_place, find_place
 
     try:
         config = resolve(config)
@@ -132,8 +132,8 @@ def evaluate(
     `stride`: tokens that each window predicts; default: all of its model.sequence_length. DataError if the file's
     tokens are another tokenizer's than the run's.
     """
-    from megascale.data import agreement
-    from megascale.train.evaluate import evaluate_file
+    from megascale.data.dataset import tokenizer_agreement
+    from megascale.train.evaluation import evaluate_file
     from megascale.train.restore import restore
     from megascale.train.run_folder import run_config
 
@@ -142,8 +142,8 @@ def evaluate(
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
     # Before the model, which may take a while to read.
-    own = agreement.check_run(Path(run), config)
-    agreement.check_tokens(named, prefix, own, config.model.vocab_size)
+    own = tokenizer_agreement.check_run(Path(run), config)
+    tokenizer_agreement.check_tokens(named, prefix, own, config.model.vocab_size)
     engine, config = restore(Path(run), step=step, device=device)
     return evaluate_file(engine, config, prefix, stride=stride, named=named)
 
@@ -166,16 +166,16 @@ def generate(
 
     The text ends after `tokens` tokens, at the tokenizer's end of a document, or before the first of the texts `stop`.
     """
-    from megascale.data import agreement
-    from megascale.data.tokenizer import tokenizer_for
-    from megascale.train.generate import Sampling, generate_tokens, text_of
+    from megascale.data.dataset import tokenizer_agreement
+    from megascale.data.tokenizer.tokenizer import tokenizer_for
+    from megascale.train.generation import Sampling, generate_tokens, text_of
     from megascale.train.restore import restore_model
     from megascale.train.resume import check_tokenizer, trained_config
 
     config, _ = trained_config(Path(run), step)
     tokenizer = tokenizer_for(config.data)  # before the model, which may take a while to read
     check_tokenizer(Path(run), config, tokenizer, step)
-    agreement.check_run(Path(run), config)
+    tokenizer_agreement.check_run(Path(run), config)
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)
@@ -183,17 +183,17 @@ def generate(
 
 
 def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Converted:
-    """Make a run folder of a Hugging Face folder; see megascale.train.convert."""
-    from megascale.train import convert
+    """Make a run folder of a Hugging Face folder; see megascale.train.convert_model."""
+    from megascale.train import convert_model
 
-    return convert.import_model(Path(folder), Path(run), sequence_length=sequence_length)
+    return convert_model.import_model(Path(folder), Path(run), sequence_length=sequence_length)
 
 
 def export_model(run: str | Path, out: str | Path, **options: Any) -> Converted:
-    """Write a run's model as a folder that `transformers` loads; see megascale.train.convert for the options."""
-    from megascale.train import convert
+    """Write a run's model as a folder that `transformers` loads; see megascale.train.convert_model for the options."""
+    from megascale.train import convert_model
 
-    return convert.export_model(Path(run), Path(out), **options)
+    return convert_model.export_model(Path(run), Path(out), **options)
 
 
 def visible_gpus() -> int:

@@ -16,12 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megascale.checkpoint import Shard, inspect, latest, load, save, steps
-from megascale.checkpoint.folder import COMMIT, read_index, survey
-from megascale.checkpoint.storage import open_storage
+from megascale.checkpoint.format.step_folders import COMMIT, read_index, survey
+from megascale.checkpoint.storage.base import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
-
-from .conftest import assert_same, blank, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group, whole
 
 
 def _load(folder: Path, **kwargs: object) -> tuple[dict[str, torch.Tensor], dict]:
@@ -198,7 +197,7 @@ def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.Monk
         save(folder, 2, big, {}, keep=2)
     assert [p.name for p in folder.iterdir()] == ["step-1"]
     # The disk may also fill while writing, when the look beforehand was too hopeful.
-    monkeypatch.setattr("megascale.checkpoint.local.LocalStorage.free", lambda _: 1 << 40)
+    monkeypatch.setattr("megascale.checkpoint.storage.local_disk.LocalStorage.free", lambda _: 1 << 40)
     with pytest.raises(TrainingError, match="is full"):
         save(folder, 2, big, {}, keep=2)
     assert [p.name for p in folder.iterdir()] == ["step-1"]

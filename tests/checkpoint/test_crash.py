@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.checkpoint_chaos import KINDS, check, shards_of, state_of, strike
-from megascale.bench.checkpoint_crash import FaultyDisk, JournalDisk, after_power_cut
-from megascale.checkpoint import folder as folders
+from megascale.bench.checkpoint.checkpoint_chaos import KINDS, check, shards_of, state_of, strike
+from megascale.bench.checkpoint.checkpoint_crash import FaultyDisk, JournalDisk, after_power_cut
 from megascale.checkpoint import steps
-from megascale.checkpoint.local import Disk, LocalStorage
-from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to
+from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.errors import DataError, TrainingError
 
 

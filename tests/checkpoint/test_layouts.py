@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import LoadReport, Shard, load, save
-from megascale.checkpoint.index import Index, TensorInfo
-from megascale.checkpoint.layout import slices, split
-from megascale.checkpoint.plan import make_offer, make_plan
-from megascale.checkpoint.reading import Want, assign_readers, moves, rounds
+from megascale.checkpoint.format.chunks import slices, split
+from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
+from megascale.checkpoint.format.read_plan import Want, assign_readers, moves, rounds
+from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.core.tensors import Box
 from megascale.errors import TrainingError
-
-from .conftest import assert_same, blank, cut, logical_state, run_group, whole
+from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group, whole
 
 CUTS = ["rows", "columns", "flat", "replicas"]
 
@@ -175,7 +174,7 @@ def test_each_chunk_is_read_once_by_someone_who_can(data: st.DataObject) -> None
         "length": rng.integers(1, 100, count),
         "box": np.zeros((count, 2, 1), np.int64),
     }
-    index = Index({"t": TensorInfo((1,), "float32")}, [f"f{i}" for i in range(files)], columns)
+    index = CheckpointIndex({"t": TensorInfo((1,), "float32")}, [f"f{i}" for i in range(files)], columns)
     share = data.draw(st.sampled_from([0.2, 0.7, 1.0]))
     needs = [np.flatnonzero(rng.random(count) < share) for _ in range(ranks)]
     wants = [Want(rows, np.zeros((len(rows), 2, 1), np.int64)) for rows in needs]

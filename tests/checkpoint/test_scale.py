@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megascale.checkpoint.index import Index, TensorInfo
-from megascale.checkpoint.torch_index import torch_metadata
+from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
+from megascale.checkpoint.format.torch_index import torch_metadata
 
 
 @settings(deadline=None, max_examples=60)
@@ -43,7 +43,7 @@ def test_torch_unpickles_what_was_meant(tensors: list[tuple[int, int]], start: i
         "crc": np.zeros(n, np.uint32),
         "box": np.array(boxes),
     }
-    index = Index(infos, [f"file-{i}" for i in range(300)], columns)
+    index = CheckpointIndex(infos, [f"file-{i}" for i in range(300)], columns)
     got = pickle.loads(torch_metadata(index))
     assert isinstance(got, Metadata)
     assert list(got.state_dict_metadata) == list(infos)
@@ -71,7 +71,7 @@ def test_torch_unpickles_what_was_meant(tensors: list[tuple[int, int]], start: i
 
 def test_a_thousand_processes_are_planned_quickly() -> None:
     """gpt-13b on 1,024 ranks, the engine's own cuts: balanced, complete, in seconds on any machine."""
-    from megascale.bench.checkpoint_measures import planning
+    from megascale.bench.checkpoint.checkpoint_measures import planning
 
     figures = planning("gpt-13b", tensor=8, pipeline=4, data=32)
     assert figures["ranks"] == 1024
@@ -85,9 +85,9 @@ def test_index_survives_its_file(dims: int) -> None:
     columns = {name: np.zeros(1, np.int64) for name in ("tensor", "in_file", "start", "length", "data", "crc")} | {
         "box": np.ones((1, 2, dims), np.int64)
     }
-    index = Index({"a": TensorInfo((1,) * dims, "float32")}, ["f"], columns)
-    again = Index.from_bytes(index.to_bytes())
+    index = CheckpointIndex({"a": TensorInfo((1,) * dims, "float32")}, ["f"], columns)
+    again = CheckpointIndex.from_bytes(index.to_bytes())
     assert again.tensors == index.tensors
     assert again.box(0) == index.box(0)
     with pytest.raises(ValueError):
-        Index.from_bytes(b"PK\x03\x04 not an index")
+        CheckpointIndex.from_bytes(b"PK\x03\x04 not an index")

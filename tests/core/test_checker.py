@@ -7,15 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megascale.core import schedule as schedules
-from megascale.core.checker import (
-    Machine,
-    ScheduleError,
-    check,
-    check_order,
-    explore,
-    own_channel,
-    rank_pair,
-)
+from megascale.core.checker import Machine, ScheduleError, check, check_order, explore, own_channel, rank_pair
 from megascale.core.schedule import (
     ActionKind,
     Schedule,

@@ -16,7 +16,7 @@ def configure(model: dict, parallel: dict | None = None, train: dict | None = No
     return from_tree({"model": model, "parallel": parallel or {}, "train": train or {}})
 
 
-def memory_of(config: Config, world: int, stage: int) -> memory.Memory:
+def memory_of(config: Config, world: int, stage: int) -> memory.MemoryEstimate:
     layout, train = lay_out(config, world), config.train
     return stage_memory(
         config.model, config.parallel, layout.grid, layout.schedule(), stage, train.micro_batch, train.precision
@@ -92,7 +92,7 @@ def test_parameters_match_the_model():
 def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
     """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
     torch = pytest.importorskip("torch")
-    from megascale.model.block import Block, Step
+    from megascale.model.block import Block, ForwardContext
     from megascale.parallel.collectives import ALONE
 
     if "dropout" in options:
@@ -114,7 +114,7 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         x = torch.randn(128, 1, 64, requires_grad=True)
-        block(x, None, Step(dropout_key=1 if "dropout" in options else None))
+        block(x, None, ForwardContext(dropout_key=1 if "dropout" in options else None))
     kept = sum(size for size, _ in held.values())
     counted = sum(t.bytes for t in saved_by_layer(model, 1, 1, "float32", recompute))
     # Scalars and shape bookkeeping may come on top.
@@ -189,7 +189,7 @@ def test_kinds_move_the_right_way(model, pipeline, tensor, virtual):
     train = {"micro_batch": 1, "global_batch": 8, "precision": "bfloat16"}
     world = 4 * pipeline * tensor
 
-    def of(**changes) -> memory.Memory:
+    def of(**changes) -> memory.MemoryEstimate:
         return memory_of(configure(model, {**parallel, **changes}, train), world, 0)
 
     base = of()

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from megascale.config import ModelConfig
-
-from .training import Boxed, Told, boxes_of
+from tests.exact.training import Boxed, Told, boxes_of
 
 TOLERANCE = 1e-10
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from .pool import Pool
-from .training import STEPS, Told, train
+from tests.exact.pool import Pool
+from tests.exact.training import STEPS, Told, train
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from .processes import Start, end, ranks, run_ranks, wait_for_step
+from tests.exact.processes import Start, end, ranks, run_ranks, wait_for_step
 
 PAIR = ["--parallel.tensor=2", "--rendezvous.timeout=60"]
 
@@ -84,7 +84,7 @@ def test_rank_0_never_comes(tiny):
 
 def test_a_rank_that_dies_while_groups_are_made(tiny):
     dies = (
-        "import os, megascale.rendezvous.start as start\n"
+        "import os, megascale.rendezvous.start_job as start\n"
         "start.make_groups = lambda *args, **options: os.kill(os.getpid(), 9)"
     )
     few = [*PAIR, "--rendezvous.group_timeout=8"]

@@ -11,10 +11,9 @@ import torch
 from megascale import checkpoint
 from megascale.config import from_tree
 from megascale.train.engine import Engine
-
-from .cases import Case, case
-from .compare import assert_equal
-from .training import STEPS, Told, make_engine, observe, run_step, state_of
+from tests.exact.cases import Case, case
+from tests.exact.compare import assert_equal
+from tests.exact.training import STEPS, Told, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
 

@@ -10,9 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascale.model.block import EVALUATION
-
-from .cases import case
-from .training import make_engine
+from tests.exact.cases import case
+from tests.exact.training import make_engine
 
 pytestmark = pytest.mark.xdist_group("processes")
 

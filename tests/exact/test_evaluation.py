@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megascale.data.samples import IGNORE
-
-from .cases import case
-from .training import Told, make_engine, run_step, tokens
+from megascale.data.dataset.samples import IGNORE
+from tests.exact.cases import case
+from tests.exact.training import Told, make_engine, run_step, tokens
 
 pytestmark = pytest.mark.xdist_group("processes")
 

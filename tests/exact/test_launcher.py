@@ -8,13 +8,12 @@ import sys
 
 import psutil
 import pytest
-from tests.conftest import lines
 
 from megascale import checkpoint
 from megascale.core.status import read_status
-from megascale.train import launch
-
-from .processes import LIMIT, end, launched, wait_for_step
+from megascale.train import launcher as launch
+from tests.conftest import lines
+from tests.exact.processes import LIMIT, end, launched, wait_for_step
 
 TWO = ("--parallel.tensor=2", "--train.steps=100000", "--checkpoint.interval=0")
 FOUR = (*TWO, "--parallel.pipeline=2")

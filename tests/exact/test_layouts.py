@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from megascale.config import from_tree
-
-from .cases import HARD, Case, cases
-from .compare import assert_equal
-from .training import STEPS, late_products, train
+from tests.exact.cases import HARD, Case, cases
+from tests.exact.compare import assert_equal
+from tests.exact.training import STEPS, late_products, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 

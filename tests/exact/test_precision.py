@@ -13,10 +13,9 @@ import torch.distributed as dist
 from megascale.config import from_tree, load
 from megascale.errors import ConfigError
 from megascale.parallel.collectives import Axis, reduce_scatter_rounded
-
-from .cases import Case, case
-from .compare import differences
-from .training import train
+from tests.exact.cases import Case, case
+from tests.exact.compare import differences
+from tests.exact.training import train
 
 pytestmark = pytest.mark.xdist_group("processes")
 

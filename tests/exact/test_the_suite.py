@@ -18,11 +18,10 @@ from megascale.optim import optimizer
 from megascale.parallel import buffers
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.vocabulary import vocabulary_loss
-
-from .cases import case
-from .compare import TOLERANCE, assert_equal, differences
-from .pool import JobFailed
-from .training import Late, late_products, train
+from tests.exact.cases import case
+from tests.exact.compare import TOLERANCE, assert_equal, differences
+from tests.exact.pool import JobFailed
+from tests.exact.training import Late, late_products, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 

@@ -18,8 +18,8 @@ import torch
 
 from megascale import config as configuration
 from megascale.core.layout import lay_out
-from megascale.ops import beside
-from megascale.optim.schedule import learning_rate
+from megascale.ops import side_stream
+from megascale.optim.learning_rate import learning_rate
 from megascale.parallel.buffers import extent_boxes
 from megascale.rendezvous.groups import make_groups
 from megascale.train.engine import Engine
@@ -52,7 +52,7 @@ class Told:
     state: list[Boxed] = field(default_factory=list)
 
 
-class Late(beside.InOrder):
+class Late(side_stream.InOrder):
     """Runs works as late as a second stream may: when gradients are read, or when two others were asked for since."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Late(beside.InOrder):
 
     def run(self, work: Callable[[], Any], after: Any = None) -> None:
         self.open.append(work)
-        self._close(beside.UNDER_WAY)
+        self._close(side_stream.UNDER_WAY)
 
     def settle(self) -> None:
         self._close(0)
@@ -74,7 +74,7 @@ class Late(beside.InOrder):
 @contextmanager
 def late_products() -> Iterator[None]:
     """Products that run beside others run as late as they may."""
-    with mock.patch.object(beside, "InOrder", Late):
+    with mock.patch.object(side_stream, "InOrder", Late):
         yield
 
 

@@ -65,8 +65,8 @@ def recover(folder: Path, arguments: argparse.Namespace, settings: list[str]) ->
     """Start the job, kill a rank again and again, and read what the journal says of each time."""
     import numpy as np
 
-    from megascale.data.indexed import IndexedWriter
-    from megascale.resilience.faults import Options, inject
+    from megascale.data.dataset.indexed import IndexedWriter
+    from megascale.resilience.faults.inject import Options, inject
 
     rng = np.random.default_rng(0)
     with IndexedWriter(folder / "train", np.uint16) as writer:
@@ -114,10 +114,10 @@ def recover(folder: Path, arguments: argparse.Namespace, settings: list[str]) ->
 def events(run: Path) -> list[Any]:
     """What the driver has written down so far."""
     from megascale.errors import DataError
-    from megascale.resilience.journal import Reader
+    from megascale.resilience.driver.journal import JournalReader
 
     try:
-        reader = Reader(run)
+        reader = JournalReader(run)
     except DataError:
         return []
     try:

@@ -105,7 +105,7 @@ def work(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from megascale.rendezvous.groups import shutdown
-    from megascale.rendezvous.start import initialise
+    from megascale.rendezvous.start_job import initialise
 
     if arguments.device == "cpu":
         torch.set_num_threads(1)

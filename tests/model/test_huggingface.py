@@ -12,18 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
 from megascale import config
-from megascale.bench.soak_huggingface import case
+from megascale.bench.model.soak_huggingface import case
 from megascale.core.flops import parameters
 from megascale.errors import ConfigError, DataError
+from megascale.model.huggingface.export import all_shapes, configuration, write_folder
 from megascale.model.huggingface.families import FAMILIES, family_for
-from megascale.model.huggingface.reader import read_folder
+from megascale.model.huggingface.import_model import read_folder
 from megascale.model.huggingface.settings import fraction_of
-from megascale.model.huggingface.tensors import Weight, join, linear, logical_shapes, split
-from megascale.model.huggingface.writer import all_shapes, configuration, write_folder
+from megascale.model.huggingface.tensor_names import Weight, join, linear, logical_shapes, split
 from megascale.parallel.parameters import spec_of
+from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
 
 def both_ways(theirs, folder: Path) -> None:
@@ -128,7 +128,7 @@ def both_ways_of_any_size(theirs, folder: Path) -> None:
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_model_gives_the_same_logits_or_names_the_key(from_theirs, data):
-    """Over all families, what is drawn has the outcome that belongs to it; see megascale.bench.huggingface_cases."""
+    """Over all families, what is drawn has the outcome that belongs to it; see megascale.bench.model.huggingface_cases."""
     with tempfile.TemporaryDirectory() as folder:
         found = case(transformers, lambda values: data.draw(st.sampled_from(list(values))), from_theirs, Path(folder))
     assert found.held, f"{found.name}: {found.outcome}"

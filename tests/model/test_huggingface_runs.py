@@ -8,17 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import lines
-from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
 from megascale import api, checkpoint
 from megascale.cli.main import main
-from megascale.data.indexed import IndexedDataset
-from megascale.data.tokenizer import Tokenizer
+from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.tokenizer.tokenizer import Tokenizer
 from megascale.errors import ConfigError
-from megascale.model.huggingface.reader import read_folder
-from megascale.train.generate import Sampling, generate_tokens, pick, text_of
+from megascale.model.huggingface.import_model import read_folder
+from megascale.train.generation import Sampling, generate_tokens, pick, text_of
 from megascale.train.restore import restore, restore_model
+from tests.conftest import lines
+from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
 
 def their_greedy(theirs, tokens: list[int], count: int, **options: object) -> list[int]:
@@ -305,8 +305,8 @@ def test_a_prompt_begins_as_the_tokenizers_template_begins(named):
 
 def test_a_tiktoken_encoding_goes_out(tmp_path, named):
     pytest.importorskip("tiktoken")
-    from megascale.data.convert_tokenizer import give
-    from megascale.data.tiktoken_file import KNOWN, TiktokenTokenizer
+    from megascale.data.tokenizer.convert_tokenizer import give
+    from megascale.data.tokenizer.tiktoken_file import KNOWN, TiktokenTokenizer
 
     ranks = {bytes([b]): b for b in range(256)}
     for word in (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megascale import config
 from megascale.core.flops import parameters
-from megascale.model.block import KVCache, Step
+from megascale.model.block import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
 from megascale.parallel.buffers import FlatChunk
 from megascale.parallel.parameters import initialise, spec_of
@@ -85,10 +85,10 @@ def test_gradients_of_a_block_pass_gradcheck(shape):
     block = chunk.blocks[0]
     weights = tuple(block.parameters())
     x = torch.randn(5, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    rotary = chunk._rotary(5, x.device, Step())
+    rotary = chunk._rotary(5, x.device, ForwardContext())
 
     def run(x, *ignored):
-        return block(x, rotary, Step())
+        return block(x, rotary, ForwardContext())
 
     assert torch.autograd.gradcheck(run, (x, *weights), fast_mode=True)
 
@@ -153,7 +153,7 @@ def test_cached_steps_give_the_whole_passes_hidden_states(shape, window):
     whole = chunk(inputs)
     cache, parts = KVCache(), []
     for start, stop in ((0, 5), (5, 6), (6, 7), (7, 12)):
-        parts.append(chunk(inputs[start:stop], None, Step(cache=cache)))
+        parts.append(chunk(inputs[start:stop], None, ForwardContext(cache=cache)))
         cache.length = stop
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-10, atol=1e-10)
 
@@ -164,10 +164,12 @@ def test_dropout_depends_on_the_global_sample_only(start, count):
     """A micro-batch cut out of a batch draws the batch's masks."""
     chunk = make("--model.dropout=0.3")
     inputs, targets = batch(6)
-    whole = chunk(inputs, targets, Step(dropout_key=5))
+    whole = chunk(inputs, targets, ForwardContext(dropout_key=5))
     part = chunk(
-        inputs[:, start : start + count], targets[:, start : start + count], Step(dropout_key=5, sample_start=start)
+        inputs[:, start : start + count],
+        targets[:, start : start + count],
+        ForwardContext(dropout_key=5, sample_start=start),
     )
     torch.testing.assert_close(part, whole[:, start : start + count], rtol=1e-10, atol=1e-10)
-    other = chunk(inputs, targets, Step(dropout_key=6))
+    other = chunk(inputs, targets, ForwardContext(dropout_key=6))
     assert not torch.allclose(other, whole)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from megascale.bench.hang import CASES, run_case
+from megascale.bench.resilience.hang_bench import CASES, run_case
 from megascale.cli.main import app
 from megascale.config import from_tree
 from megascale.core import calls
@@ -27,7 +27,7 @@ from megascale.core.status import StatusFile, read_status
 from megascale.errors import DataError
 from megascale.observe.hang.evidence import RankEvidence, Scene, collect, process_state
 from megascale.observe.hang.flight import read_flight
-from megascale.observe.hang.report import examine
+from megascale.observe.hang.hang_report import examine
 from megascale.observe.hang.verdict import Hang, explain
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 import pytest
 import torch
 
-from megascale.bench import kernel_float8
-from megascale.bench.kernel_cases import TINY, cases
-from megascale.bench.kernel_measures import PARTS, Bench, measure_case, run
-from megascale.bench.kernels import main, show
+from megascale.bench.kernels import kernel_float8
+from megascale.bench.kernels.kernel_bench import main, show
+from megascale.bench.kernels.kernel_cases import TINY, cases
+from megascale.bench.kernels.kernel_measures import PARTS, Bench, measure_case, run
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools import TOLERANCE, distance
 
 from megascale.ops import dispatch
 from megascale.ops.cross_entropy import cross_entropy, linear_cross_entropy, local_gradient_, local_statistics
+from tests.ops.tools import TOLERANCE, distance
 
 FEW = settings(max_examples=12, deadline=None)
 

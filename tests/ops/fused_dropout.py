@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools import TOLERANCE, compare
 
 from megascale.ops import dispatch
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, keep_mask_reference
+from tests.ops.tools import TOLERANCE, compare
 
 FEW = settings(max_examples=10, deadline=None)
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 3, 8, 50, 130]))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools import distance
 
 from megascale.ops import dispatch
 from megascale.ops.embedding import RUN, add_rows, embedding, embedding_reference
+from tests.ops.tools import distance
 
 
 @pytest.fixture(autouse=True, scope="module")

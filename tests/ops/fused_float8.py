@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 from unittest import mock
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
 import pytest
 import torch
 from hypothesis import given, settings

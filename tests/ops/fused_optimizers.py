@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 import math
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools import distance
 
 from megascale.ops import dispatch
 from megascale.ops.adamw import adamw_apply, adamw_apply_reference
 from megascale.ops.lamb import lamb_apply, lamb_apply_reference, lamb_direction, lamb_direction_reference
 from megascale.ops.segments import Segments, square_sums
+from tests.ops.tools import distance
 
 FEW = settings(max_examples=8, deadline=None)
 ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

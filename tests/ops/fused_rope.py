@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools import TOLERANCE, compare, distance
 
 from megascale.ops import dispatch
 from megascale.ops.activation import Again, gelu, swiglu
+from megascale.ops.fused_projection import split_wide
 from megascale.ops.rope import apply_rotary, apply_rotary_reference, packed, rotary_tables, split_qkv
-from megascale.ops.wide import split_wide
 from megascale.parallel.collectives import ALONE
 from megascale.parallel.tensor import linear_scatter
+from tests.ops.tools import TOLERANCE, compare, distance
 
 FEW = settings(max_examples=10, deadline=None)
 

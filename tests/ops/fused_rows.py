@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 import math
 from unittest import mock
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools import TOLERANCE, compare, distance
 
 from megascale.ops import dispatch, norm
 from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from megascale.ops.fused_projection import split_wide
 from megascale.ops.norm import (
     add_norm,
     add_norm_reference,
@@ -23,7 +26,7 @@ from megascale.ops.norm import (
     rms_norm_reference,
 )
 from megascale.ops.reduce import column_sum
-from megascale.ops.wide import split_wide
+from tests.ops.tools import TOLERANCE, compare, distance
 
 FEW = settings(max_examples=6, deadline=None)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import interpreted  # noqa: F401  (first: it prepares the interpreter)
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
 import pytest
 import torch
 

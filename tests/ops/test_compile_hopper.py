@@ -14,14 +14,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.ops.offline import compile_for_hopper, stack_bytes
-
-from megascale.ops import activation, adamw, cross_entropy, dropout, lamb, norm, rope, segments, wide
+from megascale.ops import activation, adamw, cross_entropy, dropout, fused_projection, lamb, norm, rope, segments
 from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format
 from megascale.parallel.collectives import ALONE
 from megascale.parallel.tensor import linear_scatter
+from tests.ops.offline import compile_for_hopper, stack_bytes
 
 BF16 = torch.bfloat16
 
@@ -71,7 +70,7 @@ def optimizer(on_device: bool) -> None:
 
 
 def again(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    *_, inner, produce = wide.split_wide(x, 40, 40, 128, "gelu", wide_bias=bias, again=True)
+    *_, inner, produce = fused_projection.split_wide(x, 40, 40, 128, "gelu", wide_bias=bias, again=True)
     return linear_scatter(ALONE, inner, weight, produces=(produce,))
 
 
@@ -113,13 +112,15 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),
     "split wide": lambda: both_passes(
-        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", b)[:4], zeros(8, 2, 15360 + 20480), zeros(20480)
+        lambda x, b: fused_projection.split_wide(x, 40, 40, 128, "gelu", b)[:4],
+        zeros(8, 2, 15360 + 20480),
+        zeros(20480),
     ),
     "gelu, bias in already": lambda: both_passes(
         lambda x, b: activation.gelu(x, b, added=True), zeros(8, 2, 20480), collecting(20480)
     ),
     "split wide, its product's bias": lambda: both_passes(
-        lambda x, b: wide.split_wide(x, 40, 40, 128, "gelu", wide_bias=b)[:4],
+        lambda x, b: fused_projection.split_wide(x, 40, 40, 128, "gelu", wide_bias=b)[:4],
         zeros(8, 2, 15360 + 20480),
         collecting(15360 + 20480),
     ),

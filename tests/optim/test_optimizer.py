@@ -8,8 +8,8 @@ import torch
 from megascale import config
 from megascale.config import LrConfig, OptimizerConfig
 from megascale.model.transformer import Chunk
+from megascale.optim.learning_rate import learning_rate
 from megascale.optim.optimizer import ShardedOptimizer
-from megascale.optim.schedule import learning_rate
 from megascale.parallel.buffers import FlatChunk
 from megascale.parallel.parameters import initialise, piece_views, spec_of
 

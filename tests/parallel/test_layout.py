@@ -7,25 +7,25 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.parallel.layout import ALIGN, FlatLayout, Member, lay_out
+from megascale.parallel.buffer_layout import ALIGN, BufferMember, FlatLayout, lay_out
 
 sizes = st.one_of(st.integers(1, 300), st.sampled_from([ALIGN, 2 * ALIGN, 64 * ALIGN]))
-plain = st.builds(Member, sizes, decay=st.booleans(), shared=st.booleans())
+plain = st.builds(BufferMember, sizes, decay=st.booleans(), shared=st.booleans())
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> list[Member]:
+def chunks(draw: st.DrawFn) -> list[BufferMember]:
     """A chunk's parameters, with a tied embedding in front, behind, or not at all."""
     members = draw(st.lists(plain, min_size=1, max_size=20))
     alone = draw(st.sampled_from(["none", "first", "last"]))
-    tied = [Member(draw(sizes), decay=True, shared=False, alone=True)]
+    tied = [BufferMember(draw(sizes), decay=True, shared=False, alone=True)]
     return members if alone == "none" else tied + members if alone == "first" else members + tied
 
 
 cases = given(chunks(), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 2000)))
 
 
-def spans(layout: FlatLayout, members: list[Member]) -> list[tuple[int, int]]:
+def spans(layout: FlatLayout, members: list[BufferMember]) -> list[tuple[int, int]]:
     return [(start, start + m.count) for start, m in zip(layout.starts, members, strict=True)]
 
 
@@ -90,7 +90,7 @@ def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
     assert layout.alone is not None
     assert layout.buckets[layout.alone].members == tuple(alone)
     # Another stage lays out the same embedding among other members: its shards must be the same ones.
-    there = lay_out([Member(5, False, True), members[alone[0]]], ranks, None)
+    there = lay_out([BufferMember(5, False, True), members[alone[0]]], ranks, None)
     assert there.alone is not None
     ours, theirs = layout.buckets[layout.alone], there.buckets[there.alone]
     assert ours.stop - ours.start == theirs.stop - theirs.start

@@ -15,11 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from megascale.errors import ConfigError
-from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
 from megascale.rendezvous.redis_store import VERDICT, RedisStore
 from megascale.rendezvous.resp import Address
-
-from .conftest import free_port, needs_redis
+from megascale.rendezvous.store_errors import StoreFault, StoreFenced, Superseded
+from tests.rendezvous.conftest import free_port, needs_redis
 
 pytestmark = needs_redis
 
@@ -258,11 +257,11 @@ def test_a_late_write_of_an_older_attempt_is_refused(redis_server, opened):
         lambda: old.queue_push("q", "late"),
         lambda: old.delete_key("k"),
     ):
-        with pytest.raises(Fenced, match=r"attempt 1 of job 'test' is over: attempt 2 has begun"):
+        with pytest.raises(StoreFenced, match=r"attempt 1 of job 'test' is over: attempt 2 has begun"):
             late()
     assert new.num_keys() == 0
     assert not old.check(["k"])  # what it had written is gone too
-    with pytest.raises(Fenced, match="attempt 2 has begun"):
+    with pytest.raises(StoreFenced, match="attempt 2 has begun"):
         opened(server, owner=True, attempt=1)
 
 
@@ -328,7 +327,7 @@ def test_everything_expires_and_nothing_is_left_after_a_job(redis_server, opened
         assert 0 < server.ask("PTTL", key) <= 30_000, key
     b.remove_all()
     assert server.keys() == []
-    with pytest.raises(Fenced, match="the job has ended, its keys expired, or somebody emptied the server"):
+    with pytest.raises(StoreFenced, match="the job has ended, its keys expired, or somebody emptied the server"):
         a.set("k", "late")
     assert server.keys() == []
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.core.grid import Grid
-from megascale.rendezvous.plan import AXIS_KINDS, edges, plan_groups, rank_groups
+from megascale.rendezvous.group_plan import AXIS_KINDS, edges, plan_groups, rank_groups
 
 sizes = st.integers(1, 5)
 

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from megascale import config
 from megascale.core.failure import errno_of
 from megascale.errors import ConfigError, FitError, TrainingError
+from megascale.rendezvous.group_plan import AXIS_KINDS
 from megascale.rendezvous.groups import shutdown
-from megascale.rendezvous.plan import AXIS_KINDS
-from megascale.rendezvous.start import connect, initialise, is_loopback, job_facts, job_name
-
-from .conftest import free_port, needs_redis
+from megascale.rendezvous.start_job import connect, initialise, is_loopback, job_facts, job_name
+from tests.rendezvous.conftest import free_port, needs_redis
 
 
 def start(rank: int, world: int, overrides: list[str]):

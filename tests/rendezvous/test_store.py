@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from .conftest import REDIS, Server
+from tests.rendezvous.conftest import REDIS, Server
 
 KINDS = ["tcp", "redis"]
 

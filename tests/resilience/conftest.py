@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.status import read_status
-from megascale.resilience.journal import Entry, born, events_of
+from megascale.resilience.driver.journal import Entry, born, events_of
 
 WAIT = 120.0  # seconds; only a broken test takes them
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.rendezvous.conftest import redis_server as redis_server
-from tests.resilience.test_launch import losses
 
 from megascale.config import load
 from megascale.core.secrets import without_password
+from tests.rendezvous.conftest import redis_server as redis_server
+from tests.resilience.test_launch import losses
 
 
 def test_a_port_taken_before_its_use_is_followed_by_another(launch, tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_command_with_a_password_starts_itself_anew_without(tmp_path, words):
 
 def test_a_password_from_a_file_is_handed_down_in_the_environment(monkeypatch):
     pytest.importorskip("fastapi")
-    from megascale.resilience.start import _hand_down_password
+    from megascale.resilience.driver.start_driver import _hand_down_password
 
     monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "old")
     handed = _hand_down_password(load(None, ["--rendezvous.url=redis://:new%2F@h"]))

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import torch
-from tests.conftest import lines
 
 from megascale import checkpoint
-from megascale.resilience.journal import Reader, born
+from megascale.resilience.driver.journal import JournalReader, born
 from megascale.train.restore import restore
+from tests.conftest import lines
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -141,7 +141,7 @@ def test_new_settings_take_force_and_bad_ones_are_taken_back(launch, megascale):
 
 
 def _phase(run: Path) -> str:
-    reader = Reader(run)
+    reader = JournalReader(run)
     reader.close()
     return reader.job.phase if reader.job else ""
 

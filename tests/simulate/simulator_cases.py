@@ -6,19 +6,19 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.simulate.case import Case
-from megascale.simulate.cluster import Cluster, load_cluster
+from megascale.simulate.cluster import ClusterSpec, load_cluster
 from megascale.simulate.software import MEGASCALE, Software
 
 GPT_13B = ModelConfig(layers=40, hidden=5120, heads=40, vocab_size=50304, sequence_length=2048)
 GPT_175B = ModelConfig(layers=96, hidden=12288, heads=128, vocab_size=64000, sequence_length=2048)
 
 
-def with_part(cluster: Cluster, part: str, **figures: Any) -> Cluster:
+def with_part(cluster: ClusterSpec, part: str, **figures: Any) -> ClusterSpec:
     """The cluster with figures of one part replaced."""
     return cluster.model_copy(update={part: getattr(cluster, part).model_copy(update=figures)})
 
 
-def calm(name: str = "a100-roce") -> Cluster:
+def calm(name: str = "a100-roce") -> ClusterSpec:
     """A shipped cluster without slow hosts and jitter."""
     return with_part(load_cluster(name), "stragglers", slow_hosts=0.0, jitter=0.0)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megascale.simulate.effective import DAY, Faults, best_interval, simulate_run, young_daly
+from megascale.simulate.effective import DAY, FaultRates, best_interval, simulate_run, young_daly
 
-CALM = Faults(host_mtbf_days=1e9)
+CALM = FaultRates(host_mtbf_days=1e9)
 
 
 def test_without_faults_only_saving_costs():
@@ -20,7 +20,7 @@ def test_without_faults_only_saving_costs():
 
 def test_faults_come_as_often_as_they_should():
     work, hosts = 20 * DAY, 1000
-    outcome = simulate_run(work, hosts, Faults(spares=1000), 600.0, trials=300)
+    outcome = simulate_run(work, hosts, FaultRates(spares=1000), 600.0, trials=300)
     expected = outcome.wall.mean() / (540 * DAY / hosts)
     assert outcome.faults.mean() == pytest.approx(expected, rel=0.1)
 
@@ -28,7 +28,7 @@ def test_faults_come_as_often_as_they_should():
 def test_first_order_loss():
     """Half an interval, detection, restart and manual work a fault; a stall an interval."""
     work, hosts, interval = 30 * DAY, 500, 900.0
-    faults = Faults(spares=1000)
+    faults = FaultRates(spares=1000)
     outcome = simulate_run(work, hosts, faults, interval, trials=300)
     rate = hosts / (faults.host_mtbf_days * DAY)
     lost = rate * (interval / 2 + faults.detect + faults.restart + faults.manual_share * faults.manual)
@@ -36,7 +36,7 @@ def test_first_order_loss():
 
 
 def test_the_best_interval_is_near_young_daly():
-    faults = Faults(spares=1000)
+    faults = FaultRates(spares=1000)
     best, curve = best_interval(20 * DAY, 1500, faults, trials=150)
     assert 0.4 < best / young_daly(faults, 1500) < 2.6
     shares = [share for _, share in curve]
@@ -45,7 +45,7 @@ def test_the_best_interval_is_near_young_daly():
 
 def test_more_spares_faster_repair_and_quicker_detection_never_hurt():
     def wall(**change):
-        return simulate_run(5 * DAY, 1500, replace(Faults(spares=2), **change), 600.0, trials=150).wall.mean()
+        return simulate_run(5 * DAY, 1500, replace(FaultRates(spares=2), **change), 600.0, trials=150).wall.mean()
 
     base = wall()
     assert wall(spares=20) <= base
@@ -55,5 +55,5 @@ def test_more_spares_faster_repair_and_quicker_detection_never_hurt():
 
 
 def test_same_seed_same_faults():
-    one, two = (simulate_run(2 * DAY, 1500, Faults(), 600.0, trials=30, seed=7).wall for _ in range(2))
+    one, two = (simulate_run(2 * DAY, 1500, FaultRates(), 600.0, trials=30, seed=7).wall for _ in range(2))
     assert np.array_equal(one, two)

@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import ConfigError
-from megascale.simulate.calibration import (
-    BOUNDS,
-    Calibration,
-    Constants,
-    load_calibration,
-    shipped_calibrations,
-)
+from megascale.simulate.calibration import BOUNDS, Calibration, Constants, load_calibration, shipped_calibrations
 from megascale.simulate.cluster import cluster_of, load_cluster, shipped
 from megascale.simulate.fitting import fit
 from megascale.simulate.validation.anchors import strong_scaling

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_cases import GPT_13B, calm, case, with_part
 
 from megascale.core.schedule import ideal_bubble
 from megascale.simulate.case import Case
 from megascale.simulate.closed import stage_times, step_parts
 from megascale.simulate.event import simulate
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023
+from tests.simulate.simulator_cases import GPT_13B, calm, case, with_part
 
 SHAPES = st.tuples(
     st.sampled_from([1, 2, 4]),  # tensor

@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_cases import GPT_13B, calm, case, with_part
 
 from megascale.simulate.calibration import Constants
 from megascale.simulate.closed import step_parts, straggler_factor
@@ -17,6 +16,7 @@ from megascale.simulate.event import draw_hosts, simulate
 from megascale.simulate.network import RingNetwork
 from megascale.simulate.search import scaled
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023, MEGATRON_DEEPSPEED
+from tests.simulate.simulator_cases import GPT_13B, calm, case, with_part
 
 BANDWIDTHS = st.sampled_from([("inside", "bus"), ("between", "gbs"), ("gpu", "memory_gbs")])
 LAYOUTS = st.tuples(

@@ -17,7 +17,6 @@ from megascale.simulate.validation.anchors import (
     vtrain,
     weak_scaling,
 )
-from megascale.simulate.validation.report import check_runs, check_trace
 from megascale.simulate.validation.score import (
     affine_control,
     check_mfu,
@@ -27,6 +26,7 @@ from megascale.simulate.validation.score import (
     percent,
     predict,
 )
+from megascale.simulate.validation.validation_report import check_runs, check_trace
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_control_needs_no_physics(cluster):
 
 def test_a_worse_model_misses(cluster):
     """The checks can fail: with overlap residuals of one, MegaScale's rows are predicted too slow."""
-    from simulator_cases import with_part
+    from tests.simulate.simulator_cases import with_part
 
     wrong = with_part(cluster, "overlap", tp_residual=1.0, slowdown=0.9)
     assert not {c.key: c for c in check_table(wrong)}["A3"].passed

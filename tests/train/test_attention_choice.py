@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import lines
-from tests.exact.processes import Start, run_ranks
-from tests.train.test_run import losses, weights
 
 from megascale.api import load_config, train
 from megascale.ops import attention
 from megascale.ops.attention import AttentionChoice, attention_reference
 from megascale.ops.attention_backends import BACKENDS
 from megascale.train.attention_choice import _decide
+from tests.conftest import lines
+from tests.exact.processes import Start, run_ranks
+from tests.train.test_run import losses, weights
 
 # Two backends of the same mask that round otherwise; what each takes is made up.
 BEFORE = """

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import lines
-from tests.train.test_run import kill_when, losses, weights
 
 from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.errors import TrainingError
+from tests.conftest import lines
+from tests.train.test_run import kill_when, losses, weights
 
 BACKGROUND = ["--checkpoint.background=true", "--checkpoint.linger=100"]
 
@@ -92,9 +92,9 @@ def test_a_last_save_in_the_background_that_fails_is_no_success(tiny, tmp_path):
 
 
 def test_the_service_of_a_finished_run_ends_and_leaves_nothing(tiny, tmp_path):
-    from megascale.checkpoint import wire
+    from megascale.checkpoint.background import service_protocol
 
-    folder = wire.private_folder(tmp_path / "runs" / "tiny")
+    folder = service_protocol.private_folder(tmp_path / "runs" / "tiny")
     train(load_config(tiny, ["--train.steps=2", *BACKGROUND]))
     deadline = time.monotonic() + 30
     while folder.exists():  # the service's own while it lives

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tests.conftest import lines
-from tests.exact.processes import Start, run_ranks, wait_for_step
 
 from megascale import checkpoint
 from megascale.api import load_config, train
@@ -18,6 +16,8 @@ from megascale.core import run_lock
 from megascale.core.status import read_status
 from megascale.errors import ConfigError, DataError
 from megascale.train import loop
+from tests.conftest import lines
+from tests.exact.processes import Start, run_ranks, wait_for_step
 
 
 def told(run: Path, rank: int = 0) -> tuple[str, str, str, str]:

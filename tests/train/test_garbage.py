@@ -11,7 +11,7 @@ import torch
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
 from megascale.train.engine import Engine
-from megascale.train.garbage import Garbage
+from megascale.train.garbage_collection import Garbage
 
 
 class Knot:

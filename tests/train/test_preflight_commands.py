@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from megascale.core import capacity
-from megascale.resilience import mending
-from megascale.resilience.nodes import Node, NodeState
-from megascale.train import launch
+from megascale.resilience.driver import recovery
+from megascale.resilience.driver.nodes import Node, NodeState
+from megascale.train import launcher
 
 LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2);"
 MAIN = "sys.argv[1:2] = []; from megascale.cli.main import main; main()"
@@ -85,9 +85,9 @@ def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
 
 
 def test_trainers_start_in_waves(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "wave", lambda cores: 2)
+    monkeypatch.setattr(launcher, "wave", lambda cores: 2)
     ranks: list[subprocess.Popen[bytes]] = []
-    waves = launch._Waves(ranks, [])
+    waves = launcher._Waves(ranks, [])
     code = "import os, pathlib; pathlib.Path(f'came-{os.getpid()}').touch(); "
     code += "os.write(int(os.environ['MEGASCALE_CAME']), b'.')"
     most = 0
@@ -107,11 +107,11 @@ def test_trainers_start_in_waves(tmp_path, monkeypatch):
 
 
 def test_a_wave_ends_with_an_interruption_or_a_failure(monkeypatch):
-    monkeypatch.setattr(launch, "wave", lambda cores: 1)
+    monkeypatch.setattr(launcher, "wave", lambda cores: 1)
     interruptions: list[float] = []
     sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as one:
-        waves = launch._Waves([one], interruptions)
+        waves = launcher._Waves([one], interruptions)
         waiting = threading.Thread(target=waves.wait)
         waiting.start()
         interruptions.append(1.0)
@@ -126,14 +126,14 @@ def test_a_wave_ends_with_an_interruption_or_a_failure(monkeypatch):
 def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path, monkeypatch):
     from megascale.config import load
 
-    monkeypatch.setattr(launch, "wave", lambda cores: 1)
+    monkeypatch.setattr(launcher, "wave", lambda cores: 1)
     monkeypatch.chdir(tmp_path)
     words = ["--parallel.data=2", "--train.steps=2", "--train.micro_batch=1"]
-    assert launch.launch(["train", str(tiny), *words], 2, load(tiny, words), keeps=True) == 0
+    assert launcher.launch(["train", str(tiny), *words], 2, load(tiny, words), keeps=True) == 0
     assert (tmp_path / "runs" / "tiny" / "checkpoints").is_dir()
 
 
-class _Nodes(mending.Mending):
+class _Nodes(recovery.Mending):
     """Starts agents that come a few turns of the loop later."""
 
     def __init__(self, dead: set[str]) -> None:
@@ -165,7 +165,7 @@ class _Nodes(mending.Mending):
 
 
 def test_agents_start_in_waves(monkeypatch):
-    monkeypatch.setattr(mending, "WAVE", 3)
+    monkeypatch.setattr(recovery, "WAVE", 3)
 
     async def begin() -> _Nodes:
         nodes = _Nodes({"n4"})
@@ -185,7 +185,7 @@ def test_agents_start_in_waves(monkeypatch):
 
 
 def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch):
-    monkeypatch.setattr(mending, "WAVE", 1)
+    monkeypatch.setattr(recovery, "WAVE", 1)
 
     async def begin() -> None:
         nodes = _Nodes(set())

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megascale.train.processes import _threads
+from megascale.train.rank_info import _threads
 
 
 @pytest.mark.parametrize(("told", "threads"), [("1", 1), ("3", 3), ("4,2", 4), ("64", 8)])

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import lines
 
 from megascale import checkpoint
 from megascale.api import evaluate, export_model, generate, load_config, train
-from megascale.bench.soak_resumes import state_of
-from megascale.checkpoint import changes
-from megascale.checkpoint.archive import crc32
-from megascale.checkpoint.folder import COMMIT
+from megascale.bench.training.soak_resumes import state_of
+from megascale.checkpoint import setting_changes
+from megascale.checkpoint.format.archive import crc32
+from megascale.checkpoint.format.step_folders import COMMIT
 from megascale.config import ACCEPTABLE, Config, from_tree
-from megascale.data.indexed import IndexedWriter
-from megascale.data.ledger import check
-from megascale.data.samples import SampleSource
-from megascale.data.tokenizer import Tokenizer
+from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.dataset.ledger import check
+from megascale.data.dataset.samples import SampleSource
+from megascale.data.tokenizer.tokenizer import Tokenizer
 from megascale.errors import ConfigError, DataError
+from tests.conftest import lines
 
 ROTARY = "--model.positions=rotary"
 
@@ -334,8 +334,8 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     tree: dict[str, dict[str, object]] = {}
     for section, key in chosen:
         tree.setdefault(section, {})[key] = VALUES[section][key]
-    saved, _ = changes.read_saved(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
-    found = changes.find_changes(saved, from_tree(tree), begun=begun)
+    saved, _ = setting_changes.read_saved(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
+    found = setting_changes.find_changes(saved, from_tree(tree), begun=begun)
     names = {f"{s}.{k}" for s, k in chosen}
     assert names <= {c.key for c in found}
     assert {c.key for c in found} - names <= {"lr.peak", "optimizer.trust_min", "optimizer.lamb_bias_correction"}
@@ -346,10 +346,10 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     assert {c.key for c in found if c.kind == "refused"} == model
     assert {c.key for c in found if c.kind == "asked"} == asked
     accepted: Sequence[str] = sorted(asked)
-    assert (changes.explain("x", found, accepted) is None) == (not model)
+    assert (setting_changes.explain("x", found, accepted) is None) == (not model)
     if asked and not model:
         left = data.draw(st.sampled_from(sorted(asked)))
-        assert left in (changes.explain("x", found, [k for k in accepted if k != left]) or "")
+        assert left in (setting_changes.explain("x", found, [k for k in accepted if k != left]) or "")
 
 
 def test_only_what_may_be_accepted_can_be_named() -> None:

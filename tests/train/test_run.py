@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import lines
 
 from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.train.restore import restore
+from tests.conftest import lines
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

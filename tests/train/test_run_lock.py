@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.conftest import lines
-from tests.exact.processes import Start, launched, run_ranks, wait_for_step
-from tests.train.test_run import losses
 
 from megascale import checkpoint
 from megascale.api import load_config, train
@@ -21,8 +18,11 @@ from megascale.cli.checkpoint import prune
 from megascale.core import run_lock
 from megascale.core.run_lock import Busy
 from megascale.errors import TrainingError
-from megascale.resilience import start
-from megascale.train import launch
+from megascale.resilience.driver import start_driver
+from megascale.train import launcher as launch
+from tests.conftest import lines
+from tests.exact.processes import Start, launched, run_ranks, wait_for_step
+from tests.train.test_run import losses
 
 HOLD = """
 import sys
@@ -135,7 +135,7 @@ def test_a_training_is_alone_with_its_run(tiny, tmp_path):
             lambda: train(alone),
             lambda: train(sharer),
             lambda: launch.launch(["train", str(tiny)], 2, several),
-            lambda: start.drive(*start.prepare(several), lambda who, text: None),
+            lambda: start_driver.drive(*start_driver.prepare(several), lambda who, text: None),
             lambda: prune(str(run), 1),
             lambda: prune(str(place), 1),
         ):

@@ -6,26 +6,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megascale.checkpoint.background.staging import SaveOutcome
     from megascale.checkpoint.checkpointer import Checkpointer
-    from megascale.checkpoint.folder import Summary, inspect, latest, steps
-    from megascale.checkpoint.layout import Shard
+    from megascale.checkpoint.format.chunks import TensorShard
+    from megascale.checkpoint.format.step_folders import Summary, inspect, latest, steps
     from megascale.checkpoint.loader import LoadReport, load
     from megascale.checkpoint.saver import save
-    from megascale.checkpoint.staging import Outcome
 
-__all__ = ["Checkpointer", "LoadReport", "Outcome", "Shard", "Summary", "inspect", "latest", "load", "save", "steps"]
+__all__ = [
+    "Checkpointer",
+    "LoadReport",
+    "SaveOutcome",
+    "Summary",
+    "TensorShard",
+    "inspect",
+    "latest",
+    "load",
+    "save",
+    "steps",
+]
 
 _HOMES = {
     "Checkpointer": "checkpointer",
     "LoadReport": "loader",
-    "Outcome": "staging",
-    "Shard": "layout",
-    "Summary": "folder",
-    "inspect": "folder",
-    "latest": "folder",
+    "SaveOutcome": "background.staging",
+    "TensorShard": "format.chunks",
+    "Summary": "format.step_folders",
+    "inspect": "format.step_folders",
+    "latest": "format.step_folders",
     "load": "loader",
     "save": "saver",
-    "steps": "folder",
+    "steps": "format.step_folders",
 }
 
 

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megascale.checkpoint import folder as folders
-from megascale.checkpoint import pending, service, wire
-from megascale.checkpoint.folder import Commit
-from megascale.checkpoint.layout import Shard
+from megascale.checkpoint.background import pending_saves, service, service_protocol
+from megascale.checkpoint.background.load_from_memory import find_held, load_held
+from megascale.checkpoint.background.snapshot import Snapshots
+from megascale.checkpoint.background.staging import SaveOutcome
+from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.format.chunks import TensorShard
+from megascale.checkpoint.format.step_folders import Commit
 from megascale.checkpoint.loader import Accept, LoadReport, load, say
-from megascale.checkpoint.memory import find_held, load_held
-from megascale.checkpoint.peers import Peers
+from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to
-from megascale.checkpoint.snapshot import Snapshots
-from megascale.checkpoint.staging import Outcome
-from megascale.checkpoint.storage import open_storage
+from megascale.checkpoint.storage.base import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError, TrainingError
 
@@ -47,7 +47,7 @@ class Checkpointer:
         self,
         config: CheckpointConfig,
         run: Path,
-        shards: Sequence[Shard],
+        shards: Sequence[TensorShard],
         *,
         group: ProcessGroup | None = None,
         domain: str = "",
@@ -59,7 +59,7 @@ class Checkpointer:
         self._above = 0
         self._unsaved = False  # what was loaded is nowhere but in memory
         self._snapshots: Snapshots | None = None
-        self._ready: list[Outcome] = []
+        self._ready: list[SaveOutcome] = []
         self._passed_over: list[Commit] = []
 
     def due(self, step: int, last: bool = False) -> Literal["storage", "memory"] | None:
@@ -73,8 +73,8 @@ class Checkpointer:
         self,
         step: int | None = None,
         *,
-        shards: Sequence[Shard] | None = None,
-        initial: Sequence[Shard] | None = None,
+        shards: Sequence[TensorShard] | None = None,
+        initial: Sequence[TensorShard] | None = None,
         report: LoadReport | None = None,
         accept: Accept | None = None,
     ) -> dict[str, Any] | None:
@@ -91,7 +91,7 @@ class Checkpointer:
         storage = open_storage(self.folder)
         newest = None
         if self.peers.rank == 0:
-            pending.finish_pending(storage)
+            pending_saves.finish_pending(storage)
             commits = [c for c in folders.survey(storage)[0] if step in (None, c.step)]
             newest = (max((c.sequence for c in commits), default=0), folders.identity(storage))
         sequence, identity = self.peers.share(newest)
@@ -142,7 +142,7 @@ class Checkpointer:
         sequence: int,
         identity: str,
         step: int | None,
-        shards: Sequence[Shard],
+        shards: Sequence[TensorShard],
         report: LoadReport,
         accept: Accept | None,
         complete: bool,
@@ -151,7 +151,7 @@ class Checkpointer:
         sock = None
         try:
             with contextlib.suppress(OSError, TrainingError):  # a host without a service has nothing in memory
-                sock = service.connect(wire.private_folder(self.run), self.config.linger, self._log_file)
+                sock = service.connect(service_protocol.private_folder(self.run), self.config.linger, self._log_file)
             held = find_held(sock, self.peers, identity)
             if held is None or held.sequence < sequence or step not in (None, held.step):
                 return None
@@ -187,7 +187,7 @@ class Checkpointer:
             begun = time.monotonic()
             size = save_to(open_storage(self.folder), step, self.shards, state, self.config.keep, self.peers)
             took = time.monotonic() - begun
-            self._ready.append(Outcome(step, self.peers.rank == 0, bytes=size, stall=took, seconds=took))
+            self._ready.append(SaveOutcome(step, self.peers.rank == 0, bytes=size, stall=took, seconds=took))
             return True
         begun = self._background().start(step, state, persist=persist, wait=wait)
         self._unsaved = self._unsaved and not (begun and persist)
@@ -227,12 +227,12 @@ class Checkpointer:
         if self._snapshots is not None:
             self._snapshots.before_update()
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         """Saves that have come to an end since the last call."""
         ready, self._ready = self._ready, []
         return ready + (self._snapshots.poll() if self._snapshots is not None else [])
 
-    def finish(self, over: bool = True) -> list[Outcome]:
+    def finish(self, over: bool = True) -> list[SaveOutcome]:
         """Wait until everything begun is saved; as `poll`. `over`: the run is, so the service need not wait on."""
         if self._snapshots is not None:
             self._ready += self._snapshots.finish(goodbye=over)

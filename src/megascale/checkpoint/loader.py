@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megascale.checkpoint import folder as folders
-from megascale.checkpoint.archive import crc32, element_size
-from megascale.checkpoint.folder import Commit, Damaged
-from megascale.checkpoint.index import Index
-from megascale.checkpoint.layout import Shard, overlap, slices
-from megascale.checkpoint.mismatch import explain_leftovers, explain_mismatch
-from megascale.checkpoint.peers import Peers
-from megascale.checkpoint.reading import Want, assign_readers, info_of, moves, rounds, spans, want
-from megascale.checkpoint.storage import Storage, open_storage
+from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.format.archive import crc32, element_size
+from megascale.checkpoint.format.chunks import TensorShard, overlap, slices
+from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.format.mismatch import explain_leftovers, explain_mismatch
+from megascale.checkpoint.format.read_plan import Want, assign_readers, info_of, moves, rounds, spans, want
+from megascale.checkpoint.format.step_folders import Commit, Damaged
+from megascale.checkpoint.object_collectives import Peers
+from megascale.checkpoint.storage.base import Storage, open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 
@@ -55,12 +55,12 @@ class LoadReport:
 
 def load(
     folder: Path | str,
-    shards: Sequence[Shard],
+    shards: Sequence[TensorShard],
     *,
     step: int | None = None,
     group: ProcessGroup | None = None,
     report: LoadReport | None = None,
-    initial: Sequence[Shard] | None = None,
+    initial: Sequence[TensorShard] | None = None,
     accept: Accept | None = None,
     complete: bool = False,
 ) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def load(
 
 
 @torch.no_grad()
-def _clear_others(shards: Sequence[Shard], wanted: Sequence[Shard]) -> None:
+def _clear_others(shards: Sequence[TensorShard], wanted: Sequence[TensorShard]) -> None:
     """A damaged checkpoint, in storage or in memory, may have been read into them before."""
     names = {shard.name for shard in wanted}
     for shard in shards:
@@ -154,7 +154,7 @@ def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
 def load_commit(
     storage: Storage,
     commit: Commit,
-    shards: Sequence[Shard],
+    shards: Sequence[TensorShard],
     peers: Peers,
     report: LoadReport | None = None,
     *,
@@ -165,7 +165,7 @@ def load_commit(
     opened = peers.share(_open(storage, commit) if peers.rank == 0 else None)
     if isinstance(opened, str):
         return opened
-    index = Index.from_bytes(opened)
+    index = CheckpointIndex.from_bytes(opened)
     place = folders.step_name(commit.step)
 
     def read(file: str, start: int, stop: int) -> memoryview | bytes | bytearray:
@@ -186,8 +186,8 @@ def _open(storage: Storage, commit: Commit) -> bytes | str:
 
 
 def fill(
-    index: Index,
-    shards: Sequence[Shard],
+    index: CheckpointIndex,
+    shards: Sequence[TensorShard],
     peers: Peers,
     read: Read,
     *,
@@ -220,7 +220,7 @@ def fill(
     wants = [w for _, w in answers]
     if complete and (left := explain_leftovers(name, index, np.concatenate([w.rows for w in wants]))):
         raise DataError(left)
-    by_name: dict[str, list[Shard]] = {}
+    by_name: dict[str, list[TensorShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, []).append(shard)
     reader = assign_readers(index, wants, holders)
@@ -240,7 +240,7 @@ def fill(
     return next((d[0] for d in peers.exchange(found[:1]) if d), None)
 
 
-def fetch(index: Index, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:
+def fetch(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:
     """Read some chunks and check them; chunks that fail stand in the report and come back as zeros."""
     result: dict[int, torch.Tensor] = {}
     for file, start, stop, inside in spans(index, rows):
@@ -264,7 +264,7 @@ def fetch(index: Index, rows: np.ndarray, read: Read, report: LoadReport) -> dic
 
 
 def _trade(
-    index: Index,
+    index: CheckpointIndex,
     parts: Sequence[np.ndarray],
     wants: Sequence[Want],
     data: Mapping[int, torch.Tensor],
@@ -319,7 +319,7 @@ def _chosen(w: Want, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
     return [(int(row), w.box[i]) for row, i in zip(rows[hit], at[hit], strict=True)]
 
 
-def _copy(box: Box, tensor: torch.Tensor, shard: Shard) -> None:
+def _copy(box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
     """Copy what a part of a chunk and a shard share into the shard's memory."""
     common = overlap(box, shard.box)
     if common is None:

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from megascale.checkpoint import archive
-from megascale.checkpoint import folder as folders
-from megascale.checkpoint.archive import crc32
-from megascale.checkpoint.index import TensorInfo
-from megascale.checkpoint.layout import Shard, slices, split
-from megascale.checkpoint.peers import Peers
-from megascale.checkpoint.plan import Part, Plan, data_file, make_offer, make_plan
-from megascale.checkpoint.storage import Sink, Storage, open_storage
-from megascale.checkpoint.torch_index import torch_metadata
-from megascale.checkpoint.trouble import explain
+from megascale.checkpoint.format import archive
+from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.format.archive import crc32
+from megascale.checkpoint.format.chunks import TensorShard, slices, split
+from megascale.checkpoint.format.index import TensorInfo
+from megascale.checkpoint.format.torch_index import torch_metadata
+from megascale.checkpoint.format.write_plan import RankPart, WritePlan, data_file, make_offer, make_plan
+from megascale.checkpoint.object_collectives import Peers
+from megascale.checkpoint.storage.base import Storage, StorageWriter, open_storage
+from megascale.checkpoint.storage.save_errors import explain
 from megascale.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ Folder = TypeVar("Folder", Path, str)
 class Slice:
     """A chunk in memory: a box of a shard."""
 
-    shard: Shard
+    shard: TensorShard
     box: Box
 
     @property
@@ -63,7 +63,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return name
 
 
-def cut(shards: Sequence[Shard]) -> list[Slice]:
+def cut(shards: Sequence[TensorShard]) -> list[Slice]:
     """The chunks of some shards, numbered as `make_offer` numbers them."""
     result = []
     for shard in shards:
@@ -72,7 +72,7 @@ def cut(shards: Sequence[Shard]) -> list[Slice]:
     return result
 
 
-def agree(peers: Peers, shards: Sequence[Shard]) -> tuple[Part, Plan | None]:
+def agree(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart, WritePlan | None]:
     """This process's part of the save, and on the first process the whole plan; collective.
 
     Raises TrainingError on all alike if the shards do not cover each logical tensor.
@@ -99,7 +99,7 @@ def agree(peers: Peers, shards: Sequence[Shard]) -> tuple[Part, Plan | None]:
     return part, plan
 
 
-def write_part(sink: Sink, part: Part, chunks: Sequence[Slice]) -> tuple[np.ndarray, int]:
+def write_part(sink: StorageWriter, part: RankPart, chunks: Sequence[Slice]) -> tuple[np.ndarray, int]:
     """Write one process's file; CRC-32 of each chunk, in file order, and of the whole file."""
     crcs = np.zeros(len(part.chunks), np.uint32)
     whole = 0
@@ -124,7 +124,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 def save(
     folder: Folder,
     step: int,
-    shards: Sequence[Shard],
+    shards: Sequence[TensorShard],
     state: dict[str, Any],
     *,
     keep: int,
@@ -149,7 +149,7 @@ def save(
 
 
 def save_to(
-    storage: Storage, step: int, shards: Sequence[Shard], state: dict[str, Any], keep: int, peers: Peers
+    storage: Storage, step: int, shards: Sequence[TensorShard], state: dict[str, Any], keep: int, peers: Peers
 ) -> int:
     """As `save`; the checkpoint's bytes, the same on all."""
     part, plan = agree(peers, shards)
@@ -176,7 +176,7 @@ def _begin(storage: Storage, step: int, needed: int) -> tuple[str, int] | Traini
         return explain(error, storage, needed)
 
 
-def _write_mine(storage: Storage, path: str, part: Part, chunks: Sequence[Slice]) -> Any:
+def _write_mine(storage: Storage, path: str, part: RankPart, chunks: Sequence[Slice]) -> Any:
     """(checksums, checksum of the file), or the exception: told to all, since a process that fails alone would leave
     the others waiting."""
     if not part.size:
@@ -195,7 +195,7 @@ def _finish(
     storage: Storage,
     step: int,
     generation: str,
-    plan: Plan,
+    plan: WritePlan,
     results: Sequence[Any],
     state: dict[str, Any],
     keep: int,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from megascale.checkpoint.folder import Summary
+    from megascale.checkpoint.format.step_folders import Summary
 
 commands = typer.Typer(no_args_is_help=True, help="Look at saved checkpoints, check, move and convert them.")
 
@@ -41,7 +41,7 @@ def inspect(
 
     from rich.console import Console
 
-    from megascale.checkpoint.folder import find_steps, summarise
+    from megascale.checkpoint.format.step_folders import find_steps, summarise
 
     storage, there = find_steps(path)
     found = sorted((summarise(storage, step) for step in there), key=lambda s: (s.committed, s.sequence, s.step))
@@ -132,8 +132,8 @@ def verify(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.checkpoint.folder import find_steps
-    from megascale.checkpoint.verify import verify as check
+    from megascale.checkpoint.format.step_folders import find_steps
+    from megascale.checkpoint.format.verify import verify as check
 
     storage, there = find_steps(path)
     verdicts = []
@@ -169,9 +169,9 @@ def prune(
 
     Example: megascale checkpoint prune runs/first --keep 1
     """
-    from megascale.checkpoint.folder import find_steps, steps
-    from megascale.checkpoint.folder import prune as remove
-    from megascale.checkpoint.verify import verify as check
+    from megascale.checkpoint.format.step_folders import find_steps, steps
+    from megascale.checkpoint.format.step_folders import prune as remove
+    from megascale.checkpoint.format.verify import verify as check
 
     storage, there = find_steps(path)
     with _alone("megascale checkpoint prune", path, storage.url):
@@ -196,8 +196,8 @@ def export_(
 
     Example: megascale checkpoint export runs/first exported
     """
-    from megascale.checkpoint.convert import export_safetensors, export_torch
-    from megascale.checkpoint.whole import open_whole
+    from megascale.checkpoint.complete_checkpoint import open_whole
+    from megascale.checkpoint.conversion import export_safetensors, export_torch
 
     whole = open_whole(path, step)
     names = {name: name.removeprefix(only) for name in whole.tensors if name.startswith(only)}
@@ -229,8 +229,8 @@ def import_(
 
     Example: megascale checkpoint import weights.safetensors runs/new/checkpoints
     """
-    from megascale.checkpoint.convert import read_foreign, write_checkpoint
-    from megascale.checkpoint.storage import open_storage
+    from megascale.checkpoint.conversion import read_foreign, write_checkpoint
+    from megascale.checkpoint.storage.base import open_storage
 
     foreign = read_foreign(source, prefix)
     state = {"step": step, "imported_from": str(source)}
@@ -255,9 +255,9 @@ def reshard(
 
     Example: megascale checkpoint reshard runs/first s3://bucket/first --files 8
     """
-    from megascale.checkpoint.convert import source_of, write_checkpoint
-    from megascale.checkpoint.storage import open_storage
-    from megascale.checkpoint.whole import open_whole
+    from megascale.checkpoint.complete_checkpoint import open_whole
+    from megascale.checkpoint.conversion import source_of, write_checkpoint
+    from megascale.checkpoint.storage.base import open_storage
 
     whole = open_whole(path, step)
     with _progress() as progress:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from megascale.train.convert import Converted
+    from megascale.train.convert_model import Converted
 
 convert = typer.Typer(no_args_is_help=True, help="Bring models from Hugging Face folders and back.")
 

@@ -48,7 +48,7 @@ def build(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.data.build import build as run
+    from megascale.data.build.builder import build as run
 
     made = run(
         out,
@@ -106,7 +106,7 @@ def inspect(
     from rich.markup import escape
     from rich.table import Table
 
-    from megascale.data.report import describe, manifest_sources, prefixes
+    from megascale.data.dataset.description import describe, manifest_sources, prefixes
 
     console = Console()
     for prefix in prefixes(path):
@@ -152,9 +152,9 @@ def ledger(
     """
     from dataclasses import asdict
 
-    from megascale.data.host_plan import index_folder
-    from megascale.data.ledger import check
-    from megascale.data.samples import SampleSource
+    from megascale.data.dataset.ledger import check
+    from megascale.data.dataset.samples import SampleSource
+    from megascale.data.loader.host_layout import index_folder
     from megascale.errors import DataError
     from megascale.train.run_folder import RunFolder, read_lines, run_config
 
@@ -192,9 +192,9 @@ def samples(
     """
     import json
 
-    from megascale.data.host_plan import index_folder
-    from megascale.data.ledger import of_step
-    from megascale.data.samples import SampleSource
+    from megascale.data.dataset.ledger import of_step
+    from megascale.data.dataset.samples import SampleSource
+    from megascale.data.loader.host_layout import index_folder
     from megascale.train.run_folder import RunFolder, read_lines, run_config
 
     config = run_config(run)

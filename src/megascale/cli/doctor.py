@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        from megascale.observe.machine import examine
+        from megascale.observe.machine_report import examine
 
         findings = examine()
         if as_json:

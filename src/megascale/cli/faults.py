@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        from megascale.resilience.faults import FAULTS
+        from megascale.resilience.faults.inject import FAULTS
 
         if as_json:
             typer.echo(json.dumps([vars(fault) for fault in FAULTS.values()], indent=2))
@@ -63,8 +63,8 @@ def register(app: typer.Typer) -> None:
 
           megascale faults inject slow-rank --run runs/stdlib --node n1 --seconds 0.3 --stays
         """
-        from megascale.resilience.faults import Options
-        from megascale.resilience.faults import inject as strike
+        from megascale.resilience.faults.inject import Options
+        from megascale.resilience.faults.inject import inject as strike
 
         for line in strike(run, kind, Options(rank, node, seconds, step, stays, group)):
             typer.echo(line)

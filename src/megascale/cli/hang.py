@@ -38,11 +38,11 @@ def register(app: typer.Typer) -> None:
           megascale hang dumps-from-another-cluster --no-ask
         """
 
-        from megascale.observe.hang import report
+        from megascale.observe.hang import hang_report
 
-        scene, verdict = report.examine(folder, ask, watch)
+        scene, verdict = hang_report.examine(folder, ask, watch)
         if as_json:
-            typer.echo(strict_json.dumps(report.as_json(scene, verdict), indent=2))
+            typer.echo(strict_json.dumps(hang_report.as_json(scene, verdict), indent=2))
         else:
             _print(scene, verdict)
         if verdict.kind != "none":
@@ -53,12 +53,12 @@ def _print(scene, verdict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.observe.hang import report
+    from megascale.observe.hang import hang_report
     from megascale.observe.hang.verdict import place
 
     console = Console(highlight=False)
     colour = "green" if verdict.kind == "none" else "red"
-    console.print(f"[bold {colour}]{report.headline(verdict)}[/]")
+    console.print(f"[bold {colour}]{hang_report.headline(verdict)}[/]")
     for line in verdict.evidence:
         console.print(f"  - {line}", markup=False)
     table = Table("rank", "process", "stands at", "waits in", "for", "s", box=None, padding=(0, 2))

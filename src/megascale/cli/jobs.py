@@ -41,14 +41,14 @@ def jobs(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.resilience.journal import FILE, Reader
+    from megascale.resilience.driver.journal import FILE, JournalReader
 
     folders = [runs] if (runs / FILE).exists() else sorted(p.parent for p in runs.glob(f"*/{FILE}"))
     if not folders:
         raise DataError(f"{runs} holds no run that was started with `megascale launch`")
     rows: list[dict[str, Any]] = []
     for folder in folders:
-        reader = Reader(folder)
+        reader = JournalReader(folder)
         job, alive = reader.job, reader.driver_alive()
         reader.close()
         if job is not None:
@@ -83,9 +83,9 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.resilience.journal import Reader
+    from megascale.resilience.driver.journal import JournalReader
 
-    reader = Reader(run)
+    reader = JournalReader(run)
     remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
     reader.close()
     if alive:
@@ -131,9 +131,9 @@ def events(
 
     from rich.console import Console
 
-    from megascale.resilience.journal import Reader
+    from megascale.resilience.driver.journal import JournalReader
 
-    reader, console, after = Reader(run), Console(highlight=False, soft_wrap=True), 0
+    reader, console, after = JournalReader(run), Console(highlight=False, soft_wrap=True), 0
     told = _trainers(run) if all_events else []
     first: float | None = None
     while True:
@@ -169,7 +169,7 @@ def _trainers(run: Path) -> list[dict[str, Any]]:
 def _tell(console: Any, entry: Any, first: float) -> None:
     from rich.text import Text
 
-    from megascale.resilience.diary import clock
+    from megascale.resilience.driver.audit_log import clock
 
     if isinstance(entry, dict):
         rest = {k: v for k, v in entry.items() if k not in ("time", "event") and not isinstance(v, dict)}
@@ -249,13 +249,13 @@ def _check_settings(run: Path, words: list[str]) -> None:
     from megascale import api
     from megascale.cli.common import load
     from megascale.core.layout import lay_out
-    from megascale.resilience.journal import Reader
-    from megascale.resilience.update import settings_file
+    from megascale.resilience.driver.hot_update import settings_file
+    from megascale.resilience.driver.journal import JournalReader
 
     wrong = [word for word in words if not (word.startswith("--") and "=" in word)]
     if wrong:
         raise ConfigError(f"{wrong[0]} is no setting: give --section.key=value, such as --lr.peak=1e-4")
-    reader = Reader(run)
+    reader = JournalReader(run)
     job = reader.job
     reader.close()
     lay_out(api.resolve(load(settings_file(run), words)), job.world if job is not None else 1)
@@ -271,7 +271,7 @@ def _ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None) 
     import urllib.error
     import urllib.request
 
-    from megascale.resilience.contact import read_contact, read_token
+    from megascale.resilience.protocol.contact import read_contact, read_token
 
     contact = read_contact(run)
     headers = {"Authorization": f"Bearer {read_token(run).decode()}", "Content-Type": "application/json"}

@@ -42,14 +42,14 @@ def register(app: typer.Typer) -> None:
         from megascale.cli.common import need
         from megascale.core.layout import lay_out
         from megascale.core.preflight import Share, preflight
-        from megascale.data.presence import check_data
+        from megascale.data.dataset.presence import check_data
 
         need("fastapi", "driver")
-        from megascale.resilience import start
-        from megascale.resilience.timeouts import check_timeouts
+        from megascale.resilience.driver import start_driver
+        from megascale.resilience.driver.timeouts import check_timeouts
 
         check_timeouts(config)
-        config, size = start.prepare(config)
+        config, size = start_driver.prepare(config)
         resolved = api.resolve(config)
         lay_out(resolved, size.world)  # what does not divide is said once, before any process starts
         console = Console(highlight=False, soft_wrap=True)
@@ -59,9 +59,9 @@ def register(app: typer.Typer) -> None:
             console.print(f"[{style}]{who:>8}[/] ", end="")
             console.print(text, markup=False)
 
-        if not start.is_running(config):  # a job that runs is taken over as it is
+        if not start_driver.is_running(config):  # a job that runs is taken over as it is
             check_data(resolved)
             nodes_here = config.resilience.nodes + config.resilience.spares
             share = Share(size.world, 0, size.world, nodes=nodes_here, gpus=bool(size.devices))
             preflight(resolved, share, say=lambda line: say("driver", line))
-        raise typer.Exit(start.drive(config, size, say))
+        raise typer.Exit(start_driver.drive(config, size, say))

@@ -13,7 +13,7 @@ from megascale.core import strict_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megascale.core.plan import Plan
+    from megascale.simulate.planner.layout_cost import LayoutCost
 
 _HELP = """Say what FILE's layout costs on N GPUs, and whether it divides and fits.
 
@@ -46,8 +46,8 @@ def plan(
     plot: Path | None = typer.Option(None, "--plot", help="Draw schedule and memory into this PNG."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables."),
 ) -> None:
-    from megascale.core.plan import DEVICES, make_plan
     from megascale.errors import ConfigError
+    from megascale.simulate.planner.layout_cost import DEVICES, make_plan
 
     extra = list(context.args)
     if file is not None and str(file).startswith("--"):
@@ -65,7 +65,7 @@ def plan(
 
         show(made, Console(highlight=False))
     if plot is not None:
-        from megascale.core.picture import save_png
+        from megascale.simulate.planner.schedule_picture import save_png
 
         save_png(made, plot)
         if not as_json:
@@ -73,7 +73,7 @@ def plan(
     _refuse_what_does_not_fit(made)
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: LayoutCost, console: Console) -> None:
     """Print a plan as tables and a picture."""
     _show_layout(plan, console)
     _show_memory(plan, console)
@@ -83,7 +83,7 @@ def show(plan: Plan, console: Console) -> None:
         console.print(f"[yellow]note[/yellow]: {note}", soft_wrap=True)
 
 
-def _show_layout(plan: Plan, console: Console) -> None:
+def _show_layout(plan: LayoutCost, console: Console) -> None:
     from rich.table import Table
 
     facts, grid, parallel = plan.to_dict(), plan.layout.grid, plan.config.parallel
@@ -120,10 +120,10 @@ def _show_layout(plan: Plan, console: Console) -> None:
     console.print(table)
 
 
-def _show_memory(plan: Plan, console: Console) -> None:
+def _show_memory(plan: LayoutCost, console: Console) -> None:
     from rich.table import Table
 
-    from megascale.core.plan import GIB, RESERVE_GIB
+    from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
 
     names = {0: "first stage", plan.layout.grid.pipeline - 1: "last stage"}
     table = Table(title="memory of a rank, GiB", title_justify="left")
@@ -143,9 +143,9 @@ def _show_memory(plan: Plan, console: Console) -> None:
     )
 
 
-def _show_schedule(plan: Plan, console: Console) -> None:
-    from megascale.core.picture import terminal_rows
+def _show_schedule(plan: LayoutCost, console: Console) -> None:
     from megascale.core.schedule import ideal_bubble
+    from megascale.simulate.planner.schedule_picture import terminal_rows
 
     s = plan.schedule
     ideal = ideal_bubble(s.stages, s.virtual, s.microbatches)
@@ -167,7 +167,7 @@ def _show_schedule(plan: Plan, console: Console) -> None:
     console.print(f'[dim]number: micro-batch; blue: forward; green and "<": backward{shades}; equal chunks[/dim]')
 
 
-def _show_traffic(plan: Plan, console: Console) -> None:
+def _show_traffic(plan: LayoutCost, console: Console) -> None:
     from dataclasses import asdict
 
     from rich.table import Table
@@ -185,7 +185,7 @@ def _show_traffic(plan: Plan, console: Console) -> None:
         console.print(table)
 
 
-def _refuse_what_does_not_fit(plan: Plan) -> None:
+def _refuse_what_does_not_fit(plan: LayoutCost) -> None:
     """FitError naming what alone would make the plan fit."""
     from megascale.errors import FitError
 

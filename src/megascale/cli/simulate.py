@@ -14,7 +14,7 @@ from megascale.core import strict_json
 if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.simulate.software import Software
-    from megascale.simulate.step import Result, Scenario
+    from megascale.simulate.step import Scenario, StepEstimate
 
 TOKENS = 300e9
 
@@ -161,7 +161,7 @@ def step(
       megascale simulate step --model.preset=gpt-13b --gpus 8 --cluster h200-host --parallel.tensor=2 --json
     """
     from megascale.errors import ConfigError
-    from megascale.simulate import perfetto, plots, render
+    from megascale.simulate import perfetto, render, simulation_plots
     from megascale.simulate.step import run
 
     level = _level("event" if trace is not None else level)
@@ -172,7 +172,7 @@ def step(
 
         scenario = replace(scenario, cluster=scenario.cluster.model_copy(update={"stragglers": stragglers}))
     scenarios = [scenario] if against == "none" else [_baseline(scenario, against), scenario]
-    results: list[Result] = [run(s, level, fleet=seed, seed=seed) for s in scenarios]  # type: ignore[arg-type]
+    results: list[StepEstimate] = [run(s, level, fleet=seed, seed=seed) for s in scenarios]  # type: ignore[arg-type]
     if as_json:
         typer.echo(strict_json.dumps([r.as_dict() for r in results], indent=2))
     else:
@@ -183,7 +183,7 @@ def step(
     if csv is not None:
         _write_csv([r.as_dict() for r in results], csv)
     if plot is not None:
-        plots.waterfall(results, plot)
+        simulation_plots.waterfall(results, plot)
     if trace is not None:
         if results[-1].event is None:
             raise ConfigError("--trace needs --level event")
@@ -192,7 +192,7 @@ def step(
             typer.echo(f"{count:,} events in {trace}; open it at https://ui.perfetto.dev")
 
 
-def _say_slow(results: list[Result], console: Any) -> None:
+def _say_slow(results: list[StepEstimate], console: Any) -> None:
     for result in results:
         if result.event is not None:
             slow = int((result.event.slow > 1).sum())
@@ -224,7 +224,7 @@ def ablate(
 
       megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ladder.png
     """
-    from megascale.simulate import plots, render
+    from megascale.simulate import render, simulation_plots
     from megascale.simulate.series import cumulative, leave_one_out
     from megascale.simulate.software import LADDER
 
@@ -246,7 +246,7 @@ def ablate(
     if csv is not None:
         _write_csv([{"technique": n, **r.as_dict()} for n, r, _ in [*up, *down]], csv)
     if plot is not None:
-        plots.ladder([n for n, _, _ in up], [100 * r.mfu for _, r, _ in up], plot)
+        simulation_plots.ladder([n for n, _, _ in up], [100 * r.mfu for _, r, _ in up], plot)
 
 
 def sweep(
@@ -273,7 +273,7 @@ def sweep(
 
       megascale simulate sweep examples/gpt-175b.toml --gpus 3072 --vary cluster.between.gbs=12.5,25,50 --csv nic.csv
     """
-    from megascale.simulate import plots
+    from megascale.simulate import simulation_plots
     from megascale.simulate.series import parse_vary, sweep_rows
 
     base = _scenario(_config(context, file), gpus, cluster, calibration, software)
@@ -288,7 +288,7 @@ def sweep(
     if csv is not None and rows:
         _write_csv(rows, csv)
     if plot is not None and rows:
-        plots.sweep(rows, keys, plot)
+        simulation_plots.sweep(rows, keys, plot)
 
 
 def _show_sweep(rows: list[dict[str, Any]], keys: list[str], left_out: list[str]) -> None:
@@ -340,7 +340,7 @@ def search(
       megascale simulate search examples/gpt-175b.toml --gpus 64:16384 --days 2 --effective 0.94
     """
     from megascale.errors import ConfigError
-    from megascale.simulate import plots, render
+    from megascale.simulate import render, simulation_plots
     from megascale.simulate import search as finder
 
     low, _, high = gpus.partition(":")
@@ -370,7 +370,9 @@ def search(
     if csv is not None:
         _write_csv([r.as_dict() for r in results], csv)
     if plot is not None:
-        plots.tornado(changes, 0.2, plot, f"{results[0].scenario.gpus:,} GPUs, {results[0].seconds:.2f} s a step")
+        simulation_plots.tornado(
+            changes, 0.2, plot, f"{results[0].scenario.gpus:,} GPUs, {results[0].seconds:.2f} s a step"
+        )
 
 
 def effective(
@@ -404,7 +406,7 @@ def effective(
     from dataclasses import replace
 
     from megascale.simulate import effective as monte_carlo
-    from megascale.simulate import plots
+    from megascale.simulate import simulation_plots
     from megascale.simulate.step import run
 
     given = {
@@ -415,7 +417,7 @@ def effective(
         "repair_days": repair,
         "save_stall": save_stall,
     }
-    faults = replace(monte_carlo.Faults(), **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    faults = replace(monte_carlo.FaultRates(), **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
     result = run(_scenario(_config(context, file), gpus, cluster, calibration, software))
     hosts = max(1, gpus // result.scenario.cluster.gpus_per_host)
     work = result.days(tokens) * monte_carlo.DAY
@@ -446,7 +448,9 @@ def effective(
         _show_effective(record, monte_carlo.SOURCES)
     if plot is not None:
         marks = {"best": best, "Young-Daly": first_order}
-        plots.effective(curve, marks, plot, f"{gpus:,} GPUs, a fault of a host every {faults.host_mtbf_days:g} days")
+        simulation_plots.effective(
+            curve, marks, plot, f"{gpus:,} GPUs, a fault of a host every {faults.host_mtbf_days:g} days"
+        )
 
 
 def _show_effective(record: dict[str, Any], sources: dict[str, str]) -> None:

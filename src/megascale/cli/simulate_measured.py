@@ -161,9 +161,9 @@ def validate(
 
       megascale simulate validate --data ../shared/data --rows
     """
-    from megascale.simulate import plots, render
+    from megascale.simulate import render, simulation_plots
     from megascale.simulate.validation.anchors import data_folder
-    from megascale.simulate.validation.report import validate as run_checks
+    from megascale.simulate.validation.validation_report import validate as run_checks
 
     checks = run_checks(data_folder(data), runs, only.split(",") if only else None)
     if as_json:
@@ -186,9 +186,9 @@ def validate(
     if plot is not None:
         for check in checks:
             if check.rows:
-                plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.what}")
+                simulation_plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.what}")
             if check.bars:
                 names, printed, predicted = zip(*check.bars, strict=True)
-                plots.ladder(names, predicted, plot / f"{check.key.lower()}-mfu.png", printed)
+                simulation_plots.ladder(names, predicted, plot / f"{check.key.lower()}-mfu.png", printed)
     if any(check.passed is False for check in checks):
         raise typer.Exit(1)

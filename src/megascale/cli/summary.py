@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from megascale.api import Description
+    from megascale.api import RunDescription
     from megascale.config import Config
-    from megascale.train.evaluate import Evaluation
-    from megascale.train.loop import Result
+    from megascale.train.evaluation import Evaluation
+    from megascale.train.loop import TrainResult
 
 console = Console(highlight=False)
 
@@ -24,7 +24,7 @@ def _count(n: float) -> str:
     return f"{n:.0f}"
 
 
-def rows(about: Description) -> list[tuple[str, str]]:
+def rows(about: RunDescription) -> list[tuple[str, str]]:
     """The sizes of a run as label and value."""
     from megascale.core.flops import CONVENTION
 
@@ -41,8 +41,8 @@ def rows(about: Description) -> list[tuple[str, str]]:
 
 
 def layout_rows(config: Config, world: int) -> list[tuple[str, str]]:
-    """Layout, bubble and memory by kind as label and value, by core/plan.py."""
-    from megascale.core.plan import GIB, make_plan
+    """Layout, bubble and memory by kind as label and value, by simulate/planner/layout_cost.py."""
+    from megascale.simulate.planner.layout_cost import GIB, make_plan
 
     plan = make_plan(config, world, 0.0)
     grid, parallel, fullest = plan.layout.grid, config.parallel, max(plan.memory, key=lambda m: m.total)
@@ -60,14 +60,14 @@ def layout_rows(config: Config, world: int) -> list[tuple[str, str]]:
     return found
 
 
-def print_description(about: Description, world: int) -> None:
+def print_description(about: RunDescription, world: int) -> None:
     """`--dry-run`: the resolved configuration as TOML and the sizes."""
     console.print(about.config.to_toml(), markup=False)
     for label, value in [*rows(about), *layout_rows(about.config, world)]:
         console.print(f"# {label}: {value}", markup=False, soft_wrap=True)
 
 
-def print_start(about: Description) -> None:
+def print_start(about: RunDescription) -> None:
     """A short table before the first step, from the first process only."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -78,7 +78,7 @@ def print_start(about: Description) -> None:
     console.print(table)
 
 
-def print_end(config: Config, result: Result) -> None:
+def print_end(config: Config, result: TrainResult) -> None:
     """Held-out figures, plot and sample, or how to go on."""
     if os.environ.get("RANK", "0") != "0":
         return

@@ -36,27 +36,27 @@ def register(app: typer.Typer) -> None:
         from megascale import api
         from megascale.cli import summary
         from megascale.core.layout import lay_out
-        from megascale.data.presence import check_data
+        from megascale.data.dataset.presence import check_data
         from megascale.errors import MegascaleError
-        from megascale.train import launch
+        from megascale.train import launcher
 
         if dry_run:
-            world = launch.processes_wanted(config, api.visible_gpus())
+            world = launcher.processes_wanted(config, api.visible_gpus())
             summary.print_description(api.describe(config), world)
             try:
                 check_data(api.resolve(config))
-                launch.check(api.resolve(config), world, keeps=True)
+                launcher.check(api.resolve(config), world, keeps=True)
             except MegascaleError as error:
                 typer.echo(f"# would be refused here: {error}")
             return
-        if not launch.started_by_launcher():
-            world = launch.processes_wanted(config, api.visible_gpus())
+        if not launcher.started_by_launcher():
+            world = launcher.processes_wanted(config, api.visible_gpus())
             if world > 1:
                 config = api.resolve(config)
                 lay_out(config, world)  # what does not divide is said once, before any process starts
                 check_data(config)
                 words = ["train", str(file), *context.args]
-                raise typer.Exit(launch.launch(words, world, config, keeps=True))
+                raise typer.Exit(launcher.launch(words, world, config, keeps=True))
         summary.print_start(api.describe(config))
         result = api.train(config)
         summary.print_end(config, result)

@@ -62,7 +62,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of one rank by kind.
 
     Attributes:
@@ -189,7 +189,7 @@ def stage_memory(
     micro_batch: int,
     precision: str,
     beside: bool = False,
-) -> Memory:
+) -> MemoryEstimate:
     """Memory of a rank of pipeline stage `stage` at its peak, in bytes by kind.
 
     Args:
@@ -222,12 +222,12 @@ def stage_memory(
     attention, mlp = q + (q + 2 * k), f + f * (2 if model.gated else 1)
     # A parallel block's two branches go backward through one product, so both gradients live at once.
     inside = attention + mlp if model.block == "parallel" else max(attention, mlp)
-    # Two of them may be under way, whose factors then live on (ops/beside.py): the two with the widest.
+    # Two of them may be under way, whose factors then live on (ops/side_stream.py): the two with the widest.
     wide = (q + 2 * k if model.block == "parallel" else 0) + f * (2 if model.gated else 1)
     factors = (h + wide) + (h + f) if beside else 0
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
-    return Memory(
+    return MemoryEstimate(
         weights=a * count,
         gradients=gradients,
         optimizer=state * (shard if parallel.zero else count),

@@ -15,7 +15,7 @@ from megascale.config import Config
 from megascale.core import flops
 from megascale.core.capacity import Capacity, free_disk
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import BYTES, Memory, stage_memory
+from megascale.core.memory import BYTES, MemoryEstimate, stage_memory
 from megascale.errors import FitError
 
 MIB, GIB = 2**20, 2**30
@@ -249,7 +249,7 @@ def _ranks(share: Share) -> str:
     return f"{ranks} on {share.nodes} nodes (spares included)" if share.nodes else ranks
 
 
-def _kinds(memory: Memory) -> str:
+def _kinds(memory: MemoryEstimate) -> str:
     """The largest kinds of memory in words."""
     largest = sorted(memory.kinds().items(), key=lambda kind: -kind[1])[:3]
     return ", ".join(f"{name.replace('_', ' ')} {_size(count)}" for name, count in largest if count)

@@ -14,7 +14,7 @@ from megascale.core.schedule import ActionKind, Schedule
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficEstimate:
     """Bytes sent by one rank in a step.
 
     Attributes:
@@ -51,7 +51,7 @@ def stage_traffic(
     stage: int,
     micro_batch: int,
     precision: str,
-) -> Traffic:
+) -> TrafficEstimate:
     """What a rank of pipeline stage `stage` sends in a step; arguments as in memory.stage_memory."""
     t, d, a = grid.tensor, grid.data, BYTES[precision]
     master = max(4, a)
@@ -70,7 +70,7 @@ def stage_traffic(
     wire = BYTES["bfloat16"] if parallel.reduce_dtype == "bfloat16" else master
     reductions = schedule.microbatches if parallel.zero == 2 else 1
     tied = model.tied_embeddings and grid.pipeline > 1 and stage in (0, grid.pipeline - 1)
-    return Traffic(
+    return TrafficEstimate(
         tensor=schedule.microbatches * moves * whole * (t - 1) / t,
         pipeline=sends * whole / t,
         data_gather=share * a * count if parallel.zero else 0.0,

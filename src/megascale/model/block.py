@@ -20,9 +20,9 @@ from megascale.ops.activation import Again
 from megascale.ops.attention import attention
 from megascale.ops.dispatch import use_fused
 from megascale.ops.dropout import dropout_add, dropout_key
+from megascale.ops.fused_projection import split_wide
 from megascale.ops.norm import NormKind, add_norm, layer_norm, rms_norm
 from megascale.ops.rope import split_qkv
-from megascale.ops.wide import split_wide
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import Spec, parameter
 from megascale.parallel.tensor import gather_linear, linear_scatter
@@ -37,7 +37,7 @@ class KVCache:
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardContext:
     """What a forward pass needs to know besides its input.
 
     Attributes:
@@ -54,7 +54,7 @@ class Step:
     cache: KVCache | None = None
 
 
-EVALUATION = Step()
+EVALUATION = ForwardContext()
 
 
 class Norm(nn.Module):
@@ -178,7 +178,7 @@ class Block(nn.Module):
         self,
         x: torch.Tensor | Unadded,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        step: Step,
+        step: ForwardContext,
         later: bool = False,
     ) -> torch.Tensor | Unadded:
         """[s/t, b, h] -> [s/t, b, h]. With `later` the last residual sum may be left to the next norm."""
@@ -235,7 +235,7 @@ class Block(nn.Module):
         return linear_scatter(self.axis, *first, activation(inner), self.mlp_out)
 
     def _from_wide(
-        self, wide: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: Step
+        self, wide: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: ForwardContext
     ) -> torch.Tensor:
         """The parallel block's one wide product, split in one pass, to its one sum of products."""
         cos, sin = rotary or (None, None)
@@ -262,7 +262,7 @@ class Block(nn.Module):
         cos, sin = rotary or (None, None)
         return split_qkv(qkv, self.heads, self.kv_heads, cos, sin, self.model.rotary_interleaved)
 
-    def _attend(self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: Step) -> torch.Tensor:
+    def _attend(self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: ForwardContext) -> torch.Tensor:
         """q, k, v -> [s, b, n d]."""
         q, k, v = qkv
         if step.cache is not None:
@@ -285,7 +285,7 @@ class Block(nn.Module):
         y_SBH: torch.Tensor,
         residual: torch.Tensor,
         site: int,
-        step: Step,
+        step: ForwardContext,
         later: bool,
         *biases: nn.Parameter | None,
     ) -> torch.Tensor | Unadded:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
 from megascale.core.tensors import Box, Piece
-from megascale.model.block import EVALUATION, Block, Norm, Step, Unadded
+from megascale.model.block import EVALUATION, Block, ForwardContext, Norm, Unadded
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
 from megascale.parallel.collectives import ALONE, Axis
@@ -95,7 +95,9 @@ class Chunk(nn.Module):
         shape = (self.model.padded_vocab // self.axis.size, self.model.hidden)
         return parameter(shape, Spec(pieces, init_std=self.model.init_std), dtype)
 
-    def forward(self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, step: Step = EVALUATION) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, step: ForwardContext = EVALUATION
+    ) -> torch.Tensor:
         """Run the chunk.
 
         Args:
@@ -139,7 +141,7 @@ class Chunk(nn.Module):
         """Logits [s, b, vocab] of normed hidden states, gathered over the tensor axis (for generation)."""
         return vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis)
 
-    def _embed(self, tokens_SB: torch.Tensor, step: Step) -> torch.Tensor:
+    def _embed(self, tokens_SB: torch.Tensor, step: ForwardContext) -> torch.Tensor:
         assert self.token_embedding is not None
         x = vocabulary_embedding(tokens_SB, self.token_embedding, self.axis)
         if self.position_embedding is not None:
@@ -151,7 +153,9 @@ class Chunk(nn.Module):
             x = dropout(x, self.model.dropout, key, self.axis.rank * x.shape[0], step.sample_start)
         return x
 
-    def _rotary(self, length: int, device: torch.device, step: Step) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _rotary(
+        self, length: int, device: torch.device, step: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         model = self.model
         if model.positions != "rotary":
             return None

@@ -16,7 +16,7 @@ from megascale.core import strict_json
 from megascale.errors import ConfigError, remedy
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     """Where records go."""
 
     def write(self, record: dict[str, Any]) -> None:

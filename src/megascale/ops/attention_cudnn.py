@@ -31,7 +31,7 @@ def _handle(device: int) -> Any:
         return _library().create_handle()
 
 
-class Layout:
+class TensorLayout:
     """A tensor as cuDNN sees it: [B, N, S, D] with the strides of its [S, B, N, D] memory."""
 
     def __init__(self, x_SBND: Tensor) -> None:
@@ -46,7 +46,7 @@ class Layout:
         return (*self.dim, *self.stride)
 
 
-class Plan:
+class AttentionPlan:
     """One built cuDNN graph and the workspace it needs."""
 
     def __init__(self, graph: Any, handle: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
@@ -88,7 +88,9 @@ def mask_options(window: int | None) -> dict[str, Any]:
     return {"diagonal_alignment": alignment, "diagonal_band_right_bound": 0, **bound}
 
 
-def add_forward(graph: Any, q: Layout, k: Layout, v: Layout, o: Layout, window: int | None) -> tuple[dict, dict]:
+def add_forward(
+    graph: Any, q: TensorLayout, k: TensorLayout, v: TensorLayout, o: TensorLayout, window: int | None
+) -> tuple[dict, dict]:
     """Attention with softmax statistics; returns the graph's inputs and outputs by name."""
     inputs = {name: graph.tensor(dim=t.dim, stride=t.stride) for name, t in (("q", q), ("k", k), ("v", v))}
     out, stats = graph.sdpa(
@@ -107,7 +109,13 @@ def add_forward(graph: Any, q: Layout, k: Layout, v: Layout, o: Layout, window: 
 
 
 def add_backward(
-    graph: Any, q: Layout, k: Layout, v: Layout, o: Layout, grads: tuple[Layout, ...], window: int | None
+    graph: Any,
+    q: TensorLayout,
+    k: TensorLayout,
+    v: TensorLayout,
+    o: TensorLayout,
+    grads: tuple[TensorLayout, ...],
+    window: int | None,
 ) -> tuple[dict, dict]:
     """Gradients of queries, keys and values, each in its own layout."""
     layouts = {"q": q, "k": k, "v": v, "o": o, "d_o": o}
@@ -130,10 +138,10 @@ def add_backward(
     return inputs, dict(zip(("d_q", "d_k", "d_v"), outputs, strict=True))
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], AttentionPlan] = {}
 
 
-def _plan(backward: bool, layouts: tuple[Layout, ...], window: int | None, like: Tensor) -> Plan:
+def _plan(backward: bool, layouts: tuple[TensorLayout, ...], window: int | None, like: Tensor) -> AttentionPlan:
     key = (backward, like.dtype, like.device, window, *(layout.key for layout in layouts))
     if key not in _plans:
         handle = _handle(like.device.index)
@@ -144,7 +152,7 @@ def _plan(backward: bool, layouts: tuple[Layout, ...], window: int | None, like:
         else:
             q, k, v, o = layouts
             inputs, outputs = add_forward(graph, q, k, v, o, window)
-        _plans[key] = Plan(graph, handle, inputs, outputs)
+        _plans[key] = AttentionPlan(graph, handle, inputs, outputs)
     return _plans[key]
 
 
@@ -154,7 +162,7 @@ class _CudnnAttention(torch.autograd.Function):
         S, B, N, D = q.shape
         out = torch.empty((S, B, N, D), dtype=q.dtype, device=q.device)
         stats = torch.empty((B, N, S, 1), dtype=torch.float32, device=q.device)
-        layouts = tuple(Layout(t) for t in (q, k, v, out))
+        layouts = tuple(TensorLayout(t) for t in (q, k, v, out))
         _plan(False, layouts, window, q).run(q=q, k=k, v=v, o=out, stats=stats)
         ctx.save_for_backward(q, k, v, out, stats)
         ctx.window = window
@@ -165,7 +173,7 @@ class _CudnnAttention(torch.autograd.Function):
         q, k, v, out, stats = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
         grads = empty_gradients(q, k)
-        layouts = tuple(Layout(t) for t in (q, k, v, out, *grads))
+        layouts = tuple(TensorLayout(t) for t in (q, k, v, out, *grads))
         plan = _plan(True, layouts, ctx.window, q)
         plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
         return *grads, None

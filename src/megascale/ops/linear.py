@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megascale.ops import beside, dispatch
+from megascale.ops import dispatch, side_stream
 from megascale.ops.reduce import bias_gradient, finish
 
 _wide_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
@@ -60,7 +60,7 @@ def _add_wide(target: Tensor, a: Tensor, b: Tensor, unset: bool) -> None:
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor], after: Any = None) -> Tensor | None:
     """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` takes it.
 
-    Then it is made beside what follows (ops/beside.py), from the mark `after` on. x may be a function that waits.
+    Then it is made beside what follows (ops/side_stream.py), from the mark `after` on. x may be a function that waits.
     """
     main = getattr(weight, "main_grad", None)
 
@@ -72,7 +72,7 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor]
         return torch.mm(*factors())
     unset = getattr(weight, "grad_unset", False)
     weight.grad_unset = False  # type: ignore[attr-defined]  # that it has one says that a product makes its gradient
-    beside.current.run(lambda: accumulate_mm(main, *factors(), unset), after)
+    side_stream.current.run(lambda: accumulate_mm(main, *factors(), unset), after)
     finish(weight)
     return None
 
@@ -88,7 +88,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy = grads[0]
-        ready = beside.current.mark()
+        ready = side_stream.current.mark()
         dx = dy @ weight if ctx.needs_input_grad[0] else None
         dw = weight_gradient(ctx.weight, dy, x, ready) if ctx.needs_input_grad[1] else None
         db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None

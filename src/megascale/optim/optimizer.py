@@ -16,7 +16,7 @@ from megascale.config import OptimizerConfig
 from megascale.ops.adamw import adamw_apply
 from megascale.ops.lamb import lamb_apply, lamb_direction
 from megascale.ops.segments import Segments
-from megascale.parallel.buffers import Extent, FlatChunk, Shard, extent_boxes
+from megascale.parallel.buffers import Extent, FlatChunk, FlatShard, extent_boxes
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
 
 
@@ -24,7 +24,7 @@ from megascale.parallel.collectives import ALONE, Axis, all_reduce
 class ShardState:
     """Optimizer state of one shard: flat tensors as long as the shard, float32 (float64 for float64 models)."""
 
-    shard: Shard
+    shard: FlatShard
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
@@ -104,7 +104,7 @@ class ShardedOptimizer:
         learning_rate: float,
         step: int,
         riders: torch.Tensor | None = None,
-        updated: Callable[[Shard], None] = lambda shard: None,
+        updated: Callable[[FlatShard], None] = lambda shard: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip and update in place; a step whose norm is not finite changes nothing. `updated` hears of each shard.
 
@@ -146,7 +146,7 @@ class ShardedOptimizer:
         step: int,
         scale: torch.Tensor | None,
         skip: torch.Tensor,
-        updated: Callable[[Shard], None],
+        updated: Callable[[FlatShard], None],
     ) -> None:
         config = self.config
         sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=skip.device)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from megascale.core.tensors import Piece, flat_boxes
-from megascale.ops import beside
+from megascale.ops import side_stream
+from megascale.parallel.buffer_layout import BufferMember, FlatLayout, lay_out
 from megascale.parallel.collectives import (
     ALONE,
     Axis,
@@ -26,7 +27,6 @@ from megascale.parallel.collectives import (
     reduce_scatter_in_place,
     reduce_scatter_rounded,
 )
-from megascale.parallel.layout import FlatLayout, Member, lay_out
 from megascale.parallel.parameters import Spec, materialise, spec_of
 
 TIED = "embedding.token.weight"
@@ -51,7 +51,7 @@ class Extent:
 
 
 @dataclass
-class Shard:
+class FlatShard:
     """The part of one bucket whose optimizer state this rank owns, as views of the chunk's buffers."""
 
     params: torch.Tensor
@@ -187,9 +187,9 @@ class FlatChunk:
         self.module.arrive = self._arrive  # type: ignore[assignment]
         return [sorted({self._bucket_of[number[id(p)]] for p in unit}) for unit in self.module.units()]  # type: ignore[operator]
 
-    def _member(self, p: nn.Parameter, spec: Spec) -> Member:
+    def _member(self, p: nn.Parameter, spec: Spec) -> BufferMember:
         alone = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
-        return Member(p.numel(), any(piece.decay for piece in spec.pieces), spec.shared, alone)
+        return BufferMember(p.numel(), any(piece.decay for piece in spec.pieces), spec.shared, alone)
 
     def _aim(self, buffer: torch.Tensor) -> None:
         """Let gradients accumulate in `buffer`."""
@@ -200,7 +200,7 @@ class FlatChunk:
 
     def zero_grads(self) -> None:
         """Forget the gradients of the step before."""
-        beside.current.settle()
+        side_stream.current.settle()
         if self.zero == 2:
             self.sums.zero_()
             return
@@ -237,7 +237,7 @@ class FlatChunk:
         self._reduces = False
         if not last and self.zero < 2:
             return
-        beside.current.settle()
+        side_stream.current.settle()
         for i in self._unset:
             if self.parameters[i].grad_unset:  # type: ignore[attr-defined]  # no product came to it in this step
                 self.parameters[i].main_grad.zero_()  # type: ignore[attr-defined]
@@ -292,7 +292,7 @@ class FlatChunk:
         return self.axes.tensor.size > 1 and start <= self.layout.buckets[bucket].start < stop
 
     def _reduce(self, bucket: int) -> None:
-        beside.current.settle()
+        side_stream.current.settle()
         span = self.layout.buckets[bucket]
         whole = self.grads[span.start : span.stop]
         if self.zero and self.wire is not None and self.wire != whole.dtype:
@@ -346,7 +346,7 @@ class FlatChunk:
 
     # shards ----------------------------------------------------------------------------------------------------
 
-    def _shard(self, bucket: int) -> Shard:
+    def _shard(self, bucket: int) -> FlatShard:
         span, data = self.layout.buckets[bucket], self.axes.data
         start, stop = span.start, span.stop
         if self.zero > 0:
@@ -357,7 +357,7 @@ class FlatChunk:
             grads = self.sums[first : first + stop - start]
         else:
             grads = self.grads[start:stop]
-        return Shard(self.params[start:stop], grads, extents)
+        return FlatShard(self.params[start:stop], grads, extents)
 
     def _extents(self, members: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
         for i in members:

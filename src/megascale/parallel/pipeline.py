@@ -25,7 +25,7 @@ _LABELS = {kind: kind.label.encode() for kind in ActionKind}
 
 
 @dataclass(frozen=True)
-class Lane:
+class P2PStream:
     """One end of a communicator of two ranks that carries one direction of one edge.
 
     `name` is what the record of calls (core/calls.py) knows it as.
@@ -40,10 +40,10 @@ class Lane:
 class Lanes:
     """The lanes of a stage; None where there is no neighbour."""
 
-    send_forward: Lane | None = None
-    recv_forward: Lane | None = None
-    send_backward: Lane | None = None
-    recv_backward: Lane | None = None
+    send_forward: P2PStream | None = None
+    recv_forward: P2PStream | None = None
+    send_backward: P2PStream | None = None
+    recv_backward: P2PStream | None = None
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class PipelineExecutor:
         while len(queue) > under_way:
             queue.popleft()[1].wait()
 
-    def _lane(self, kind: ActionKind) -> Lane:
-        lane: Lane | None = getattr(self.lanes, kind.label)
+    def _lane(self, kind: ActionKind) -> P2PStream:
+        lane: P2PStream | None = getattr(self.lanes, kind.label)
         assert lane is not None, f"stage {self.stage} has no lane for {kind.label}"
         return lane
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megascale.ops import beside
+from megascale.ops import side_stream
 from megascale.ops.activation import Again
 from megascale.ops.linear import weight_gradient
 from megascale.ops.reduce import bias_gradient
@@ -145,7 +145,7 @@ class _GatherLinear(torch.autograd.Function):
         if ctx.axis.overlap == "off":
             gathering.wait()
         # The scatter is on the wire while the weight's gradient is computed.
-        ready = beside.current.mark()
+        ready = side_stream.current.mark()
         scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis, followed=True)
         dw = weight_gradient(ctx.weight, dy, gathering.wait, ready)
         db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None

@@ -21,7 +21,7 @@ from typing import TypeVar
 from torch.distributed import DistError, Store
 
 from megascale.errors import ConfigError, TrainingError
-from megascale.rendezvous.faults import StoreFault
+from megascale.rendezvous.store_errors import StoreFault
 
 T = TypeVar("T")
 VERDICT = "start/verdict"

@@ -24,10 +24,10 @@ from torch.distributed import distributed_c10d
 from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
 from megascale.rendezvous.agree import ranges
-from megascale.rendezvous.faults import StoreFault
-from megascale.rendezvous.plan import DIRECTIONS, GroupSpec, plan_groups, rank_groups
+from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_groups, rank_groups
+from megascale.rendezvous.store_errors import StoreFault
 
-__all__ = ["GroupSpec", "Groups", "Lane", "lost_peer", "make_groups", "plan_groups", "rank_groups", "shutdown"]
+__all__ = ["GroupSpec", "Groups", "P2PChannel", "lost_peer", "make_groups", "plan_groups", "rank_groups", "shutdown"]
 
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _LEAVE = 10.0  # seconds that the end of a run waits for the others or for the s
 
 
 @dataclass(frozen=True)
-class Lane:
+class P2PChannel:
     """One direction of one pipeline edge.
 
     Attributes:
@@ -81,10 +81,10 @@ class Groups:
     model: dist.ProcessGroup | None = None
     stage: dist.ProcessGroup | None = None
     embedding: dist.ProcessGroup | None = None
-    send_forward: Lane | None = None
-    recv_forward: Lane | None = None
-    send_backward: Lane | None = None
-    recv_backward: Lane | None = None
+    send_forward: P2PChannel | None = None
+    recv_forward: P2PChannel | None = None
+    send_backward: P2PChannel | None = None
+    recv_backward: P2PChannel | None = None
     timings: dict[str, float] = field(default_factory=dict)
     store: dist.Store | None = None
     root_store: Any = field(default=None, repr=False)
@@ -99,7 +99,7 @@ class Groups:
         """Whether this rank holds the last layers (and computes the loss)."""
         return self.coordinate.pipeline == self.grid.pipeline - 1
 
-    def lanes(self) -> list[Lane]:
+    def lanes(self) -> list[P2PChannel]:
         """The lanes this rank has."""
         all_four = (self.send_forward, self.recv_forward, self.send_backward, self.recv_backward)
         return [lane for lane in all_four if lane is not None]
@@ -181,9 +181,9 @@ def _place(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
         return
     sender, receiver = spec.ranks
     if sender == groups.rank:
-        setattr(groups, f"send_{spec.kind}", Lane(group, receiver))
+        setattr(groups, f"send_{spec.kind}", P2PChannel(group, receiver))
     else:
-        setattr(groups, f"recv_{spec.kind}", Lane(group, sender))
+        setattr(groups, f"recv_{spec.kind}", P2PChannel(group, sender))
 
 
 def _new_group(

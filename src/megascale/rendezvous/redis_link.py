@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 from torch.distributed import DistStoreError
 
 from megascale.errors import ConfigError
-from megascale.rendezvous import watch
-from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
+from megascale.rendezvous import connection_watch
 from megascale.rendezvous.redis_script import CHANGE, DOOR_MS, REVIVE, SUPERSEDED, Names
-from megascale.rendezvous.resp import Address, Broken, Connection, Refused, access_error
+from megascale.rendezvous.resp import Address, Broken, Connection, RedisRefused, access_error
+from megascale.rendezvous.store_errors import StoreFault, StoreFenced, Superseded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class _Slot:
             self.connection = None
 
 
-class Link:
+class RedisConnections:
     """A process's way to the server.
 
     Raises from every call:
@@ -238,7 +238,7 @@ class Link:
                     told = True
                 time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
                 pause = min(1.0, 2 * pause)
-            except Refused as error:
+            except RedisRefused as error:
                 raise self._explain(str(error)) from None
             except BaseException:
                 slot.drop()  # an interrupt in mid-answer leaves the connection out of step
@@ -252,7 +252,7 @@ class Link:
         except BaseException:
             connection.close()
             raise
-        watch.add(connection.fileno(), self)
+        connection_watch.add(connection.fileno(), self)
         return connection
 
     def _check_memory(self, connection: Connection, deadline: float) -> None:
@@ -318,7 +318,7 @@ class Link:
         try:
             connection.send(("EVALSHA", _CHANGE_SHA, *tail))
             return _answer(connection, deadline)
-        except Refused as error:
+        except RedisRefused as error:
             if not str(error).startswith("NOSCRIPT"):
                 raise
             connection.send(("EVAL", CHANGE, *tail))
@@ -331,12 +331,12 @@ class Link:
             job = self.names.job
             if holder == self.names.attempt:
                 return Superseded(f"attempt {holder} of job {job!r} was started anew; this process must end")
-            return Fenced(
+            return StoreFenced(
                 f"attempt {self.names.attempt} of job {job!r} is over: attempt {holder} has begun; "
                 "this process must end"
             )
         if text.startswith("GONE"):
-            return Fenced(
+            return StoreFenced(
                 f"the keys of job {self.names.job!r} are gone from the Redis server at {self.address}: the job has "
                 "ended, its keys expired, or somebody emptied the server"
             )

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from megascale.errors import ConfigError
 from megascale.rendezvous.agree import VERDICT
-from megascale.rendezvous.faults import Fenced, StoreFault, Superseded
-from megascale.rendezvous.redis_link import Link, parse_info
+from megascale.rendezvous.redis_link import RedisConnections, parse_info
 from megascale.rendezvous.redis_script import DOOR_MS, OPEN, SUPERSEDED, Names
 from megascale.rendezvous.resp import Address
+from megascale.rendezvous.store_errors import StoreFault, StoreFenced, Superseded
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class RedisStore(dist.Store):
         torch.distributed.QueueEmptyError: nothing to pop without waiting.
     """
 
-    def __init__(self, link: Link, timeout: timedelta, keeper: _Keeper | None = None) -> None:
+    def __init__(self, link: RedisConnections, timeout: timedelta, keeper: _Keeper | None = None) -> None:
         super().__init__()
         self.link = link
         self._keeper = keeper
@@ -72,7 +72,7 @@ class RedisStore(dist.Store):
             expiry: seconds after which keys of a job that died vanish.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        link = Link(address, Names(job, attempt), expiry)
+        link = RedisConnections(address, Names(job, attempt), expiry)
         try:
             link.names, link.run_id = _open_door(link, deadline) if owner else _pass_door(link, deadline)
         except BaseException:
@@ -242,7 +242,7 @@ class RedisStore(dist.Store):
 class _Keeper:
     """The owner's thread: keeps the door open during the start, and later keeps keys from expiring."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RedisConnections) -> None:
         self._link = link
         self.sealed = threading.Event()
         self._stopped = threading.Event()
@@ -261,7 +261,7 @@ class _Keeper:
                     link.command(time.monotonic() + 60.0, "PEXPIRE", names.door, DOOR_MS)
                 elif not self._stopped.wait(link.expiry_ms / 3000):
                     self.renew(link.expiry_ms, 60.0)
-            except (Fenced, ConfigError):
+            except (StoreFenced, ConfigError):
                 return
             except StoreFault as error:
                 if not self._stopped.is_set():
@@ -278,7 +278,7 @@ class _Keeper:
             link.commands(deadline, [("PEXPIRE", key, expiry_ms) for key in keys[start : start + _BATCH]])
 
 
-def _open_door(door: Link, deadline: float) -> tuple[Names, str]:
+def _open_door(door: RedisConnections, deadline: float) -> tuple[Names, str]:
     """Owner: take the job, and clear away what an older start left."""
     ours = door.names
     *texts, token = door.commands(deadline, [("INFO", "server"), ("INFO", "memory"), ("GET", ours.fence)])
@@ -312,14 +312,14 @@ def _parts(token: bytes) -> tuple[int, str]:
     return int(attempt), epoch
 
 
-def _pass_door(door: Link, deadline: float) -> tuple[Names, str]:
+def _pass_door(door: RedisConnections, deadline: float) -> tuple[Names, str]:
     """Other ranks: learn the epoch when the owner has opened the job."""
     [value] = door.take(deadline, [door.names.door])
     epoch, _, run_id = value.decode().partition(" ")
     return Names(door.names.job, door.names.attempt, epoch), run_id
 
 
-def _index(link: Link, names: Names, deadline: float) -> Iterator[list[str]]:
+def _index(link: RedisConnections, names: Names, deadline: float) -> Iterator[list[str]]:
     cursor = b"0"
     while True:
         cursor, members = link.command(deadline, "SSCAN", names.index, cursor, "COUNT", _BATCH)
@@ -329,7 +329,7 @@ def _index(link: Link, names: Names, deadline: float) -> Iterator[list[str]]:
             return
 
 
-def _purge(link: Link, names: Names, deadline: float) -> None:
+def _purge(link: RedisConnections, names: Names, deadline: float) -> None:
     """Delete all keys of an epoch but the fence."""
     for batch in list(_index(link, names, deadline)):
         link.command(deadline, "UNLINK", *batch)

@@ -35,7 +35,7 @@ class Broken(Exception):
         self.cause = cause
 
 
-class Refused(Exception):
+class RedisRefused(Exception):
     """The server answered with an error; its text begins with a code such as WRONGPASS or OOM."""
 
 
@@ -167,7 +167,7 @@ class Connection:
         try:
             for _ in greeting:
                 self.read(limit)
-        except Refused as error:
+        except RedisRefused as error:
             raise access_error(address, str(error)) or error from None
 
     def fileno(self) -> int:
@@ -185,7 +185,7 @@ class Connection:
         """The next answer: bytes, an int, None or a list of them."""
         deadline = time.monotonic() + timeout
         answer = self._parse(deadline)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RedisRefused):
             if str(answer).startswith(_PASSING):
                 raise Broken(str(answer))
             raise answer
@@ -208,7 +208,7 @@ class Connection:
         if kind == b":":
             return int(rest)
         if kind == b"-":
-            return Refused(rest.decode(errors="replace"))
+            return RedisRefused(rest.decode(errors="replace"))
         if kind == b"*":
             count = int(rest)
             return None if count < 0 else [self._parse(deadline) for _ in range(count)]

@@ -14,7 +14,7 @@ from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fitting import fit
-from megascale.simulate.runs import measures
+from megascale.simulate.measured_runs import measures
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, own_software
 from megascale.simulate.validation.anchors import h200_peers, strong_scaling

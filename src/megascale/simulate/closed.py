@@ -14,8 +14,8 @@ import numpy as np
 
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
-from megascale.simulate.cluster import Cluster
-from megascale.simulate.kernels import layer_times, logits_seconds, optimizer_seconds
+from megascale.simulate.cluster import ClusterSpec
+from megascale.simulate.kernel_times import layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork
 from megascale.simulate.software import RECOMPUTE, RECOMPUTED
 
@@ -98,7 +98,7 @@ class StageTimes:
 
 
 def stage_times(
-    cluster: Cluster, case: Case, constants: Constants = Constants(), network: Network | None = None
+    cluster: ClusterSpec, case: Case, constants: Constants = Constants(), network: Network | None = None
 ) -> StageTimes:
     """Durations of everything in a step, before any schedule is laid over them."""
     network = network or RingNetwork(cluster, constants.dp_efficiency)
@@ -171,7 +171,7 @@ def stage_times(
     )
 
 
-def _tensor_exposed(cluster: Cluster, case: Case, constants: Constants, network: Network) -> tuple[Any, Any]:
+def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, network: Network) -> tuple[Any, Any]:
     """Tensor-parallel communication that a layer's forward and backward wait for, one micro-batch.
 
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
@@ -190,13 +190,13 @@ def _tensor_exposed(cluster: Cluster, case: Case, constants: Constants, network:
     return forward, backward
 
 
-def _tensor_collective(cluster: Cluster, case: Case, network: Network) -> Any:
+def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network) -> Any:
     """Seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
     whole = 2.0 * case.micro * case.sequence * case.hidden
     return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host))
 
 
-def straggler_factor(cluster: Cluster, case: Case, constants: Constants) -> Any:
+def straggler_factor(cluster: ClusterSpec, case: Case, constants: Constants) -> Any:
     """Expected step over a step without slow hosts: replicas wait for each other, so one slow host slows all.
 
     This is the upper bound, in which no slack hides a slow host; `event` shows how much of it the slack that the last
@@ -211,7 +211,7 @@ def straggler_factor(cluster: Cluster, case: Case, constants: Constants) -> Any:
 
 
 def step_parts(
-    cluster: Cluster, case: Case, constants: Constants = Constants(), network: Network | None = None
+    cluster: ClusterSpec, case: Case, constants: Constants = Constants(), network: Network | None = None
 ) -> Parts:
     """Seconds of a step by part. Broadcasts over the case; does not check that sizes divide (see Case.fits)."""
     times = stage_times(cluster, case, constants, network)
@@ -247,7 +247,7 @@ def step_parts(
     )
 
 
-def data_exposed(cluster: Cluster, case: Case, constants: Constants, times: StageTimes) -> Any:
+def data_exposed(cluster: ClusterSpec, case: Case, constants: Constants, times: StageTimes) -> Any:
     """Data-parallel communication that the step waits for.
 
     Overlapped, a chunk's gradients are scattered while earlier chunks finish their last backward passes and its

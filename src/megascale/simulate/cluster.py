@@ -17,7 +17,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Gpu(_Part):
+class GpuSpec(_Part):
     """One accelerator."""
 
     name: str
@@ -49,7 +49,7 @@ class Kernels(_Part):
     )
 
 
-class Link(_Part):
+class LinkSpec(_Part):
     """One kind of network link, per GPU and direction."""
 
     gbs: float = Field(gt=0, description="GB/s a GPU and direction, as printed")
@@ -79,16 +79,16 @@ class Stragglers(_Part):
     jitter: float = Field(ge=0, description="relative standard deviation of one chunk's time, independent noise")
 
 
-class Cluster(_Part):
+class ClusterSpec(_Part):
     """A machine to plan for."""
 
     name: str
     about: str
     gpus_per_host: int = Field(ge=1)
-    gpu: Gpu
+    gpu: GpuSpec
     kernels: Kernels
-    inside: Link = Field(description="within a host")
-    between: Link = Field(description="between hosts")
+    inside: LinkSpec = Field(description="within a host")
+    between: LinkSpec = Field(description="between hosts")
     overlap: Overlap
     stragglers: Stragglers
     sources: dict[str, str] = Field(description="key -> where its value comes from; every figure has one")
@@ -100,7 +100,7 @@ def shipped() -> list[str]:
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
-def load_cluster(name: str) -> Cluster:
+def load_cluster(name: str) -> ClusterSpec:
     """A shipped cluster by name, or a TOML file by path; ConfigError naming key and value if it is wrong."""
     path = Path(name)
     if name in shipped():
@@ -118,10 +118,10 @@ def load_cluster(name: str) -> Cluster:
         raise ConfigError(f"cluster file {name!r} is not valid TOML: {error}") from None
 
 
-def cluster_of(tree: Mapping[str, Any]) -> Cluster:
+def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:
     """Validate nested dictionaries; every section of figures must name its source."""
     try:
-        cluster = Cluster.model_validate(tree)
+        cluster = ClusterSpec.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(p) for p in first["loc"])

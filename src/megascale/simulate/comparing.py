@@ -13,7 +13,7 @@ from megascale.errors import DataError
 from megascale.simulate.calibration import BOUNDS, load_calibration
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.runs import load_predictions, matching, measure
+from megascale.simulate.measured_runs import load_predictions, matching, measure
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, own_software, run
 

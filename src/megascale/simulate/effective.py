@@ -18,7 +18,7 @@ MOST_FAULTS = 100_000
 
 
 @dataclass(frozen=True)
-class Faults:
+class FaultRates:
     """How hosts fail and how the job comes back. Seconds unless said otherwise.
 
     Attributes:
@@ -55,7 +55,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LongRunOutcome:
     """Wall-clock time of many simulated runs.
 
     Attributes:
@@ -80,12 +80,14 @@ class Outcome:
         return float(np.quantile(self.effective, share))
 
 
-def young_daly(faults: Faults, hosts: int) -> float:
+def young_daly(faults: FaultRates, hosts: int) -> float:
     """First-order best interval in seconds: sqrt(2 x stall x mean time between faults of the job)."""
     return float(np.sqrt(2.0 * faults.save_stall * faults.host_mtbf_days * DAY / hosts))
 
 
-def simulate_run(work: float, hosts: int, faults: Faults, interval: float, trials: int = 400, seed: int = 0) -> Outcome:
+def simulate_run(
+    work: float, hosts: int, faults: FaultRates, interval: float, trials: int = 400, seed: int = 0
+) -> LongRunOutcome:
     """Run the job `trials` times to its end.
 
     Args:
@@ -126,11 +128,11 @@ def simulate_run(work: float, hosts: int, faults: Faults, interval: float, trial
             pool[hit, slot] = wall[hit] + draws[:, 2] * faults.repair_days * DAY
         else:
             wall[hit] += draws[:, 2] * faults.repair_days * DAY
-    return Outcome(wall, work, count, interval)
+    return LongRunOutcome(wall, work, count, interval)
 
 
 def best_interval(
-    work: float, hosts: int, faults: Faults, trials: int = 200, seed: int = 0
+    work: float, hosts: int, faults: FaultRates, trials: int = 200, seed: int = 0
 ) -> tuple[float, list[tuple[float, float]]]:
     """(best seconds between checkpoints, [(interval, mean effective share), ...]) over a grid around Young-Daly."""
     middle = young_daly(replace(faults, save_stall=max(faults.save_stall, 0.01)), hosts)

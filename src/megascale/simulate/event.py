@@ -18,7 +18,7 @@ from megascale.core.schedule import ActionKind, pipeline_schedule
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import BUCKETS, StageTimes, stage_times
-from megascale.simulate.cluster import Cluster
+from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.network import Network
 
 # Passes of stretching: durations, what they overlap, longer durations; the second changes them by little.
@@ -26,7 +26,7 @@ PASSES = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Event:
+class SimulatedEvent:
     """A simulated step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Event:
 
 
 def simulate(
-    cluster: Cluster,
+    cluster: ClusterSpec,
     case: Case,
     constants: Constants = Constants(),
     network: Network | None = None,
@@ -56,7 +56,7 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
     layers: np.ndarray | None = None,
-) -> Event:
+) -> SimulatedEvent:
     """One step of a scalar case.
 
     Args:
@@ -95,11 +95,11 @@ def simulate(
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
     fixed = constants.fixed * (1.0 - constants.data_share * bool(case.async_data))
     seconds = float(reduced.max()) + tail + fixed
-    return Event(seconds, one, makespan[which], reduced, times, slow)
+    return SimulatedEvent(seconds, one, makespan[which], reduced, times, slow)
 
 
 def _durations(
-    cluster: Cluster, case: Case, times: StageTimes, graph: Graph, blocking: bool, layers: np.ndarray | None
+    cluster: ClusterSpec, case: Case, times: StageTimes, graph: Graph, blocking: bool, layers: np.ndarray | None
 ) -> np.ndarray:
     """Seconds of each action of a replica of healthy hosts."""
     p, v = graph.schedule.stages, graph.schedule.virtual
@@ -166,7 +166,7 @@ def blocking_waits(graph: Graph) -> np.ndarray:
     return extra
 
 
-def _stretched(cluster: Cluster, graph: Graph, durations: np.ndarray, times: StageTimes) -> np.ndarray:
+def _stretched(cluster: ClusterSpec, graph: Graph, durations: np.ndarray, times: StageTimes) -> np.ndarray:
     """Durations with what runs beside them: collectives slow compute, transfers share the NIC with collectives."""
     compute = graph.kind <= ActionKind.BACKWARD
     longer = durations
@@ -178,7 +178,7 @@ def _stretched(cluster: Cluster, graph: Graph, durations: np.ndarray, times: Sta
     return longer
 
 
-def _slowness(cluster: Cluster, case: Case, slow_hosts: Mapping[int, float]) -> np.ndarray:
+def _slowness(cluster: ClusterSpec, case: Case, slow_hosts: Mapping[int, float]) -> np.ndarray:
     """Factor on compute of each (replica, stage): that of the slowest host that its tensor group touches."""
     p, d, t = int(case.pipeline), int(case.data), int(case.tensor)
     slow = np.ones((d, p))
@@ -190,7 +190,7 @@ def _slowness(cluster: Cluster, case: Case, slow_hosts: Mapping[int, float]) -> 
     return slow
 
 
-def draw_hosts(cluster: Cluster, case: Case, seed: int, slow_by: float | None = None) -> dict[int, float]:
+def draw_hosts(cluster: ClusterSpec, case: Case, seed: int, slow_by: float | None = None) -> dict[int, float]:
     """A random fleet: each host is slow with the cluster's probability."""
     hosts = max(1, -(-int(case.gpus) // cluster.gpus_per_host))
     by = cluster.stragglers.slow_by if slow_by is None else slow_by

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megascale.simulate.cluster import Cluster, Link
+from megascale.simulate.cluster import ClusterSpec, LinkSpec
 
 
 class Network(Protocol):
@@ -30,7 +30,7 @@ class RingNetwork:
         between_efficiency: replaces the bus bandwidth between hosts by this share of the printed one (calibrated).
     """
 
-    cluster: Cluster
+    cluster: ClusterSpec
     between_efficiency: float | None = None
 
     def collective(self, bytes: Any, ranks: Any, ranks_per_host: Any) -> Any:
@@ -63,7 +63,7 @@ class RingNetwork:
         )
 
 
-def _bus(link: Link, ranks: Any) -> Any:
+def _bus(link: LinkSpec, ranks: Any) -> Any:
     """GB/s of bus bandwidth for a group of this size."""
     table = np.array(link.bus)
     return np.interp(np.log(ranks), np.log(table[:, 0]), table[:, 1])

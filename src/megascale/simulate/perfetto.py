@@ -10,12 +10,12 @@ import numpy as np
 from megascale.core import strict_json
 from megascale.core.replay import LANES
 from megascale.core.schedule import ActionKind
-from megascale.simulate.step import Result
+from megascale.simulate.step import StepEstimate
 
 _MICRO = 1e6
 
 
-def write(result: Result, path: Path) -> int:
+def write(result: StepEstimate, path: Path) -> int:
     """Write the event level's timeline, one process a stage and one track a lane; .gz compresses. Events written."""
     assert result.event is not None, "only the event level has a timeline"
     timeline, event = result.event.timeline, result.event

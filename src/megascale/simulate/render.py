@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megascale.core import flops
-from megascale.simulate.step import Result
-from megascale.simulate.validation.score import Check
+from megascale.simulate.step import StepEstimate
+from megascale.simulate.validation.score import AnchorCheck
 
 BAR = 28
 SHORTEST_BAR = 6
@@ -32,12 +32,12 @@ PART_NAMES = {
 }
 
 
-def shown_parts(results: Sequence[Result]) -> list[str]:
+def shown_parts(results: Sequence[StepEstimate]) -> list[str]:
     """Parts that any of the results spends more than a ten-thousandth of its step on, in step order."""
     return [part for part in PART_NAMES if any(abs(r.parts.get(part, 0.0)) > 1e-4 * r.seconds for r in results)]
 
 
-def headline(results: Sequence[Result], tokens: float, console: Console) -> None:
+def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -> None:
     """Layout, time, MFU, days, memory: a column a result."""
     first = results[0].scenario
     parallel, train = first.config.parallel, first.config.train
@@ -69,7 +69,7 @@ def headline(results: Sequence[Result], tokens: float, console: Console) -> None
     )
 
 
-def waterfall(results: Sequence[Result], console: Console) -> None:
+def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
     """Where the step goes: seconds, and a bar for each part where the terminal has room for them."""
     table = Table(title="where the step goes, seconds", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("part", no_wrap=True)
@@ -95,7 +95,7 @@ def waterfall(results: Sequence[Result], console: Console) -> None:
     console.print(table)
 
 
-def ladder(rows: Sequence[tuple[str, Result, float]], title: str, change: str, console: Console) -> None:
+def ladder(rows: Sequence[tuple[str, StepEstimate, float]], title: str, change: str, console: Console) -> None:
     """Techniques one by one: step, MFU, and what each changes (named by `change`)."""
     table = Table(title=title, title_justify="left")
     for name in ("", "step, s", "MFU", change):
@@ -105,7 +105,7 @@ def ladder(rows: Sequence[tuple[str, Result, float]], title: str, change: str, c
     console.print(table)
 
 
-def layouts(results: Sequence[Result], tokens: float, console: Console, title: str) -> None:
+def layouts(results: Sequence[StepEstimate], tokens: float, console: Console, title: str) -> None:
     """Layouts side by side."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
     names = ("GPUs", "TP", "PP", "chunks", "round", "DP", "MBS", "step, s", "P10-P90", "MFU", "GiB", "days")
@@ -130,7 +130,7 @@ def layouts(results: Sequence[Result], tokens: float, console: Console, title: s
     console.print(table)
 
 
-def checks(results: Sequence[Check], console: Console, rows: bool) -> None:
+def checks(results: Sequence[AnchorCheck], console: Console, rows: bool) -> None:
     """The validation table, then what was fitted, skipped and could not be identified."""
     table = Table(title="validation: scored on seconds unless it says points", title_justify="left", show_lines=True)
     for name in ("", "what", "reached", "target", "verdict"):

@@ -13,9 +13,9 @@ from megascale.errors import FitError
 from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
-from megascale.simulate.cluster import Cluster
+from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.software import Software
-from megascale.simulate.step import Result, Scenario, run
+from megascale.simulate.step import Scenario, StepEstimate, run
 
 # Layouts priced in one pass of array arithmetic: arrays that stay in the caches.
 BLOCK = 16384
@@ -53,7 +53,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
-def layouts(config: Config, cluster: Cluster, low: int, high: int) -> dict[str, np.ndarray]:
+def layouts(config: Config, cluster: ClusterSpec, low: int, high: int) -> dict[str, np.ndarray]:
     """All layouts of `config` on low to high GPUs that divide, whole hosts only: arrays by name.
 
     Where there are replicas to talk to, several chunks a stage come in rounds of the pipeline's length (`round_size` 0)
@@ -89,7 +89,7 @@ def layouts(config: Config, cluster: Cluster, low: int, high: int) -> dict[str, 
     return dict(zip(("tensor", "pipeline", "virtual", "round_size", "data", "micro"), columns, strict=True))
 
 
-def price(case_of: Callable[[slice], Case], count: int, cluster: Cluster, constants: Constants) -> np.ndarray:
+def price(case_of: Callable[[slice], Case], count: int, cluster: ClusterSpec, constants: Constants) -> np.ndarray:
     """Seconds of `count` layouts, block by block."""
     out = np.empty(count)
     for start in range(0, count, BLOCK):
@@ -99,7 +99,7 @@ def price(case_of: Callable[[slice], Case], count: int, cluster: Cluster, consta
 
 
 def search(
-    config: Config, cluster: Cluster, calibration: Calibration, software: Software, low: int, high: int
+    config: Config, cluster: ClusterSpec, calibration: Calibration, software: Software, low: int, high: int
 ) -> Found:
     """Every layout that divides, priced in closed form, sorted by GPUs and then by time. Memory is not looked at."""
     arrays = layouts(config, cluster, low, high)
@@ -139,7 +139,9 @@ def with_layout(
     return from_tree(tree)
 
 
-def feasible(found: Found, chosen: Sequence[int] | np.ndarray, config: Config, scenario: Scenario) -> Iterator[Result]:
+def feasible(
+    found: Found, chosen: Sequence[int] | np.ndarray, config: Config, scenario: Scenario
+) -> Iterator[StepEstimate]:
     """The chosen layouts that fit the memory, in the order given, priced on the closed level."""
     for i in chosen:
         layout = with_layout(
@@ -157,10 +159,10 @@ def feasible(found: Found, chosen: Sequence[int] | np.ndarray, config: Config, s
             continue
 
 
-def best(found: Found, config: Config, scenario: Scenario, gpus: int, count: int = 4) -> list[Result]:
+def best(found: Found, config: Config, scenario: Scenario, gpus: int, count: int = 4) -> list[StepEstimate]:
     """The fastest layouts for exactly `gpus` that fit the memory, fastest first. FitError if none does."""
     chosen = np.flatnonzero(found.gpus == gpus)
-    results: list[Result] = []
+    results: list[StepEstimate] = []
     for result in feasible(found, chosen, config, scenario):
         results.append(result)
         if len(results) == count:
@@ -175,7 +177,7 @@ def best(found: Found, config: Config, scenario: Scenario, gpus: int, count: int
 
 def fewest(
     found: Found, config: Config, scenario: Scenario, tokens: float, days: float, effective: float = 1.0
-) -> Result:
+) -> StepEstimate:
     """The fewest GPUs that see `tokens` in `days`, with `effective` of the time spent stepping; best layout on them.
 
     FitError naming the shortest time there is if the deadline cannot be met.
@@ -207,7 +209,7 @@ FIGURES = {
 }
 
 
-def scaled(cluster: Cluster, part: str, key: str, factor: float) -> Cluster:
+def scaled(cluster: ClusterSpec, part: str, key: str, factor: float) -> ClusterSpec:
     """The cluster with one figure multiplied; link bandwidths of a link move together."""
     section = getattr(cluster, part)
     change: dict[str, object] = {}

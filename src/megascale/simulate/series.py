@@ -11,9 +11,9 @@ from megascale.config import Config, from_tree
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.search import scaled
 from megascale.simulate.software import switch
-from megascale.simulate.step import Level, Result, Scenario, run
+from megascale.simulate.step import Level, Scenario, StepEstimate, run
 
-Ladder = list[tuple[str, Result, float]]
+Ladder = list[tuple[str, StepEstimate, float]]
 
 
 def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: Level) -> Ladder:

@@ -11,14 +11,14 @@ from megascale.config import Config
 from megascale.core import flops
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import stage_memory
-from megascale.core.plan import GIB, RESERVE_GIB
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
-from megascale.simulate.cluster import Cluster
-from megascale.simulate.event import Event, draw_hosts, simulate
+from megascale.simulate.cluster import ClusterSpec
+from megascale.simulate.event import SimulatedEvent, draw_hosts, simulate
 from megascale.simulate.network import Network
+from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
 from megascale.simulate.software import MEGATRON_2023, Software
 
 Level = Literal["closed", "event"]
@@ -30,7 +30,7 @@ class Scenario:
 
     config: Config
     gpus: int
-    cluster: Cluster
+    cluster: ClusterSpec
     calibration: Calibration
     software: Software
     label: str = "as configured"
@@ -88,7 +88,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Result:
+class StepEstimate:
     """What a level answers.
 
     Attributes:
@@ -108,7 +108,7 @@ class Result:
     high: float
     parts: dict[str, float]
     memory_gib: float
-    event: Event | None = None
+    event: SimulatedEvent | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -202,7 +202,7 @@ def run(
     jitter: bool = True,
     seed: int = 0,
     check_memory: bool = True,
-) -> Result:
+) -> StepEstimate:
     """Price a scenario.
 
     Args:
@@ -232,7 +232,7 @@ def run(
     if level == "event":
         hosts = draw_hosts(scenario.cluster, case, fleet, constants.slow_by) if fleet is not None else slow_hosts
 
-        def events(slow: dict[int, float] | None) -> Event:
+        def events(slow: dict[int, float] | None) -> SimulatedEvent:
             return simulate(
                 scenario.cluster,
                 case,
@@ -250,4 +250,4 @@ def run(
         shares["interplay"] = healthy - sum(v for k, v in shares.items() if k != "stragglers")
         seconds = event.seconds
     low, high = scenario.calibration.band(seconds)
-    return Result(scenario, level, seconds, low, high, shares, memory, event)
+    return StepEstimate(scenario, level, seconds, low, high, shares, memory, event)

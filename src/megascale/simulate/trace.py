@@ -71,7 +71,7 @@ Worker = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Item:
+class TraceOp:
     """Operations that a worker launches together, `gap` seconds after the last of the items `after` has ended."""
 
     operations: tuple[Operation, ...]
@@ -80,15 +80,15 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceStep:
     """A recorded step: items of each worker in order, and its recorded length."""
 
     number: int
-    workers: dict[Worker, tuple[Item, ...]]
+    workers: dict[Worker, tuple[TraceOp, ...]]
     recorded: float
 
 
-def read(path: Path) -> list[Step]:
+def read(path: Path) -> list[TraceStep]:
     """The steps of a trace file. DataError if it is damaged or pyarrow is missing."""
     try:
         import pyarrow.parquet as parquet
@@ -151,7 +151,7 @@ def stream(kind: str) -> str:
     return kind if kind in SENDS or kind in RECEIVES else "rest"
 
 
-def _step(number: int, rows: list[Operation]) -> Step:
+def _step(number: int, rows: list[Operation]) -> TraceStep:
     groups: dict[tuple[object, ...], list[Operation]] = defaultdict(list)
     for operation in rows:
         groups[group_key(operation)].append(operation)
@@ -163,10 +163,10 @@ def _step(number: int, rows: list[Operation]) -> Step:
             own = max(0.0, min(o.end for o in members) - ready)
             workers[(operation.replica, operation.stage, operation.tensor)].append(replace(operation, own=own))
     items = {worker: _items(mine, begin) for worker, mine in workers.items()}
-    return Step(number, items, max(o.end for o in rows) - begin)
+    return TraceStep(number, items, max(o.end for o in rows) - begin)
 
 
-def _items(mine: list[Operation], begin: float) -> tuple[Item, ...]:
+def _items(mine: list[Operation], begin: float) -> tuple[TraceOp, ...]:
     """A worker's operations as items, with what each awaits."""
     mine = sorted(mine, key=lambda o: (o.start, o.kind))
     batches: list[list[Operation]] = []
@@ -189,7 +189,7 @@ def _items(mine: list[Operation], begin: float) -> tuple[Item, ...]:
             wanted.add(max(earlier, key=lambda j: ends[j]))
         after = tuple(sorted(j for j in wanted if j < i and ends[j] <= start + BLUR))
         before = max((ends[j] for j in after), default=begin)
-        items.append(Item(tuple(batch), max(0.0, start - before), after))
+        items.append(TraceOp(tuple(batch), max(0.0, start - before), after))
         last_on.update({stream(o.kind): i for o in batch})
     return tuple(items)
 
@@ -221,7 +221,7 @@ def _needed(mine: list[Operation]) -> dict[int, list[Operation]]:
 Duration = Callable[[Operation], float]
 
 
-def replay_step(step: Step, duration: Duration | None = None, gaps: bool = True) -> float:
+def replay_step(step: TraceStep, duration: Duration | None = None, gaps: bool = True) -> float:
     """Seconds of a step with each operation taking `duration` (default: its own), with or without launch gaps."""
     took = duration or (lambda o: o.own)
     members: dict[tuple[object, ...], list[tuple[Worker, int]]] = defaultdict(list)
@@ -267,7 +267,7 @@ def replay_step(step: Step, duration: Duration | None = None, gaps: bool = True)
     return max(ended.values())
 
 
-def operations_of(steps: Iterable[Step]) -> list[Operation]:
+def operations_of(steps: Iterable[TraceStep]) -> list[Operation]:
     """All operations of some steps."""
     return [o for step in steps for items in step.workers.values() for item in items for o in item.operations]
 
@@ -299,7 +299,7 @@ class WhatIf:
         return self.original / self.ideal
 
 
-def what_if(steps: list[Step]) -> WhatIf:
+def what_if(steps: list[TraceStep]) -> WhatIf:
     """Replay a job with parts of it made typical."""
     everything = operations_of(steps)
     times: dict[str, list[float]] = defaultdict(list)

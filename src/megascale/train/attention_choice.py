@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from megascale.checkpoint import folder as folders
-from megascale.checkpoint.peers import Peers
-from megascale.checkpoint.storage import open_storage
+from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.object_collectives import Peers
+from megascale.checkpoint.storage.base import open_storage
 from megascale.config import Config
 from megascale.core import strict_json
 from megascale.errors import MegascaleError

@@ -11,15 +11,15 @@ from megascale.core import calls
 from megascale.core.layout import Layout
 from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
-from megascale.model.block import EVALUATION, Step
+from megascale.model.block import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
-from megascale.ops import beside, dispatch
+from megascale.ops import dispatch, side_stream
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
-from megascale.parallel.buffers import TIED, Axes, FlatChunk, GradientPool, Shard
+from megascale.parallel.buffers import TIED, Axes, FlatChunk, FlatShard, GradientPool
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.parameters import initialise
-from megascale.parallel.pipeline import Lane, Lanes, PipelineExecutor, Work
+from megascale.parallel.pipeline import Lanes, P2PStream, PipelineExecutor, Work
 from megascale.rendezvous.groups import Groups
 from megascale.train.attention_choice import Choices, agree
 
@@ -70,7 +70,7 @@ class Engine:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
         dispatch.configure(config.kernels.mode, config.kernels.attention)
-        products = beside.configure(config.products_beside, device)
+        products = side_stream.configure(config.products_beside, device)
         at = grid.coordinate(rank)
         self.data_rank = at.data
         self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
@@ -177,7 +177,7 @@ class Engine:
 
     def run_products_beside(self, on: bool) -> None:
         """From the next step on, run independent products on two streams, or one after another."""
-        beside.configure(on, self.device)
+        side_stream.configure(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.beside = on
 
@@ -198,7 +198,7 @@ class Engine:
         calls.current.at(b"kernels")
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
-        where = Step(0, 0, self._token_grad())
+        where = ForwardContext(0, 0, self._token_grad())
         for chunk, flat in zip(self.chunks, self.flats, strict=True):
             x = tokens
             if not chunk.first:
@@ -259,7 +259,7 @@ class Engine:
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             module = self.chunks[chunk]
-            where = Step(train.seed + step, first_sample + i * train.micro_batch, token_grad)
+            where = ForwardContext(train.seed + step, first_sample + i * train.micro_batch, token_grad)
             inputs = batch(i)[0] if x is None else x
             if not module.last:
                 return module(inputs, None, where)
@@ -291,7 +291,7 @@ class Engine:
         first = self.flats[0]
         buckets = {id(shard): bucket for bucket, shard in enumerate(first.shards)} if more and first.overlap else {}
 
-        def updated(shard: Shard) -> None:
+        def updated(shard: FlatShard) -> None:
             if (bucket := buckets.get(id(shard))) is not None:
                 first.gather(bucket)
 
@@ -357,5 +357,5 @@ def _lanes(groups: Groups | None) -> Lanes:
     names = ("send_forward", "recv_forward", "send_backward", "recv_backward")
     ends = {name: getattr(groups, name) for name in names}
     return Lanes(
-        **{n: None if e is None else Lane(e.group, e.peer, e.group.group_name) for n, e in ends.items()},
+        **{n: None if e is None else P2PStream(e.group, e.peer, e.group.group_name) for n, e in ends.items()},
     )

@@ -13,36 +13,36 @@ from typing import Any
 import torch
 
 from megascale import checkpoint
-from megascale.checkpoint import changes
-from megascale.checkpoint.peers import Peers
+from megascale.checkpoint import setting_changes
+from megascale.checkpoint.object_collectives import Peers
 from megascale.config import Config
 from megascale.core import calls
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
-from megascale.data.feed import open_feed
+from megascale.data.loader.feed import open_feed
 from megascale.errors import DataError, MegascaleError, TrainingError
-from megascale.observe.metrics import JsonLines, Sink, TensorBoard, Terminal, Wandb
+from megascale.observe.metrics import JsonLines, MetricSink, TensorBoard, Terminal, Wandb
 from megascale.ops import dispatch
-from megascale.optim.schedule import learning_rate
+from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, lost_peer, shutdown
-from megascale.rendezvous.start import initialise
+from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice
 from megascale.train.claim import claim, tell_status
 from megascale.train.clock import StepClock
 from megascale.train.engine import Engine, StepResult
-from megascale.train.evaluate import Evaluation, evaluate_file
-from megascale.train.faults import Faults
-from megascale.train.garbage import Garbage
-from megascale.train.processes import Place, memory_gib
+from megascale.train.evaluation import Evaluation, evaluate_file
+from megascale.train.garbage_collection import Garbage
+from megascale.train.injected_faults import FaultInjector
+from megascale.train.rank_info import RankInfo, memory_gib
 from megascale.train.resume import Origin
 from megascale.train.run_folder import RunFolder, append
-from megascale.train.telling import Telling
+from megascale.train.telemetry import Telling
 from megascale.train.weights import WeightWatch
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainResult:
     """How a start of a run ended.
 
     Attributes:
@@ -88,7 +88,7 @@ class Interrupts:
 class Trainer:
     """A run on this rank. `config` must be resolved (see train/api.py)."""
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, place: RankInfo) -> None:
         self.config, self.place = config, place
         self.folder = RunFolder(config.run_folder)
         self.leader = place.rank == 0
@@ -101,7 +101,7 @@ class Trainer:
         self.peak = config.observe.peak_tflops or device_peak(name)
         self.groups: Groups | None = None
         self._closing = contextlib.ExitStack()
-        self.sinks: list[Sink] = []
+        self.sinks: list[MetricSink] = []
         self._lost = False  # the others may be: nothing waits for them
         self._mine = False  # the folder is this run's to write in
         self._begun = False  # this rank has its files there
@@ -154,11 +154,11 @@ class Trainer:
         self.origin = Origin(config, self.folder, self.checkpointer.peers)
         every = config.resilience.checksum_interval
         self.weights = WeightWatch(self.engine, place.rank, every) if every else None
-        self.faults = Faults(self.folder.faults, self) if config.resilience.faults else None
+        self.faults = FaultInjector(self.folder.faults, self) if config.resilience.faults else None
 
     # the run ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Result:
+    def run(self) -> TrainResult:
         """Train to train.steps (or an interruption); leaves a checkpoint of the last whole step unless
         checkpoint.at_end=false."""
         with self._telling_failures():
@@ -166,7 +166,7 @@ class Trainer:
         self._closing.close()
         return result
 
-    def _run(self) -> Result:
+    def _run(self) -> TrainResult:
         train, place = self.config.train, self.place
         self.folder.create()
         self.telling = Telling(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
@@ -197,7 +197,7 @@ class Trainer:
         evaluation = self._evaluate(None) if finished else None
         self._event(Event.RUN_FINISHED, step=self.step, finished=finished)
         self.status.update("done", self.step)
-        return Result(self.step, finished, self._loss, evaluation)
+        return TrainResult(self.step, finished, self._loss, evaluation)
 
     def _interrupted(self) -> None:
         """Say what is kept, and end."""
@@ -443,7 +443,7 @@ class Trainer:
         for note in self.origin.notes:
             self._say(note)
         if self.origin.changes:
-            self._say(changes.line(self.origin.changes, self.step))
+            self._say(setting_changes.line(self.origin.changes, self.step))
 
     def _evaluate(self, samples: int | None) -> Evaluation | None:
         if self.config.data.valid is None:

@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.checkpoint import changes, folder
-from megascale.checkpoint.changes import Change
-from megascale.checkpoint.peers import Peers
-from megascale.checkpoint.storage import open_storage
+from megascale.checkpoint import setting_changes
+from megascale.checkpoint.format import step_folders
+from megascale.checkpoint.object_collectives import Peers
+from megascale.checkpoint.setting_changes import Change
+from megascale.checkpoint.storage.base import open_storage
 from megascale.config import Config
-from megascale.data import fingerprint
-from megascale.data.samples import is_text
-from megascale.data.tokenizer import Tokenizer, tokenizer_for, tokenizer_path
+from megascale.data.dataset import fingerprint
+from megascale.data.dataset.samples import is_text
+from megascale.data.tokenizer.tokenizer import Tokenizer, tokenizer_for, tokenizer_path
 from megascale.errors import ConfigError, DataError
 from megascale.train.run_folder import RunFolder, checkpoint_folder, run_config
 
@@ -73,7 +74,7 @@ class Origin:
             self._identity = self._identity or secrets.token_hex(8)
             self.run.accept(self.config, self._identity)
             if self.config.checkpoint.location is not None:
-                folder.claim(self._storage, self._identity)
+                step_folders.claim(self._storage, self._identity)
 
     def _tell(self, judge: Callable[[], str | None]) -> None:
         problem = None
@@ -133,17 +134,17 @@ class Origin:
         if not isinstance(tree, Mapping):
             self.notes.append(f"{name} keeps no configuration: only the names and shapes of its tensors are compared")
             return problem or self._wrong_tokenizer(state, None, name)
-        saved, unknown = changes.read_saved(tree)
+        saved, unknown = setting_changes.read_saved(tree)
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
         text = any(map(is_text, self.config.data.train))
-        self.changes = changes.find_changes(saved, self.config, begun=begun, text=text)
+        self.changes = setting_changes.find_changes(saved, self.config, begun=begun, text=text)
         return (
-            changes.explain(name, [c for c in self.changes if c.kind == "refused"], self.accepted)
+            setting_changes.explain(name, [c for c in self.changes if c.kind == "refused"], self.accepted)
             or self._wrong_tokenizer(state, saved, name)
             or problem
             or (self._other_files(saved, name) if begun and "data" not in state else None)
-            or changes.explain(name, self.changes, self.accepted)
+            or setting_changes.explain(name, self.changes, self.accepted)
         )
 
     def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
@@ -210,11 +211,11 @@ class Origin:
         if self.config.checkpoint.location is None or "run" in self.accepted:
             return None
         mine, storage = self.run.read_identity(), self._storage
-        commit = next(iter(folder.survey(storage)[0]), None)
+        commit = next(iter(step_folders.survey(storage)[0]), None)
         its = (commit.state.get("run") or {}) if commit is not None else {}
-        owner = its.get("id") or folder.owner(storage)
+        owner = its.get("id") or step_folders.owner(storage)
         if not owner and commit is not None:
-            return self._wrong_name(commit.state, f"{storage.url}/{folder.step_name(commit.step)}")
+            return self._wrong_name(commit.state, f"{storage.url}/{step_folders.step_name(commit.step)}")
         return _of_another(storage.url, _called(its), self.config) if owner and owner != mine else None
 
 
@@ -225,13 +226,13 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     that is of another model (an older version wrote it even where a start was refused).
     """
     config = run_config(run)
-    commits = folder.survey(open_storage(checkpoint_folder(run, config)))[0]
+    commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
     commit = next((c for c in commits if step in (None, c.step)), None)
     tree = commit.state.get("config") if commit is not None else None
     if commit is None or not isinstance(tree, Mapping):
         return config, lambda state, name: None
-    saved, _ = changes.read_saved(tree)
-    foreign = any(c.kind == "refused" for c in changes.find_changes(saved, config, begun=False))
+    saved, _ = setting_changes.read_saved(tree)
+    foreign = any(c.kind == "refused" for c in setting_changes.find_changes(saved, config, begun=False))
     train = config.train.model_copy(update={"precision": saved.train.precision})
     data = saved.data if foreign else config.data
     wanted = commit.state.get("tokenizer")
@@ -243,8 +244,8 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     def same(state: Mapping[str, Any], name: str) -> None:
         other = state.get("config")
         if isinstance(other, Mapping):
-            found = changes.find_changes(changes.read_saved(other)[0], config, begun=False)
-            if problem := changes.explain(name, [c for c in found if c.kind == "refused"], ()):
+            found = setting_changes.find_changes(setting_changes.read_saved(other)[0], config, begun=False)
+            if problem := setting_changes.explain(name, [c for c in found if c.kind == "refused"], ()):
                 raise DataError(f"{problem} (--step chooses a checkpoint)")
 
     return config, same
@@ -252,7 +253,7 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
 
 def check_tokenizer(run: Path, config: Config, tokenizer: Tokenizer, step: int | None = None) -> None:
     """DataError if it is not the one that a run's checkpoint was trained with, where that is known."""
-    commits = folder.survey(open_storage(checkpoint_folder(run, config)))[0]
+    commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
     commit = next((c for c in commits if step in (None, c.step)), None)
     wanted = commit.state.get("tokenizer") if commit is not None else None
     if wanted is not None and wanted != tokenizer.sha256:

@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.settings import (
-    GELU,
-    GELU_OUT,
-    Family,
-    Keys,
-    asks,
-    no_windows,
-    plain_heads,
-)
-from megascale.model.huggingface.tensors import Weight, linear
+from megascale.model.huggingface.settings import GELU, GELU_OUT, Family, Keys, asks, no_windows, plain_heads
+from megascale.model.huggingface.tensor_names import Weight, linear
 
 
 def read(keys: Keys) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megascale.model.huggingface.settings import (
     plain_heads,
     rotary_width,
 )
-from megascale.model.huggingface.tensors import Weight, linear
+from megascale.model.huggingface.tensor_names import Weight, linear
 
 
 def read(keys: Keys) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.model.huggingface.settings import Family, Keys, asks, no_windows, windows
-from megascale.model.huggingface.tensors import Weight, linear
+from megascale.model.huggingface.tensor_names import Weight, linear
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _KV_HEADS = {"mistral": 8, "qwen2": 32}

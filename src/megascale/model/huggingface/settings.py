@@ -9,7 +9,7 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.errors import DataError
-from megascale.model.huggingface.tensors import Weight
+from megascale.model.huggingface.tensor_names import Weight
 
 # Names of the GELU variants in transformers and ours; all that are listed with "gelu_tanh" are the same formula.
 GELU = {

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeInfo:
     """A node that the cluster knows. alive: whether an agent could be started there; running: whether one is."""
 
     name: str
@@ -19,7 +19,7 @@ class Place:
 class Cluster(Protocol):
     """Nodes with an agent each. Calls are quick or asynchronous; the driver's loop waits for none of them long."""
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[NodeInfo]:
         """Every node that exists now, evicted ones included until they are removed."""
         ...
 

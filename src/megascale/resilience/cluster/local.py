@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from megascale.resilience.cluster.base import Place
-from megascale.resilience.journal import born
+from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.driver.journal import born
 
 log = logging.getLogger("megascale.driver")
 DOWN = "down"
@@ -40,9 +40,9 @@ class LocalCluster:
         while sum(place.alive for place in self.places()) < count:
             self._create()
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[NodeInfo]:
         return [
-            Place(path.name, _address(path.name), not (path / DOWN).exists(), self._agent(path.name) is not None)
+            NodeInfo(path.name, _address(path.name), not (path / DOWN).exists(), self._agent(path.name) is not None)
             for path in sorted(self.folder.iterdir(), key=lambda p: _number(p.name))
         ]
 
@@ -52,7 +52,7 @@ class LocalCluster:
             return False
         await self.fence(name)
         self._children = [child for child in self._children if child.poll() is None]
-        command = [sys.executable, "-m", "megascale.resilience.agent", "--run", str(self.run), "--node", name]
+        command = [sys.executable, "-m", "megascale.resilience.agent.agent", "--run", str(self.run), "--node", name]
         command += ["--folder", str(folder), "--address", _address(name), "--pod", f"local-{name}"]
         environment = dict(os.environ)
         number = _number(name)

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 
-from megascale.resilience.diagnose.check import Check, absent
+from megascale.resilience.diagnose.check import SelfCheck, absent
 
 _BYTES = 256 << 20  # that each process sends
 _SECONDS = 90.0
 
 
-def all_to_all() -> Iterator[Check]:
+def all_to_all() -> Iterator[SelfCheck]:
     """The check: starts a process a device and reads the slowest rate."""
     import torch
 
@@ -29,7 +29,7 @@ def all_to_all() -> Iterator[Check]:
     yield exchange(world)
 
 
-def exchange(world: int, device: str = "cuda", bytes_: int = _BYTES) -> Check:
+def exchange(world: int, device: str = "cuda", bytes_: int = _BYTES) -> SelfCheck:
     """All-to-all among `world` processes on "cuda" (NCCL) or "cpu" (gloo)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -47,17 +47,17 @@ def exchange(world: int, device: str = "cuda", bytes_: int = _BYTES) -> Check:
             out, error = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
             if process.returncode:
                 last = (error.strip().splitlines() or ["no words"])[-1]
-                return Check(name, "failed", details=f"rank {rank}: {last[:300]}")
+                return SelfCheck(name, "failed", details=f"rank {rank}: {last[:300]}")
             rates.append(float(json.loads(out.strip().splitlines()[-1])["rate"]))
     except subprocess.TimeoutExpired:
-        return Check(name, "failed", details=f"rank {len(rates)} did not end within {_SECONDS:g} s")
+        return SelfCheck(name, "failed", details=f"rank {len(rates)} did not end within {_SECONDS:g} s")
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
     text = f"{world} processes, {bytes_ >> 20} MiB each; rate of the slowest"
-    return Check(name, "passed", min(rates), "GB/s", details=text)
+    return SelfCheck(name, "passed", min(rates), "GB/s", details=text)
 
 
 def _one(rank: int, world: int, port: int, kind: str, size: int) -> float:

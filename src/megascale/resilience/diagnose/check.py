@@ -10,7 +10,7 @@ Result = Literal["passed", "failed", "absent"]
 
 
 @dataclass(frozen=True)
-class Check:
+class SelfCheck:
     """What one check found.
 
     Attributes:
@@ -37,15 +37,15 @@ class Check:
         return self.result != "failed"
 
 
-def absent(name: str, why: str) -> Check:
+def absent(name: str, why: str) -> SelfCheck:
     """The hardware is not there."""
-    return Check(name, "absent", details=why)
+    return SelfCheck(name, "absent", details=why)
 
 
-def guarded(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
+def guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[SelfCheck]:
     """The check's results; what it raises is a failure, as a healthy machine raises nothing."""
     try:
         return list(check())
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        return [Check(name, "failed", details=f"{type(error).__name__}: {first[:300]}")]
+        return [SelfCheck(name, "failed", details=f"{type(error).__name__}: {first[:300]}")]

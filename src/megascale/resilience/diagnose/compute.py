@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megascale.resilience.diagnose.check import Check
+from megascale.resilience.diagnose.check import SelfCheck
 
 SECONDS = 0.5  # of products on a device
 
@@ -47,7 +47,7 @@ def digest(*tensors: torch.Tensor) -> str:
     return found.hexdigest()
 
 
-def products() -> Iterator[Check]:
+def products() -> Iterator[SelfCheck]:
     """Rate of matrix products, and whether the same product gives the same bits every time."""
     for device in devices():
         cuda = device.type == "cuda"
@@ -64,11 +64,11 @@ def products() -> Iterator[Check]:
                 torch.mm(a, b, out=out)  # noqa: B023
 
         rate = 2 * size**3 * calls / seconds_of(device, several, 2) / 1e12
-        yield Check(f"gemm rate {device}", "passed", rate, "TFLOP/s", details=f"{size} x {size}, {kind}")
+        yield SelfCheck(f"gemm rate {device}", "passed", rate, "TFLOP/s", details=f"{size} x {size}, {kind}")
         yield _same_bits(device, a, b)
 
 
-def _same_bits(device: torch.device, a: torch.Tensor, b: torch.Tensor) -> Check:
+def _same_bits(device: torch.device, a: torch.Tensor, b: torch.Tensor) -> SelfCheck:
     name = f"gemm bits {device}"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of sums must not depend on how many cores are free
@@ -77,15 +77,15 @@ def _same_bits(device: torch.device, a: torch.Tensor, b: torch.Tensor) -> Check:
         repeats = 20 if device.type == "cuda" else 4
         for number in range(repeats):
             if not torch.equal(torch.mm(a, b), first):
-                return Check(name, "failed", details=f"product {number + 2} of the same matrices has other bits")
+                return SelfCheck(name, "failed", details=f"product {number + 2} of the same matrices has other bits")
         if not torch.isfinite(first).all():
-            return Check(name, "failed", details="a product of finite matrices is not finite")
-        return Check(name, "passed", digest=digest(first), details=f"{repeats + 1} equal products")
+            return SelfCheck(name, "failed", details="a product of finite matrices is not finite")
+        return SelfCheck(name, "passed", digest=digest(first), details=f"{repeats + 1} equal products")
     finally:
         torch.set_num_threads(threads)
 
 
-def small_model() -> Iterator[Check]:
+def small_model() -> Iterator[SelfCheck]:
     """A small transformer trained for a few steps, twice: bit by bit the same, and as on other machines of the kind."""
     for device in devices():
         name = f"small model {device}"
@@ -96,12 +96,12 @@ def small_model() -> Iterator[Check]:
         finally:
             torch.set_num_threads(threads)
         if one[0] != two[0]:
-            yield Check(name, "failed", details=f"the same training gave weights {one[0]} and {two[0]}")
+            yield SelfCheck(name, "failed", details=f"the same training gave weights {one[0]} and {two[0]}")
         elif not one[1] < one[2]:
-            yield Check(name, "failed", details=f"training did not lower the loss: {one[2]:.4f} to {one[1]:.4f}")
+            yield SelfCheck(name, "failed", details=f"training did not lower the loss: {one[2]:.4f} to {one[1]:.4f}")
         else:
             text = f"loss {one[2]:.4f} to {one[1]:.4f} in {_STEPS} steps, twice the same"
-            yield Check(name, "passed", digest=one[0], details=text)
+            yield SelfCheck(name, "passed", digest=one[0], details=text)
 
 
 _STEPS, _LAYERS, _HIDDEN, _HEADS, _LENGTH, _VOCAB = 6, 2, 64, 4, 32, 96

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.errors import DataError
-from megascale.resilience.diagnose.check import Check
+from megascale.resilience.diagnose.check import SelfCheck
 
 KEPT = 50  # rates of a check
 ENOUGH = 3  # rates before any fails
@@ -75,7 +75,7 @@ class Expected:
         temporary.write_text(json.dumps({"rates": self.rates, "digests": self.digests}, indent=1))
         os.replace(temporary, file)
 
-    def judge(self, check: Check) -> Check:
+    def judge(self, check: SelfCheck) -> SelfCheck:
         """`check` with the rate that is expected, failed if it is under it or its bits differ."""
         if check.result != "passed":
             return check
@@ -92,7 +92,7 @@ class Expected:
         text = f"{check.measured:.3g} {check.unit} where machines of this kind reach {statistics.median(rates):.3g}"
         return replace(check, result="failed", expected=least, details=f"{text}; {check.details}")
 
-    def learn(self, check: Check) -> None:
+    def learn(self, check: SelfCheck) -> None:
         """Remember what a check that passed reached."""
         if check.result != "passed":
             return

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale.resilience.diagnose.check import Check, absent
+from megascale.resilience.diagnose.check import SelfCheck, absent
 
 _STREAM_BYTES = 256 << 20
 _BLOCK = 1 << 20
@@ -40,7 +40,7 @@ def addresses() -> dict[str, str]:
     return found
 
 
-def links() -> Iterator[Check]:
+def links() -> Iterator[SelfCheck]:
     """Every interface that is meant to be up has a carrier and counts few errors."""
     cards = [name for name in sorted(addresses()) if name != "lo"]
     if not cards:
@@ -51,14 +51,16 @@ def links() -> Iterator[Check]:
         all_packets = sum(int(_text(_NET / name / "statistics" / c) or 0) for c in ("rx_packets", "tx_packets"))
         rate = int(speed) / 8e3 if speed.lstrip("-").isdigit() and int(speed) > 0 else None
         if carrier == "0":
-            yield Check(f"nic link {name}", "failed", details="no carrier: cable, transceiver or switch port")
+            yield SelfCheck(f"nic link {name}", "failed", details="no carrier: cable, transceiver or switch port")
         elif bad > 10 and bad * 1000 > all_packets:
-            yield Check(f"nic link {name}", "failed", details=f"{bad} errors in {all_packets} packets since boot")
+            yield SelfCheck(f"nic link {name}", "failed", details=f"{bad} errors in {all_packets} packets since boot")
         else:
-            yield Check(f"nic link {name}", "passed", rate, "GB/s", details=f"{bad} errors in {all_packets} packets")
+            yield SelfCheck(
+                f"nic link {name}", "passed", rate, "GB/s", details=f"{bad} errors in {all_packets} packets"
+            )
 
 
-def rdma_ports() -> Iterator[Check]:
+def rdma_ports() -> Iterator[SelfCheck]:
     """State of InfiniBand or RoCE ports."""
     ports = sorted(_RDMA.glob("*/ports/*")) if _RDMA.is_dir() else []
     if not ports:
@@ -67,10 +69,10 @@ def rdma_ports() -> Iterator[Check]:
         name, state = f"rdma port {port.parts[-3]}:{port.name}", _text(port / "state")
         downs = _text(port / "counters" / "link_downed") or "0"
         result = "passed" if "ACTIVE" in state else "failed"
-        yield Check(name, result, details=f"state {state}, link went down {downs} times")  # type: ignore[arg-type]
+        yield SelfCheck(name, result, details=f"state {state}, link went down {downs} times")  # type: ignore[arg-type]
 
 
-def rdma_loopback() -> Iterator[Check]:
+def rdma_loopback() -> Iterator[SelfCheck]:
     """Bandwidth of each RDMA device to itself."""
     found = sorted(p.name for p in _RDMA.iterdir()) if _RDMA.is_dir() else []
     if not found:
@@ -82,7 +84,7 @@ def rdma_loopback() -> Iterator[Check]:
             yield _ib_write(device, 18600 + number)
 
 
-def _ib_write(device: str, port: int) -> Check:
+def _ib_write(device: str, port: int) -> SelfCheck:
     command = ["ib_write_bw", "-d", device, "-p", str(port), "--report_gbits", "-D", "1"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -90,14 +92,14 @@ def _ib_write(device: str, port: int) -> Check:
         client = subprocess.run([*command, "127.0.0.1"], capture_output=True, text=True, timeout=20)
         rates = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.M)
         if client.returncode or not rates:
-            return Check(f"rdma loopback {device}", "failed", details=client.stderr.strip()[:300] or "no result")
-        return Check(f"rdma loopback {device}", "passed", float(rates[-1]) / 8, "GB/s", details="ib_write_bw, 1 s")
+            return SelfCheck(f"rdma loopback {device}", "failed", details=client.stderr.strip()[:300] or "no result")
+        return SelfCheck(f"rdma loopback {device}", "passed", float(rates[-1]) / 8, "GB/s", details="ib_write_bw, 1 s")
     finally:
         server.kill()
         server.wait()
 
 
-def streams() -> Iterator[Check]:
+def streams() -> Iterator[SelfCheck]:
     """A TCP stream to each address of the host from itself, and between each pair of its cards; bytes counted."""
     known = addresses()
     if not known:
@@ -113,7 +115,7 @@ def streams() -> Iterator[Check]:
                 yield _stream(f"nic to nic {source} {target}", known[source], known[target])
 
 
-def _stream(name: str, source: str, target: str) -> Check:
+def _stream(name: str, source: str, target: str) -> SelfCheck:
     listener = socket.create_server((target, 0))
     received = 0
 
@@ -135,13 +137,13 @@ def _stream(name: str, source: str, target: str) -> Check:
                 link.sendall(block)
         thread.join(10)
     except OSError as error:
-        return Check(name, "failed", details=f"{source} to {target}: {error}")
+        return SelfCheck(name, "failed", details=f"{source} to {target}: {error}")
     finally:
         listener.close()
     rate = received / (time.perf_counter() - started) / 1e9
     if received != _STREAM_BYTES:
-        return Check(name, "failed", details=f"{received} of {_STREAM_BYTES} bytes arrived")
-    return Check(name, "passed", rate, "GB/s", details=f"TCP, {_STREAM_BYTES >> 20} MiB, {source} to {target}")
+        return SelfCheck(name, "failed", details=f"{received} of {_STREAM_BYTES} bytes arrived")
+    return SelfCheck(name, "passed", rate, "GB/s", details=f"TCP, {_STREAM_BYTES >> 20} MiB, {source} to {target}")
 
 
 def _text(file: Path) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from megascale.resilience.diagnose.check import Check
+from megascale.resilience.diagnose.check import SelfCheck
 from megascale.resilience.diagnose.regroup import Inquiry, Pair, thresholds
 
 PART = 0.5  # of the median rate of the first round that a pair must reach
@@ -45,17 +45,17 @@ class Findings:
     rounds: int
     rates: dict[str, float | None]
 
-    def check(self, node: int) -> Check:
+    def check(self, node: int) -> SelfCheck:
         """What the inquiry says of one node."""
         mine = [rate for pair, rate in self.rates.items() if str(node) in pair.split("-") and rate is not None]
         name, best = "all-reduce with neighbours", max(mine, default=None)
         if node in self.bad:
-            return Check(name, "failed", best, "GB/s", details=f"node {node} fails with good nodes")
+            return SelfCheck(name, "failed", best, "GB/s", details=f"node {node} fails with good nodes")
         if node in self.undecided:
-            return Check(name, "failed", best, "GB/s", details=f"nodes {list(self.undecided)} fail with each other")
+            return SelfCheck(name, "failed", best, "GB/s", details=f"nodes {list(self.undecided)} fail with each other")
         bad = f"; bad nodes: {list(self.bad)}" if self.bad else ""
         bad += f"; bad links: {[list(link) for link in self.links]}" if self.links else ""
-        return Check(name, "passed", best, "GB/s", details=f"{self.rounds} rounds{bad}")
+        return SelfCheck(name, "passed", best, "GB/s", details=f"{self.rounds} rounds{bad}")
 
 
 def take_part(store: Any, node: int, world: int, measure: Measure, seconds: float = _MEASURE_SECONDS) -> Findings:

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from megascale.errors import ConfigError
-from megascale.resilience.diagnose import alltoall, compute, memory, nics
-from megascale.resilience.diagnose.check import Check, guarded
+from megascale.resilience.diagnose import alltoall, compute, memory_check, nics
+from megascale.resilience.diagnose.check import SelfCheck, guarded
 from megascale.resilience.diagnose.expected import Expected, hardware
 
-CHECKS: dict[str, Callable[[], Iterable[Check]]] = {
+CHECKS: dict[str, Callable[[], Iterable[SelfCheck]]] = {
     "gemm": compute.products,
     "model": compute.small_model,
-    "memory": memory.bandwidth,
-    "patterns": memory.patterns,
-    "host-device": memory.host_device,
-    "device-pairs": memory.device_pairs,
+    "memory": memory_check.bandwidth,
+    "patterns": memory_check.patterns,
+    "host-device": memory_check.host_device,
+    "device-pairs": memory_check.device_pairs,
     "all-to-all": alltoall.all_to_all,
     "nic-links": nics.links,
     "nic-streams": nics.streams,
@@ -28,7 +28,7 @@ CHECKS: dict[str, Callable[[], Iterable[Check]]] = {
 }
 
 
-def run(names: Iterable[str], expected: Expected) -> Iterator[tuple[Check, float]]:
+def run(names: Iterable[str], expected: Expected) -> Iterator[tuple[SelfCheck, float]]:
     """Run checks by name, each judged: (check, seconds since the one before). ConfigError for an unknown name."""
     names = list(names) or list(CHECKS)
     for name in names:
@@ -48,7 +48,7 @@ def expectations(file: Path) -> Expected:
     return Expected.load(file, hardware(), torch.__version__)
 
 
-def as_json(kind: str, checks: Iterable[Check]) -> dict[str, Any]:
+def as_json(kind: str, checks: Iterable[SelfCheck]) -> dict[str, Any]:
     """The report for machines."""
     checks = list(checks)
     return {

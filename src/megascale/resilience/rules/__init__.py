@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megascale.resilience.rules import exits, health, numbers, offenders, silence
-from megascale.resilience.verdicts import Verdict
-from megascale.resilience.view import View
+from megascale.resilience.rules import exits, metrics_rules, node_signals, offenders, silence
+from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import View
 
 # What must be seen at once, from the newest heartbeats only.
-QUICK = (exits.processes, silence.heartbeats, silence.slow_start, silence.hang, health.log_lines)
+QUICK = (exits.processes, silence.heartbeats, silence.slow_start, silence.hang, node_signals.log_lines)
 # What goes through the history of all nodes.
 SLOW = (
-    health.devices,
-    health.traffic,
-    numbers.losses,
-    numbers.throughput,
-    numbers.slow_nodes,
-    numbers.checksums,
+    node_signals.devices,
+    node_signals.traffic,
+    metrics_rules.losses,
+    metrics_rules.throughput,
+    metrics_rules.slow_nodes,
+    metrics_rules.checksums,
 )
 
 

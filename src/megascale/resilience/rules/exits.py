@@ -20,10 +20,10 @@ from itertools import takewhile
 
 from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM, SCARCE
-from megascale.core.heartbeat import Worker
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_USAGE
-from megascale.resilience.verdicts import Action, Verdict
-from megascale.resilience.view import Member, View
+from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.verdicts import Action, Verdict
+from megascale.resilience.rules.view import RankView, View
 
 LAST_WORDS = "its last words: "
 _LOST = "lost contact"  # what a rank says that suffers from another's end
@@ -61,7 +61,7 @@ CODE = Cause(Event.USER_ERROR, "an exception in Python code", "respawn", "stop")
 OTHER = Cause(Event.PROCESS_EXIT, "for no reason that is known", "respawn", "respawn")
 
 # Looked for in this order in its own words, or else in the end of its log. A full disk is known by errno and statvfs;
-# these words of it are our own (checkpoint/trouble.py), made from the errno of another process.
+# these words of it are our own (checkpoint/storage/save_errors.py), made from the errno of another process.
 _DISK = re.compile(r"the disk of .* is full")
 _TEXTS: tuple[tuple[str, Cause], ...] = (
     (r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError", OUT_OF_MEMORY),
@@ -102,7 +102,7 @@ def processes(view: View) -> list[Verdict]:
         # Who ended first is not among those that can speak: the network, or a rank whose node is silent.
         evidence = [f"rank {w.rank} on {m.node} ended: {w.message[:200] or _LOST}" for m, w in bad[:8]]
         return [Verdict(Event.PROCESS_EXIT, (), tuple(w.rank for _, w in bad), "respawn", tuple(evidence))]
-    by_cause: dict[Cause, list[tuple[Member, Worker]]] = {}
+    by_cause: dict[Cause, list[tuple[RankView, Worker]]] = {}
     for member, worker in guilty:
         by_cause.setdefault(cause_of(member, worker), []).append((member, worker))
     # Signals that a launcher sends to survivors are no cause of their own.
@@ -117,7 +117,7 @@ def processes(view: View) -> list[Verdict]:
     return [_verdict(view, cause, ended) for cause, ended in by_cause.items()]
 
 
-def cause_of(member: Member, worker: Worker) -> Cause:
+def cause_of(member: RankView, worker: Worker) -> Cause:
     """Why a process ended, from the error it told of, its signal, its exit code and what it said."""
     if worker.errno in NO_ROOM or _DISK.search(worker.message + "\n" + worker.error):
         return DISK_FULL
@@ -160,13 +160,13 @@ def _said(worker: Worker) -> str:
     return "\n".join(lines[max(0, begins[-1] - before) :] if begins else lines[-_LAST:])
 
 
-def _ended(member: Member, worker: Worker) -> float:
+def _ended(member: RankView, worker: Worker) -> float:
     """When a process ended, on the driver's clock."""
     heard = next((when for when, h in reversed(member.history) if h is member.heartbeat), member.last_seen)
     return heard - worker.ended_age
 
 
-def full_disks(member: Member) -> list[str]:
+def full_disks(member: RankView) -> list[str]:
     """Disks of a member without room, in words."""
     disks = member.heartbeat.disks if member.heartbeat is not None else {}
     return [f"the disk of {folder} has {left:,.0f} bytes left" for folder, left in disks.items() if left < SCARCE]
@@ -178,7 +178,7 @@ def failed_start(node: str, ranks: tuple[int, ...], why: str, number: int) -> Ve
     return Verdict(kind, (node,), ranks, "respawn", (why,))
 
 
-def _memory_share(member: Member) -> float:
+def _memory_share(member: RankView) -> float:
     """Most of the node's memory that its trainers held together in the last heartbeats, from 0 to 1; 0 if unknown."""
     heartbeat = member.heartbeat
     try:
@@ -190,7 +190,7 @@ def _memory_share(member: Member) -> float:
     return max((sum(w.rss for w in h.workers) for _, h in member.history), default=0) / total
 
 
-def _verdict(view: View, cause: Cause, ended: list[tuple[Member, Worker]]) -> Verdict:
+def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> Verdict:
     nodes = tuple(dict.fromkeys(m.node for m, _ in ended))
     ranks = tuple(w.rank for _, w in ended)
     evidence = [_sentence(m, w, cause) for m, w in ended[:8]]
@@ -234,7 +234,7 @@ def _in_a_row(cause: Cause, past: Iterable[Verdict]) -> int:
     return sum(1 for _ in takewhile(lambda verdict: verdict.kind == cause.kind, past))
 
 
-def _many(view: View, ended: list[tuple[Member, Worker]]) -> bool:
+def _many(view: View, ended: list[tuple[RankView, Worker]]) -> bool:
     """Whether at least two ranks, on two nodes where there are two, say the same."""
     texts = [_plain(last_words(w)) for _, w in ended]
     return len(ended) > 1 and any(texts.count(text) > 1 for text in texts if text)
@@ -271,7 +271,7 @@ def last_words(worker: Worker) -> str:
     return lines[-1][:300] if lines else ""
 
 
-def _sentence(member: Member, worker: Worker, cause: Cause) -> str:
+def _sentence(member: RankView, worker: Worker, cause: Cause) -> str:
     how = f"exit code {worker.code}"
     if worker.state == "signalled":
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megascale.core.events import Event
-from megascale.resilience.verdicts import SEVERITY, Verdict
-from megascale.resilience.view import View
+from megascale.resilience.rules.verdicts import SEVERITY, Verdict
+from megascale.resilience.rules.view import View
 
 OFFENCES = 3  # with the present one
 MEMORY = 24 * 3600.0  # seconds after which an offence is forgotten

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megascale.core.events import Event
-from megascale.core.heartbeat import Worker
-from megascale.resilience.verdicts import Verdict
-from megascale.resilience.view import Member, View
+from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import RankView, View
 
 # A phase may go without change for this many times the longest that is usual, and never less than the floor.
 PATIENCE = 5.0
@@ -56,7 +56,7 @@ def hang(view: View) -> list[Verdict]:
     """Nothing moves: every rank's last word is older than its phase may go without one.
 
     A rank in a long compute moves no word, but its peers stop too, so only all together is a hang. Who began it is
-    for the hang verdict to say (resilience/hangs.py).
+    for the hang verdict to say (resilience/driver/hang_diagnosis.py).
     """
     if view.phase != "running":
         return []
@@ -80,7 +80,7 @@ def hang(view: View) -> list[Verdict]:
     return [Verdict(Event.HANG, (), (), "respawn", tuple(evidence))]
 
 
-def age(view: View, member: Member, worker: Worker) -> float:
+def age(view: View, member: RankView, worker: Worker) -> float:
     """Seconds since a worker's last word changed: the agent's count, and what has passed since it told us."""
     return worker.status_age + max(0.0, view.now - member.last_seen - view.interval)
 
@@ -95,7 +95,7 @@ def allowed(view: View, worker: Worker) -> float:
     return max(LONG_FLOOR if worker.phase in _LONG_PHASES else FLOOR, PATIENCE * longest)
 
 
-def _age(item: tuple[float, float, Member, Worker]) -> float:
+def _age(item: tuple[float, float, RankView, Worker]) -> float:
     return item[0]
 
 

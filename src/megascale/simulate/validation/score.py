@@ -11,7 +11,7 @@ import numpy as np
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts, straggler_factor
-from megascale.simulate.cluster import Cluster, load_cluster
+from megascale.simulate.cluster import ClusterSpec, load_cluster
 from megascale.simulate.event import simulate
 from megascale.simulate.fitting import Fit, fit
 from megascale.simulate.validation.anchors import (
@@ -39,7 +39,7 @@ LARGE = 3072
 
 
 @dataclass(frozen=True)
-class Check:
+class AnchorCheck:
     """One line of the validation table.
 
     Attributes:
@@ -69,18 +69,18 @@ class Check:
         return all(reached <= target for reached, target, _ in self.figures.values())
 
 
-def predict(cluster: Cluster, rows: Rows, constants: Constants) -> np.ndarray:
+def predict(cluster: ClusterSpec, rows: Rows, constants: Constants) -> np.ndarray:
     """Seconds of each row, closed form."""
     return np.asarray(step_parts(cluster, rows.cases, constants).total, dtype=float)
 
 
-def fit_rows(cluster: Cluster, rows: Rows, names: Sequence[str], chosen: np.ndarray) -> Fit:
+def fit_rows(cluster: ClusterSpec, rows: Rows, names: Sequence[str], chosen: np.ndarray) -> Fit:
     """Constants fitted on the chosen rows."""
     part = rows.subset(chosen)
     return fit(names, lambda constants: predict(cluster, part, constants), part.seconds)
 
 
-def affine_control(rows: Rows, cluster: Cluster, chosen: np.ndarray) -> np.ndarray:
+def affine_control(rows: Rows, cluster: ClusterSpec, chosen: np.ndarray) -> np.ndarray:
     """The physics-free control: per system one slope a micro-batch and one intercept, times the scale factor.
 
     Four numbers, fitted on the chosen rows by least squares on relative error; predictions for all rows.
@@ -103,7 +103,7 @@ def percent(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return 100.0 * (predicted / measured - 1.0)
 
 
-def _levels_apart(cluster: Cluster, rows: Rows, constants: Constants) -> float:
+def _levels_apart(cluster: ClusterSpec, rows: Rows, constants: Constants) -> float:
     """Largest difference between the levels in percent, slow hosts and jitter off."""
     calm = cluster.stragglers.model_copy(update={"slow_hosts": 0.0, "jitter": 0.0})
     quiet = cluster.model_copy(update={"stragglers": calm})
@@ -115,7 +115,7 @@ def _levels_apart(cluster: Cluster, rows: Rows, constants: Constants) -> float:
     return float(np.abs(percent(np.array(event), closed)).max())
 
 
-def _other_choice(cluster: Cluster, rows: Rows, names: Sequence[str], chosen: np.ndarray, held: np.ndarray) -> str:
+def _other_choice(cluster: ClusterSpec, rows: Rows, names: Sequence[str], chosen: np.ndarray, held: np.ndarray) -> str:
     """What fitting other constants on the same rows would have given."""
     result = fit_rows(cluster, rows, names, chosen)
     errors = np.abs(percent(predict(cluster, rows, result.constants), rows.seconds))[held]
@@ -141,7 +141,7 @@ def _anomalies() -> tuple[str, ...]:
     )
 
 
-def check_table(cluster: Cluster) -> list[Check]:
+def check_table(cluster: ClusterSpec) -> list[AnchorCheck]:
     """A1, A2, A3: the paper's strong-scaling table."""
     rows = strong_scaling()
     checks = []
@@ -153,7 +153,7 @@ def check_table(cluster: Cluster) -> list[Check]:
     control = np.abs(percent(affine_control(rows, cluster, six), rows.seconds))[~six]
     apart = _levels_apart(cluster, rows, first.constants)
     checks.append(
-        Check(
+        AnchorCheck(
             "A1",
             "strong scaling: fitted on 256, 1,024 and 12,288 GPUs, the other 10 rows",
             {"mean": (errors.mean(), 2.0, "%"), "worst": (errors.max(), 6.5, "%")},
@@ -177,7 +177,7 @@ def check_table(cluster: Cluster) -> list[Check]:
     errors = np.abs(percent(got, rows.seconds))[held]
     control = np.abs(percent(affine_control(rows, cluster, four), rows.seconds))[held]
     checks.append(
-        Check(
+        AnchorCheck(
             "A2",
             "extrapolation: fitted on 256 and 1,024 GPUs, the 8 rows from 3,072 up",
             {"mean": (errors.mean(), 3.0, "%")},
@@ -190,7 +190,7 @@ def check_table(cluster: Cluster) -> list[Check]:
     got = predict(cluster, rows, third.constants)
     errors = np.abs(percent(got, rows.seconds))[~rows.first]
     checks.append(
-        Check(
+        AnchorCheck(
             "A3",
             "headline: constants from the 8 Megatron-LM rows, MegaScale's 8 rows by switching techniques on",
             {"mean": (errors.mean(), 4.0, "%")},
@@ -202,12 +202,12 @@ def check_table(cluster: Cluster) -> list[Check]:
     return checks
 
 
-def check_vtrain(folder: Path | None) -> list[Check]:
+def check_vtrain(folder: Path | None) -> list[AnchorCheck]:
     """A4: vTrain's measured rows, fitted on the even ones and not at all."""
     what = "vTrain's 40 rows (64 to 512 A100, full recomputation)"
     if folder is None or not _has_vtrain(folder):
         why = "data of others is not here (see --data): 40 rows of vTrain"
-        return [Check("A4", what, skipped=why)]
+        return [AnchorCheck("A4", what, skipped=why)]
     cluster = load_cluster("a100-hdr")
     rows = vtrain(folder)
     even = np.arange(len(rows)) % 2 == 0
@@ -216,7 +216,7 @@ def check_vtrain(folder: Path | None) -> list[Check]:
     plain = np.abs(percent(predict(cluster, rows, Constants()), rows.seconds))
     errors = np.abs(percent(got, rows.seconds))[~even]
     return [
-        Check(
+        AnchorCheck(
             "A4",
             what + ": fitted on the even rows, the odd ones; and nothing fitted, all rows",
             {"fitted": (errors.mean(), 8.0, "%"), "not fitted": (plain.mean(), 14.0, "%")},
@@ -237,7 +237,7 @@ def _has_vtrain(folder: Path) -> bool:
     return (folder / VTRAIN_FILE).is_file()
 
 
-def check_mfu(cluster: Cluster) -> list[Check]:
+def check_mfu(cluster: ClusterSpec) -> list[AnchorCheck]:
     """A5 and A6: the paper's ladder and its 530B bars, with the shipped calibration and nothing of them fitted."""
     calibration: Calibration = load_calibration(None, cluster.name)
     table = strong_scaling()
@@ -254,7 +254,7 @@ def check_mfu(cluster: Cluster) -> list[Check]:
         seconds_six = predict(cluster, rows, six.constants)
         gap_six = np.abs(100.0 * np.asarray(rows.cases.flops) / (seconds_six * rows.gpus * PAPER_PEAK) - printed)
         checks.append(
-            Check(
+            AnchorCheck(
                 key,
                 what,
                 {name: (float(reached[name]), target, " points") for name, target in targets.items()},

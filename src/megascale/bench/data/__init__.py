@@ -1,0 +1,1 @@
+"""Benches of building data sets and reading them."""

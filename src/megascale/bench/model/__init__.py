@@ -1,0 +1,1 @@
+"""Soaks of models from elsewhere."""

@@ -1,0 +1,1 @@
+"""Benches of how thousands of ranks meet."""

@@ -1,0 +1,1 @@
+"""Benches of finding faults and recovering from them."""

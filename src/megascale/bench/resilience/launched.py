@@ -1,0 +1,193 @@
+"""A tiny job under `megascale launch` that benches break: its settings, its processes, its story and its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.core import strict_json
+
+WAIT = 240.0  # seconds; only a broken job takes them
+
+_SETTINGS = """
+[model]
+layers = 2
+hidden = 32
+heads = 4
+sequence_length = 16
+vocab_size = 64
+vocab_multiple = 8
+[data]
+train = ["{folder}/train"]
+[lr]
+peak = 1e-2
+[train]
+runs = "{folder}/runs"
+micro_batch = 2
+global_batch = 4
+device = "cpu"
+threads = 1
+[parallel]
+data = 2
+[checkpoint]
+interval = 50
+background = true
+memory_interval = 1
+replicas = true
+linger = 20
+[resilience]
+nodes = 2
+spares = 1
+faults = true
+[observe]
+tensorboard = false
+progress = false
+"""
+# A shell line that gives a job a network of its own, to be broken without harm to the machine's.
+_OWN_NETWORK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+
+
+def make(folder: Path) -> Path:
+    """Tokens and a configuration file: two ranks on two nodes, one spare, each step copied to a peer's memory."""
+    import numpy as np
+
+    from megascale.data.dataset.indexed import IndexedWriter
+
+    rng = np.random.default_rng(0)
+    with IndexedWriter(folder / "train", np.uint16) as writer:
+        for _ in range(400):
+            writer.add_document([np.cumsum(rng.choice([1, 2, 5], p=[0.8, 0.1, 0.1], size=101)) % 64])
+    file = folder / "job.toml"
+    file.write_text(_SETTINGS.format(folder=folder))
+    return file
+
+
+class Launched:
+    """A launched job.
+
+    Args:
+        file: from `make`.
+        name: of the run.
+        words: more settings.
+        pace: least seconds of a step: each rank sleeps that long, as a larger model would compute.
+        own_network: run it in a network namespace.
+        faults: what trainers do to themselves from the start on, as JSON.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        name: str,
+        words: Sequence[str] = (),
+        pace: float = 0.03,
+        own_network: bool = False,
+        faults: Sequence[str] = (),
+    ) -> None:
+        self.run, self.output = file.parent / "runs" / name, file.parent / f"{name}.out"
+        self.command = _OWN_NETWORK if own_network else []
+        self.command = [*self.command, sys.executable, "-m", "megascale.cli.main", "launch", str(file)]
+        self.command += [f"--train.name={name}", *words]
+        folder = self.run / "faults"
+        folder.mkdir(parents=True)
+        for rank in range(2):
+            fault = {"kind": "slow-rank", "rank": rank, "seconds": pace, "stays": True}
+            (folder / f"00-pace-{rank}.json").write_text(strict_json.dumps(fault))
+        for number, text in enumerate(faults):
+            (folder / f"50-{number}.json").write_text(text)
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The driver, for the first time or again."""
+        with open(self.output, "ab") as out:
+            self.process = subprocess.Popen(
+                self.command, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True
+            )
+        return self.process
+
+    def end(self, patience: float = WAIT) -> int:
+        """Exit code; a job that does not end is interrupted (-1), one that does not heed that is killed."""
+        try:
+            return self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        return -1
+
+    def events(self, after: int = 0) -> list[Any]:
+        """The driver's events so far."""
+        from megascale.resilience.driver.journal import events_of
+
+        return events_of(self.run, after)
+
+    def first(self, wanted: Callable[[Any], bool], patience: float = WAIT) -> Any:
+        """The first event that is wanted, once it is there; None if the job ends before, or after `patience`."""
+        deadline, after = time.monotonic() + patience, 0
+        while time.monotonic() < deadline:
+            over = self.process.poll() is not None
+            fresh = self.events(after)
+            if found := next((e for e in fresh if wanted(e)), None):
+                return found
+            after = fresh[-1].id if fresh else after
+            if over:
+                return None
+            time.sleep(0.02)
+        return None
+
+    def told(self) -> list[dict[str, Any]]:
+        """What the trainers told, oldest first."""
+        found = []
+        file = self.run / "events.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else []:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # the line is being written
+            if record.get("by") != "driver":
+                found.append(record)
+        return found
+
+    def step(self) -> int:
+        """The last step that rank 0 has done."""
+        from megascale.core.status import read_status
+
+        status = read_status(self.run / "status" / "rank-0.status")
+        if status is None:
+            return 0
+        return status.step - 1 if status.phase == "train" else status.step
+
+    def weights(self) -> dict[str, Any]:
+        """The model as the newest checkpoint has it."""
+        from megascale.train.restore import restore
+
+        engine, _ = restore(self.run, device="cpu")
+        return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+
+
+def phases(job: Launched, struck: float, verdict: Any, again: Any) -> dict[str, float | int | None]:
+    """Seconds of a recovery by phase, and steps done twice.
+
+    detect: fault to verdict; stop: to the next attempt's start (all processes ended, ladder and placing); load: to
+    the state being back (processes, rendezvous, groups, checkpoint); step: to the first new step.
+    """
+    after = verdict.time if verdict else struck
+    started = next((e for e in job.events() if e.kind == "attempt_started" and e.time > after), None)
+    after = started.time if started else after
+    back = next((e for e in job.told() if e["event"] in ("resumed", "run_started") and e["time"] > after), None)
+    found: dict[str, float | int | None] = {"detect": verdict.time - struck if verdict else None}
+    found["stop"] = started.time - verdict.time if started and verdict else None
+    found["load"] = back["time"] - started.time if back and started else None
+    found["step"] = again.time - back["time"] if again and back else None
+    found["total"] = again.time - struck if again else None
+    found["resumed_from"] = back.get("step", 0) if back else None
+    return found

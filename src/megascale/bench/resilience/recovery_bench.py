@@ -1,0 +1,307 @@
+"""What recovery costs: every kind of fault against a launched job, timed by phase, and whether all went right."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import typer
+
+from megascale.bench.resilience.launched import Launched, make, phases
+from megascale.core import strict_json
+
+
+@dataclass(frozen=True)
+class FaultCase:
+    """One kind of fault and what is right.
+
+    Attributes:
+        verdicts: event names of which one must stand in the journal after the fault.
+        ends: recover: trainers start again; ride: training goes on without; stop: the job ends for a person.
+        same: whether the final weights must equal an undisturbed run's.
+        options: of the injector.
+        words: more settings.
+        steps: of the run.
+        spare: wait until the spare has passed its self-checks before striking.
+        own_network, redis: what the job needs.
+    """
+
+    verdicts: tuple[str, ...]
+    ends: Literal["recover", "ride", "stop"] = "recover"
+    same: bool = True
+    options: tuple[tuple[str, Any], ...] = (("rank", 1),)
+    words: tuple[str, ...] = ()
+    steps: int = 240
+    spare: bool = False
+    own_network: bool = False
+    redis: bool = False
+    kind: str = ""
+
+
+_LOST = ("missed_heartbeat", "process_exit", "node_lost")
+CASES: dict[str, FaultCase] = {
+    "kill-rank": FaultCase(("process_killed",)),
+    "stop-rank": FaultCase(("hang",)),
+    "kill-agent": FaultCase((*_LOST, "agent_restarted"), options=(("node", "n1"),)),
+    "kill-node": FaultCase(_LOST, options=(("node", "n1"),), steps=900, spare=True),
+    "kill-driver": FaultCase(("driver_took_over",), "ride", options=()),
+    "segfault": FaultCase(("segmentation_fault",)),
+    "exception": FaultCase(("user_error",)),
+    "exception-stays": FaultCase(("user_error",), "stop", options=(("rank", 1), ("stays", True)), kind="exception"),
+    "out-of-memory": FaultCase(("out_of_memory",)),
+    "full-disk": FaultCase(("disk_full",), options=()),
+    "nan-gradient": FaultCase(("nonfinite_gradient",), "ride", same=False),
+    "flip-weight": FaultCase(("checksum_mismatch",), words=("--resilience.checksum_interval=1",)),
+    "slow-rank": FaultCase(
+        ("slow_node",), options=(("node", "n1"), ("seconds", 0.3), ("stays", True)), steps=900, spare=True
+    ),
+    "slow-link": FaultCase(("throughput_drop",), "ride", options=(("node", "n1"),), steps=900, own_network=True),
+    "partition": FaultCase(_LOST, options=(("node", "n1"),), steps=900, spare=True, own_network=True),
+    "redis-loss": FaultCase((), "ride", options=(), redis=True),
+    "half-checkpoint": FaultCase(
+        ("process_killed",),
+        words=("--checkpoint.background=false", "--checkpoint.memory_interval=0", "--checkpoint.replicas=false"),
+    ),
+    "flapping-node": FaultCase(("node_evicted",), options=(("node", "n1"), ("seconds", 6.0)), steps=900, spare=True),
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add `bench resilience`."""
+    app.command("resilience")(resilience)
+
+
+def resilience(
+    kinds: list[str] = typer.Option(list(CASES), "--kind", help="Kinds of fault; may be repeated."),
+    runs: int = typer.Option(5, min=1, help="Runs of each kind."),
+    hours: float = typer.Option(0.0, min=0.0, help="Instead: one long run with random faults."),
+    every: float = typer.Option(90.0, min=20.0, help="With --hours: seconds between faults, on average."),
+    seed: int = typer.Option(0, help="With --hours: of faults and their times."),
+    out: Path = typer.Option(Path("bench-resilience.json"), help="JSON file for the figures."),
+) -> None:
+    """Break launched jobs of a tiny model and time what follows. CPU, two ranks on two nodes, one spare.
+
+    One fault a run: seconds to detect it and to the first new step, by phase; steps done twice; whether verdict and
+    outcome are right and the final weights those of an undisturbed run bit for bit. With --hours: one run, random
+    faults, the effective training time ratio. Exit code 1 if anything was not as it should be.
+
+    Examples:
+
+      megascale bench resilience --kind kill-rank --runs 3
+
+      megascale bench resilience --hours 1 --every 90
+    """
+    from megascale.errors import ConfigError
+
+    for kind in kinds:
+        if kind not in CASES:
+            raise ConfigError(f"--kind={kind} is no kind of fault of this bench; known: {', '.join(CASES)}")
+    with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:
+        file = make(Path(name))
+        if hours:
+            from megascale.bench.resilience.recovery_hour import long_run
+
+            figures, good = long_run(file, hours, every, seed)
+        else:
+            figures, good = _all(file, kinds, runs)
+    about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
+    about |= {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+    about["load"] = list(os.getloadavg())
+    out.write_text(strict_json.dumps(about | figures, indent=1))
+    typer.echo(f"figures: {out}")
+    if not good:
+        raise typer.Exit(1)
+
+
+def _all(file: Path, kinds: list[str], runs: int) -> tuple[dict[str, Any], bool]:
+    from rich.console import Console
+
+    rows: list[dict[str, Any]] = []
+    calm: dict[int, dict[str, Any]] = {}
+    console = Console(highlight=False, soft_wrap=True)
+    skipped = {kind: why for kind in kinds if (why := _impossible(CASES[kind]))}
+    for kind, why in skipped.items():
+        console.print(f"[yellow]skipped[/] {kind}: {why}")
+        rows.append({"kind": kind, "skipped": why})
+    # Round by round, so that what one quarter of an hour of the machine does to figures falls on all kinds.
+    for i in range(runs):
+        for kind in kinds:
+            case = CASES[kind]
+            if kind in skipped:
+                continue
+            if case.same and case.steps not in calm:
+                calm[case.steps] = _calm(file, case.steps)
+            row = _once(file, kind, i, calm.get(case.steps, {}))
+            rows.append(row)
+            mark = "[green]right[/]" if row["right"] else "[bold red]WRONG[/]"
+            console.print(f"{mark} ", end="")
+            console.print(strict_json.dumps(row), markup=False)
+    _show(rows, kinds)
+    return {"rows": rows}, all(row.get("right", True) for row in rows)
+
+
+def _impossible(case: FaultCase) -> str:
+    """Why this machine cannot run a case, "" if it can."""
+    if case.redis and shutil.which("redis-server") is None:
+        return "redis-server is not installed"
+    if case.own_network and subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+        return "this machine does not permit network namespaces"
+    return ""
+
+
+def _calm(file: Path, steps: int) -> dict[str, Any]:
+    from megascale.errors import TrainingError
+
+    job = Launched(file, f"calm-{steps}", _words(steps))
+    if code := job.end():
+        raise TrainingError(f"the undisturbed run ended with {code}: {job.output.read_text()[-2000:]}")
+    return job.weights()
+
+
+def _words(steps: int, case: FaultCase | None = None) -> list[str]:
+    tested = case is not None and case.spare
+    more = case.words if case is not None else ()
+    return [f"--train.steps={steps}", f"--resilience.test_spares={str(tested).lower()}", *more]
+
+
+@contextmanager
+def _redis(wanted: bool) -> Iterator[list[str]]:
+    """A Redis server of our own on a free port; the words that make a job use it."""
+    if not wanted:
+        yield []
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield [f"--rendezvous.url=redis://127.0.0.1:{port}"]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _once(file: Path, kind: str, number: int, expected: dict[str, Any]) -> dict[str, Any]:
+    case = CASES[kind]
+    with _redis(case.redis) as more:
+        words = [*_words(case.steps, case), *more]
+        job = Launched(file, f"{kind}-{number}", words, own_network=case.own_network)
+        try:
+            return {"kind": kind, "run": number} | _strike(job, kind, case, number, expected)
+        finally:
+            job.end(0.1)
+
+
+def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: dict[str, Any]) -> dict[str, Any]:
+    from megascale.resilience.faults.inject import Options, inject
+
+    started = job.first(lambda e: e.kind == "first_step")
+    if case.spare:
+        job.first(lambda e: e.kind == "node_diagnosed")
+    time.sleep(0.7 + 0.21 * number)  # the fault falls on another step each time
+    options = Options(**dict(case.options))
+    if kind == "slow-link":
+        time.sleep(3.0)  # steps to compare with
+        options = Options(node="n1", seconds=25.0)
+    struck = time.time()
+    failed: list[BaseException] = []
+
+    def strike() -> None:
+        try:
+            inject(job.run, case.kind or kind, options)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=strike)  # some faults take a while
+    thread.start()
+    if kind == "kill-driver":
+        thread.join()
+        job.process.wait()
+        job.start()
+    actions = ("respawn", "evict", "diagnose", "stop")
+    hard = None
+    if case.ends == "recover":
+        hard = job.first(lambda e: e.time > struck and e.action in actions)
+    done = job.step()  # before the next attempt begins
+    verdict = job.first(lambda e: e.time > struck and e.kind in case.verdicts) if case.verdicts else None
+    hard = hard or next((e for e in job.events() if e.time > struck and e.action in actions), verdict)
+    again = None
+    if case.ends == "recover" and verdict is not None:
+        again = job.first(lambda e: e.kind == "first_step" and e.time > struck)
+    elif kind == "kill-driver":
+        again = job.first(lambda e: e.kind == "node_joined" and e.time > struck)
+    code = job.end()
+    thread.join()
+    row = phases(job, struck, hard, again if case.ends == "recover" else None)
+    row["total"] = again.time - struck if again else None
+    events = [e for e in job.events() if e.time > struck]
+    same = not expected or code != 0 or _equal(job.weights(), expected)
+    found = sorted({e.kind for e in events if e.kind in case.verdicts})
+    right = not failed and started is not None and (bool(found) or not case.verdicts)
+    if case.ends == "stop":
+        person = next((e for e in events if e.action == "stop" and e.details.get("person")), None)
+        right = right and code == 1 and person is not None
+    else:
+        attempts = sum(e.kind == "attempt_started" for e in events)
+        right = right and code == 0 and (not case.same or same) and (case.ends == "recover") == bool(attempts)
+    resumed = row.pop("resumed_from")
+    lost = max(0, done - int(resumed)) if case.ends == "recover" and resumed is not None else None
+    return {
+        "right": right,
+        "exit_code": code,
+        "same_weights": same if case.same and code == 0 else None,
+        "lost_steps": lost,
+        **row,
+        "rungs": [e.action for e in events if e.kind == "ladder"],
+        "verdicts": found,
+        "evidence": list(verdict.evidence)[:2] if verdict else [],
+        "failed": [str(error) for error in failed],
+    }
+
+
+def _equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    import torch
+
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _show(rows: list[dict[str, Any]], kinds: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    heads = ("fault", "right", "same weights", "detect", "stop", "load", "first step", "in all", "lost steps", "rungs")
+    table = Table(*heads, title="seconds: median (worst)", box=None, padding=(0, 2))
+    for kind in kinds:
+        mine = [r for r in rows if r["kind"] == kind]
+        if "skipped" in mine[0]:
+            table.add_row(kind, "skipped", *[""] * 8)
+            continue
+        same = [r["same_weights"] for r in mine if r["same_weights"] is not None]
+        times = [_worst(mine, name) for name in ("detect", "stop", "load", "step", "total")]
+        rungs = ", ".join(sorted({" ".join(r["rungs"]) or "none" for r in mine}))
+        right = f"{sum(r['right'] for r in mine)} of {len(mine)}"
+        equal = f"{sum(same)} of {len(same)}" if same else "-"
+        table.add_row(kind, right, equal, *times, _worst(mine, "lost_steps"), rungs)
+    Console(width=160).print(table)
+
+
+def _worst(rows: list[dict[str, Any]], name: str) -> str:
+    values = sorted(r[name] for r in rows if r[name] is not None)
+    if not values:
+        return "-"
+    if name == "lost_steps":
+        return f"{values[len(values) // 2]} ({values[-1]})"
+    return f"{values[len(values) // 2]:.1f} ({values[-1]:.1f})"

@@ -1,0 +1,1 @@
+"""The figures that this project holds itself to."""

@@ -1,0 +1,1 @@
+"""Benches of training steps, layouts and learning."""

@@ -1,0 +1,392 @@
+"""`megascale bench convergence`: loss against tokens of what makes a step faster, beside what it replaces.
+
+Serial, parallel and parallel windowed blocks under AdamW, and LAMB at a larger batch, as the paper's Figure 10 (section
+6.2): the same tokens in the same order, several seeds. A faster step that learns worse is no gain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from megascale.core import strict_json
+
+VARIANTS = ("serial", "parallel", "window", "lamb")
+# AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
+# samples: tells what the model does from what we do.
+ON_REQUEST = ("large", "plain", "plain-parallel")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing to train.
+
+    Attributes:
+        name: in the table: its kind, with the peak learning rate where several are trained.
+        kind: of VARIANTS or ON_REQUEST.
+        peak: learning rate.
+        batch: sequences a step.
+        settings: what differs from the serial block under AdamW.
+    """
+
+    name: str
+    kind: str
+    peak: float
+    batch: int
+    settings: tuple[str, ...]
+
+
+@dataclass
+class ConvergenceOutcome:
+    """What a run came to: held-out losses by tokens trained, in nats a token."""
+
+    variant: str
+    seed: int
+    folder: str
+    tokens: list[int]
+    held_out: list[float]
+    tokens_per_second: float
+
+    @property
+    def last(self) -> float:
+        """The held-out loss at the end."""
+        return self.held_out[-1]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench."""
+    app.command("convergence", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(convergence)
+
+
+def convergence(
+    context: typer.Context,
+    data: Path = typer.Option(
+        Path("datasets/python"), help="Data set; made of all Python source on this machine if it is not there."
+    ),
+    preset: str = typer.Option("gpt2-124m", help="Model shape."),
+    tokens: float = typer.Option(60e6, min=1, help="Tokens of each run."),
+    batch: int = typer.Option(64, min=1, help="Sequences a step of AdamW."),
+    times: int = typer.Option(4, min=1, help="Batch of lamb and large, in those."),
+    peak: list[float] = typer.Option([1e-3], help="Peak learning rate of AdamW; given again, each is trained."),
+    lamb_peak: list[float] = typer.Option([1e-2], help="Peak learning rate of LAMB, likewise."),
+    lamb_micro_batch: int | None = typer.Option(
+        None, min=1, help="Micro-batch of lamb and large; default: as the others', --train.micro_batch."
+    ),
+    window: int | None = typer.Option(None, min=1, help="Of the windowed variant; default: a quarter of the sequence."),
+    variants: list[str] = typer.Option(
+        list(VARIANTS),
+        "--variant",
+        help="Which; may be given again. large: serial at LAMB's batch. plain, plain-parallel: the same model, weights "
+        "and samples in plain PyTorch.",
+    ),
+    seeds: int = typer.Option(2, min=1, help="Runs of each variant."),
+    at_once: int = typer.Option(1, min=1, help="Runs on one GPU at a time: small models leave most of it idle."),
+    folder: Path = typer.Option(Path("runs/convergence"), help="Run folders; finished ones are not run again."),
+    plot: Path = typer.Option(Path("convergence.png"), help="PNG to draw."),
+    out: Path = typer.Option(Path("convergence.json"), help="JSON file for the figures."),
+) -> None:
+    """Train variants of a model on the same tokens and compare their held-out losses. One run a process.
+
+    Any setting can be given as --section.key=value. Stopped and called again it goes on.
+
+    Examples:
+
+      megascale bench convergence
+
+      megascale bench convergence --variant serial --variant lamb --lamb-peak 5e-3 --lamb-peak 1e-2 --tokens 2e7
+
+      megascale bench convergence --batch 4 --train.micro_batch=4 --lamb-micro-batch 16 --at-once 3
+
+      megascale bench convergence --variant serial --variant plain --seeds 1
+    """
+    from rich.console import Console
+
+    from megascale import api
+    from megascale.config import preset as shape
+    from megascale.data.build.builder import build
+    from megascale.errors import ConfigError
+
+    if unknown := set(variants) - {*VARIANTS, *ON_REQUEST}:
+        raise ConfigError(f"--variant={unknown.pop()}: there are {', '.join((*VARIANTS, *ON_REQUEST))}")
+    console = Console()
+    if not (data / "train.idx").exists():
+        console.print(f"making {data} of all Python source on this machine")
+        text = data.with_name(f"{data.name}.jsonl")
+        collect(text)
+        build(data, use_stdlib=False, inputs=[text], vocab_size=32768, held_out=0.005, progress=True)
+    length = _length(context.args, shape(preset))
+    every = _variants(batch, times, peak, lamb_peak, window or max(1, length // 4))
+    chosen = [variant for variant in every if variant.kind in variants]
+    work = []
+    for variant in chosen:
+        steps = max(1, round(tokens / (variant.batch * length)))
+        for seed in range(seeds):
+            words = list(context.args)
+            if variant.kind in ("lamb", "large") and lamb_micro_batch is not None:
+                words.append(f"--train.micro_batch={lamb_micro_batch}")
+            work.append((variant, seed, _command(folder, data, preset, variant, seed, steps, words)))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "base.toml").touch()
+    devices = [str(i) for i in range(api.visible_gpus())] or [""]
+    outcomes = list(_run_all(work, devices * at_once, console))
+    record = {
+        "date": date.today().isoformat(),
+        "device": _device(),
+        "versions": _versions(),
+        "data": str(data),
+        "preset": preset,
+        "tokens": tokens,
+        "runs": [asdict(o) for o in outcomes],
+    }
+    out.write_text(strict_json.dumps(record, indent=1) + "\n")
+    show(outcomes, console)
+    if at_once > 1:
+        console.print(f"tokens/s: of one run while up to {at_once} shared its device")
+    draw(outcomes, plot, f"{preset}, {length:,} tokens a sequence, {record['device']}")
+    console.print(f"figures: {out}; plot: {plot}")
+
+
+def collect(out: Path) -> int:
+    """Write the source of the standard library and of installed packages as jsonl, each text once; how many."""
+    paths = sysconfig.get_paths()
+    files = sorted(
+        {file for key in ("stdlib", "purelib", "platlib") for file in Path(paths[key]).resolve().rglob("*.py")}
+    )
+    seen: set[bytes] = set()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "w", encoding="utf-8") as sink:
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            if text.strip() and digest not in seen:
+                seen.add(digest)
+                sink.write(strict_json.dumps({"text": text}) + "\n")
+    return len(seen)
+
+
+def _variants(
+    batch: int, times: int, peaks: Sequence[float], lamb_peaks: Sequence[float], window: int
+) -> list[Variant]:
+    kinds: list[tuple[str, Sequence[float], int, tuple[str, ...]]] = [
+        ("serial", peaks, batch, ()),
+        ("parallel", peaks, batch, ("--model.block=parallel",)),
+        ("window", peaks, batch, ("--model.block=parallel", f"--model.window={window}")),
+        ("lamb", lamb_peaks, batch * times, ("--optimizer.name=lamb",)),
+        ("large", peaks, batch * times, ()),
+        ("plain", peaks, batch, ()),
+        ("plain-parallel", peaks, batch, ("--model.block=parallel",)),
+    ]
+    return [
+        Variant(f"{kind} {peak:g}" if len(of) > 1 else kind, kind, peak, size, (f"--lr.peak={peak}", *settings))
+        for kind, of, size, settings in kinds
+        for peak in dict.fromkeys(of)
+    ]
+
+
+def _length(words: list[str], model: dict[str, Any]) -> int:
+    own = [w.split("=", 1)[1] for w in words if w.startswith("--model.sequence_length=")]
+    return int(own[-1]) if own else int(model["sequence_length"])
+
+
+def _command(
+    folder: Path, data: Path, preset: str, variant: Variant, seed: int, steps: int, words: list[str]
+) -> list[str]:
+    every = max(1, steps // 20)
+    settings = [
+        f"--model.preset={preset}",
+        f"--data.train={data}/train",
+        f"--data.valid={data}/valid",
+        f"--train.runs={folder}",
+        f"--train.name={variant.kind}-{variant.peak:g}-{seed}",
+        f"--train.seed={1000 + seed}",
+        f"--train.steps={steps}",
+        f"--train.global_batch={variant.batch}",
+        f"--train.eval_interval={every}",
+        f"--lr.warmup_steps={max(1, steps // 20)}",
+        "--parallel.data=1",
+        "--checkpoint.interval=0",
+        "--checkpoint.keep=1",
+        "--observe.tensorboard=false",
+        "--observe.progress=false",
+    ]
+    return [
+        sys.executable,
+        "-m",
+        *(("megascale.bench.training.plain",) if variant.kind.startswith("plain") else ("megascale.cli.main", "train")),
+        str(folder / "base.toml"),
+        *settings,
+        *variant.settings,
+        *words,
+    ]
+
+
+def _run_all(
+    work: list[tuple[Variant, int, list[str]]], devices: list[str], console: Any
+) -> Iterator[ConvergenceOutcome]:
+    """Run each command, one on each of `devices` (which may name one twice); outcomes in the order of `work`."""
+    from rich.progress import Progress
+
+    from megascale.errors import TrainingError
+
+    waiting = list(range(len(work)))
+    running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+    # Runs that share cores must not each have threads for all of them.
+    threads = max(1, (os.cpu_count() or 1) // min(len(devices), len(work)))
+    with Progress(console=console, transient=True) as progress:
+        bars = [progress.add_task(f"{v.name}, seed {s}", total=1.0) for v, s, _ in work]
+        try:
+            while waiting or running:
+                for place, device in enumerate(devices):
+                    if place not in running and waiting:
+                        running[place] = _start(work[number := waiting.pop(0)][2], device, threads), number
+                for place, (process, number) in list(running.items()):
+                    run = _folder(work[number][2])
+                    progress.update(bars[number], completed=_share(run, work[number][2]))
+                    if process.poll() is None:
+                        continue
+                    del running[place]
+                    if process.returncode:
+                        said = (run.parent / f"{run.name}.log").read_text(errors="replace").strip().splitlines()[-8:]
+                        raise TrainingError(
+                            f"{run.name} ended with exit code {process.returncode}: " + "\n  ".join(said)
+                        )
+                time.sleep(0.1)
+        finally:
+            for process, _ in running.values():
+                process.terminate()
+            for process, _ in running.values():
+                process.wait()
+    for variant, seed, command in work:
+        yield read(variant.name, seed, _folder(command))
+
+
+def _start(command: list[str], device: str, threads: int) -> subprocess.Popen[bytes]:
+    run = _folder(command)
+    run.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
+    with open(run.parent / f"{run.name}.log", "wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def _value(command: list[str], key: str) -> str:
+    return next(word.split("=", 1)[1] for word in command if word.startswith(f"--{key}="))
+
+
+def _folder(command: list[str]) -> Path:
+    return Path(_value(command, "train.runs")) / _value(command, "train.name")
+
+
+def _share(run: Path, command: list[str]) -> float:
+    try:
+        last = (run / "metrics.jsonl").read_bytes().rstrip().rsplit(b"\n", 1)[-1]
+        return float(json.loads(last)["step"]) / int(_value(command, "train.steps"))
+    except (OSError, ValueError, KeyError):
+        return 0.0
+
+
+def read(variant: str, seed: int, run: Path) -> ConvergenceOutcome:
+    """What a finished run came to."""
+    records = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if "loss" in r]
+    at = {r["step"]: r["tokens"] for r in steps}
+    held = [(at[r["step"]], r["valid_loss"]) for r in records if "valid_loss" in r and r["step"] in at]
+    rate = statistics.median(r["tokens_per_second"] for r in steps)
+    return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in held], [loss for _, loss in held], rate)
+
+
+def tokens_to(outcome: ConvergenceOutcome, loss: float) -> float | None:
+    """Tokens after which the held-out loss is first at most `loss`, between evaluations by a straight line."""
+    before: tuple[int, float] | None = None
+    for place, value in zip(outcome.tokens, outcome.held_out, strict=True):
+        if value <= loss:
+            if before is None or before[1] <= loss:
+                return float(place)
+            share = (before[1] - loss) / (before[1] - value)
+            return before[0] + share * (place - before[0])
+        before = (place, value)
+    return None
+
+
+def show(outcomes: list[ConvergenceOutcome], console: Any) -> None:
+    """The table: losses at the end, how far from the first variant, and its spread over seeds."""
+    from rich.table import Table
+
+    names = list(dict.fromkeys(o.variant for o in outcomes))
+    means = {n: statistics.mean(o.last for o in outcomes if o.variant == n) for n in names}
+    table = Table("variant", "held-out loss", "seeds apart", f"against {names[0]}", "tokens to its loss", "tokens/s")
+    for name in names:
+        mine = [o for o in outcomes if o.variant == name]
+        needed = [tokens_to(o, means[names[0]]) for o in mine]
+        reached = [n for n in needed if n is not None]
+        table.add_row(
+            name,
+            f"{means[name]:.4f}",
+            f"{max(o.last for o in mine) - min(o.last for o in mine):.4f}",
+            f"{means[name] - means[names[0]]:+.4f}",
+            f"{statistics.mean(reached) / 1e6:,.1f} M" if len(reached) == len(mine) else "not reached",
+            f"{statistics.mean(o.tokens_per_second for o in mine):,.0f}",
+        )
+    console.print(table)
+
+
+def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
+    """Held-out loss over tokens: a colour a variant, a line a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    names = list(dict.fromkeys(o.variant for o in outcomes))
+    for o in outcomes:
+        number = names.index(o.variant)
+        first = o is next(p for p in outcomes if p.variant == o.variant)
+        mean = statistics.mean(p.last for p in outcomes if p.variant == o.variant)
+        label = f"{o.variant}: {mean:.3f}" if first else None
+        places = [t / 1e6 for t in o.tokens]
+        axes.plot(places, o.held_out, ".-", color=f"C{number}", linewidth=1.2, markersize=3, label=label)
+    low = min(o.last for o in outcomes)
+    tops = [o.held_out[min(2, len(o.held_out) - 1)] for o in outcomes]
+    axes.set_ylim(low * 0.98, max(*tops, low * 1.05) * 1.02)
+    axes.set_xlabel("tokens (millions)")
+    axes.set_ylabel("held-out loss (nats a token)")
+    axes.set_title(title, fontsize=10)
+    axes.legend(title="held-out loss at the end", frameon=False)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    plt.close(figure)
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"CPU ({os.cpu_count()} cores, {platform.machine()})"
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    import megascale
+
+    return {"megascale": megascale.__version__, "torch": torch.__version__}

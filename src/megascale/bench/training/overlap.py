@@ -1,0 +1,316 @@
+"""`megascale bench overlap`: what each tensor-parallel product costs fused with its collective, beside it, and alone.
+
+For every product of a layer, forward and forward + backward: the product without any wire, the wire without the
+product, then both in each way of overlapping. Exposed is what a way costs over the product alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megascale.core import strict_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from megascale.config import Config
+    from megascale.parallel.collectives import Axis
+
+WAYS = ("off", "async", "fused")
+CALLS = 10  # a timed run
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a layer.
+
+    Attributes:
+        name: what it makes.
+        gathers: whether its input is gathered (column-parallel); else its result is scattered (row-parallel).
+        inner: widths that are multiplied out, on one rank; several for a sum of products.
+        outer: width of the result on one rank.
+    """
+
+    name: str
+    gathers: bool
+    inner: tuple[int, ...]
+    outer: int
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench."""
+    app.command("overlap", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(overlap)
+
+
+def overlap(
+    context: typer.Context,
+    preset: str = typer.Argument("gpt-13b", help="A shipped model shape; its layer's sizes are used."),
+    repeats: int = typer.Option(9, min=1, help=f"Timed runs of {CALLS} calls; the median counts."),
+    out: Path = typer.Option(Path("bench-overlap.json"), help="JSON file for the figures."),
+) -> None:
+    """Time a layer's tensor-parallel products with their collectives, fused, beside each other, one after the other.
+
+    Any setting can be given as --section.key=value. Starts a process for each tensor-parallel rank.
+
+    Examples:
+
+      megascale bench overlap gpt-13b --parallel.tensor=2 --train.micro_batch=2
+
+      megascale bench overlap gpt-13b --parallel.tensor=4 --model.block=parallel
+    """
+    from megascale import api
+    from megascale.bench.harness.training_runs import load_shape
+    from megascale.core.layout import lay_out
+    from megascale.errors import ConfigError
+    from megascale.train import launcher
+
+    settings = [f"--model.preset={preset}", "--parallel.tensor=2", "--parallel.data=1", "--train.name=bench-overlap"]
+    settings += ["--train.micro_batch=2", "--train.global_batch=2", *context.args]
+    if api.visible_gpus():
+        settings.insert(0, "--train.precision=bfloat16")
+    config = load_shape(settings)
+    if config.parallel.tensor < 2 or config.parallel.pipeline > 1 or config.parallel.data != 1:
+        raise ConfigError(
+            "bench overlap times tensor parallelism alone: set --parallel.tensor=2 or more and nothing else of "
+            "parallel.tensor, pipeline, data"
+        )
+    if not launcher.started_by_launcher():
+        world = launcher.processes_wanted(config, api.visible_gpus())
+        lay_out(config, world)
+        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, model=False))
+    record = measure(config, repeats)
+    if record is not None:
+        show(record)
+        out.write_text(strict_json.dumps(record, indent=1) + "\n")
+        typer.echo(f"figures: {out}")
+
+
+def products_of(config: Config) -> list[Product]:
+    """A layer's products on one tensor-parallel rank, as the model makes them."""
+    model, t = config.model, config.parallel.tensor
+    attended = model.heads * model.head_size // t
+    qkv = attended + 2 * model.kv * model.head_size // t
+    ffn = model.ffn // t
+    inside = ffn * (2 if model.gated else 1)
+    if model.block == "parallel" and model.parallel_norms == 1:
+        return [
+            Product("QKV and MLP in", True, (model.hidden,), qkv + inside),
+            Product("attention and MLP out", False, (attended, ffn), model.hidden),
+        ]
+    into = [Product("QKV", True, (model.hidden,), qkv), Product("MLP in", True, (model.hidden,), inside)]
+    if model.block == "parallel":
+        return [*into, Product("attention and MLP out", False, (attended, ffn), model.hidden)]
+    return [
+        into[0],
+        Product("attention out", False, (attended,), model.hidden),
+        into[1],
+        Product("MLP out", False, (ffn,), model.hidden),
+    ]
+
+
+def measure(config: Config, repeats: int) -> dict[str, Any] | None:
+    """The figures on rank 0, None elsewhere."""
+    from dataclasses import replace
+
+    import torch
+
+    from megascale.bench.harness.training_runs import machine
+    from megascale.parallel import symmetric
+    from megascale.parallel.collectives import ALONE, Axis
+    from megascale.rendezvous.groups import shutdown
+    from megascale.rendezvous.start_job import initialise
+    from megascale.train.engine import DTYPES
+    from megascale.train.rank_info import find_place
+
+    place = find_place(config)
+    groups = initialise(config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device)
+    axis = Axis(groups.tensor, config.parallel.tensor, place.rank)
+    dtype, model = DTYPES[config.train.precision], config.model
+    rows = model.sequence_length * config.train.micro_batch
+    part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
+    found_exchange = symmetric.prepare(axis, part, place.device)
+    why_not = found_exchange if isinstance(found_exchange, str) else None
+    ways = {"alone": ALONE} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
+    if not isinstance(found_exchange, str):
+        ways["fused"] = replace(axis, overlap="fused", exchange=found_exchange)
+    found = []
+    for product in products_of(config):
+        for backward in (False, True):
+            case = _Case(product, config, dtype, place.device, axis, backward)
+            turns: dict[str, list[float]] = {name: [] for name in (*ways, "wire")}
+            for turn in range(repeats + 1):
+                for name in turns:
+                    call = case.wire if name == "wire" else case.product(ways[name])
+                    seconds = _seconds(call, axis, place.device)
+                    if turn:  # the first warms up
+                        turns[name].append(seconds)
+            _agree(product.name, {name: case.product(ways[name])() for name in ways if name != "alone"})
+            found.append(
+                {
+                    "product": product.name,
+                    "gathers": product.gathers,
+                    "backward": backward,
+                    "rows": rows,
+                    "inner": product.inner,
+                    "outer": product.outer,
+                    "seconds": {name: statistics.median(values) for name, values in turns.items()},
+                }
+            )
+    shutdown(groups)
+    if place.rank:
+        return None
+    return {
+        "date": date.today().isoformat(),
+        **machine(config),
+        "preset": model.preset,
+        "tensor": axis.size,
+        "micro_batch": config.train.micro_batch,
+        "block": model.block,
+        "not_fused": why_not,
+        "cases": found,
+    }
+
+
+def _agree(name: str, results: dict[str, Any]) -> None:
+    """A figure of a product that is wrong counts for nothing."""
+    import torch
+
+    def flat(result: Any) -> torch.Tensor:
+        parts = result if isinstance(result, tuple) else (result,)
+        return torch.cat([part.detach().double().flatten() for part in parts])
+
+    reference = flat(results["off"])
+    for way, result in results.items():
+        apart = float((flat(result) - reference).norm() / reference.norm())
+        if not apart < 0.01:
+            raise RuntimeError(f"{name}: the result with overlap.tensor={way} is {apart:.2%} away from that with off")
+
+
+class _Case:
+    """One product with its tensors: what to call to time it with or without its wire."""
+
+    def __init__(
+        self,
+        product: Product,
+        config: Config,
+        dtype: torch.dtype,
+        device: torch.device,
+        axis: Axis,
+        backward: bool,
+    ) -> None:
+        import torch
+
+        s, b, t = config.model.sequence_length, config.train.micro_batch, axis.size
+        generator = torch.Generator(device).manual_seed(axis.rank)
+
+        def make(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+        self.what, self.axis, self.backward = product, axis, backward
+        self.part = make(s // t, b, product.inner[0] if product.gathers else product.outer)
+        self.sent = make(s, b, self.part.shape[-1])
+        self.whole = [make(s, b, width) for width in product.inner]
+        self.weights = [make(product.outer, width).mul_(0.01).requires_grad_() for width in product.inner]
+        for weight in self.weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        self.upstream = make(s, b, product.outer)
+
+    def product(self, axis: Axis) -> Callable[[], Any]:
+        """The product over `axis`; over an axis of one, the same product on tensors that are there already."""
+        import torch
+
+        from megascale.parallel.tensor import gather_linear, linear_scatter
+
+        there = axis.size == 1
+        inputs = self.whole if there or not self.what.gathers else [self.part]
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        grad = self.upstream if there or self.what.gathers else self.part
+
+        def call() -> Any:
+            with torch.set_grad_enabled(self.backward):
+                if self.what.gathers:
+                    y = gather_linear(inputs[0], self.weights[0], None, axis)
+                else:
+                    pairs = [tensor for pair in zip(inputs, self.weights, strict=True) for tensor in pair]
+                    y = linear_scatter(axis, *pairs)
+            if self.backward:
+                return torch.autograd.grad(y, inputs, grad)
+            return y
+
+        return call
+
+    def wire(self) -> Any:
+        """The collectives that it makes, one after another, and nothing else."""
+        from megascale.parallel.collectives import all_gather, reduce_scatter
+
+        if self.what.gathers or self.backward:
+            all_gather(self.part, self.axis).wait()
+        if not self.what.gathers or self.backward:
+            reduce_scatter(self.sent, self.axis).wait()
+        if self.what.gathers and self.backward:
+            all_gather(self.part, self.axis).wait()  # the input, gathered again
+
+
+def _seconds(call: Callable[[], Any], axis: Axis, device: torch.device) -> float:
+    """Seconds of one call on this rank, all ranks starting together."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = device.type == "cuda"
+    call()
+    dist.barrier(axis.group)
+    if cuda:
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(CALLS if cuda else 1):
+        call()
+    if cuda:
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / (CALLS if cuda else 1)
+
+
+def exposed(seconds: dict[str, float], way: str) -> float:
+    """Part of the wire's own time that a way of overlapping does not hide; below 0 where it beats the plain product."""
+    return (seconds[way] - seconds["alone"]) / seconds["wire"]
+
+
+def show(record: dict[str, Any]) -> None:
+    """The table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(
+        f"{record['preset']}, {record['block']} block, TP{record['tensor']}, micro-batch {record['micro_batch']}, "
+        f"{record['device']}, {record['date']}\n"
+        "Microseconds, and what part of the wire's own time is not hidden. (b: forward and backward)"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    ways = [way for way in WAYS if way in record["cases"][0]["seconds"]]
+    for number, column in enumerate(("product", "alone", "wire", *ways)):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for case in record["cases"]:
+        seconds = case["seconds"]
+        table.add_row(
+            case["product"] + (" b" if case["backward"] else ""),
+            f"{1e6 * seconds['alone']:,.0f}",
+            f"{1e6 * seconds['wire']:,.0f}",
+            *(f"{1e6 * seconds[way]:,.0f} {100 * exposed(seconds, way):4.0f}%" for way in ways),
+        )
+    console.print(table)
+    for case in record["cases"]:
+        if not case["backward"]:
+            inner = " + ".join(str(width) for width in case["inner"])
+            console.print(f"{case['product']}: {case['rows']} rows, {inner} wide, to {case['outer']}")
+    if record["not_fused"]:
+        console.print(f"fused: not here, {record['not_fused']}")

@@ -1,0 +1,143 @@
+"""Loading from staged images that services still hold in memory: this host's own, else a copy on a peer's host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megascale.checkpoint.background import service_protocol
+from megascale.checkpoint.format.chunks import TensorShard
+from megascale.checkpoint.format.index import CheckpointIndex, join
+from megascale.checkpoint.format.write_plan import data_file
+from megascale.checkpoint.loader import Accept, LoadReport, fill
+from megascale.checkpoint.object_collectives import Peers
+
+
+@dataclass(frozen=True)
+class Held:
+    """A save that is whole in the memory of the hosts of a group.
+
+    Attributes:
+        step, generation: which.
+        holders: for each process that saved, the processes of this group whose host has its image.
+        copies: how many of the images only a peer's copy can give.
+    """
+
+    step: int
+    generation: str
+    holders: list[list[int]]
+    copies: int
+
+    @property
+    def sequence(self) -> int:
+        """Number of the save in its folder."""
+        return int(self.generation[:8])
+
+
+def ask(sock: socket.socket, header: dict[str, Any], body: bytes = b"") -> service_protocol.Message:
+    """One question to a service; OSError with its words if it failed there."""
+    service_protocol.send(sock, header, body)
+    return hear(sock)
+
+
+def hear(sock: socket.socket) -> service_protocol.Message:
+    """What a service answers; OSError with its words if it failed there."""
+    try:
+        answer = service_protocol.receive(sock)
+    except EOFError:
+        raise ConnectionError("the checkpoint service ended") from None
+    if "error" in answer:
+        raise OSError(answer["error"])
+    return answer
+
+
+def find_held(sock: socket.socket | None, peers: Peers, identity: str) -> Held | None:
+    """The newest save whose images are all in memory somewhere; collective. None for a host without a service."""
+    mine = []
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            mine = [h for h in ask(sock, {"do": "list"})["held"] if h["identity"] == identity]
+    saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
+    ranks: dict[str, tuple[int, int]] = {}
+    for member, held in enumerate(peers.exchange(mine)):
+        for h in held:
+            own, copies = saves.setdefault(h["generation"], {}).setdefault(h["rank"], ([], []))
+            (copies if h["replica"] else own).append(member)
+            ranks[h["generation"]] = (h["ranks"], h["step"])
+    for generation in sorted(saves, reverse=True):
+        images = saves[generation]
+        count, step = ranks[generation]
+        if len(images) == count:
+            holders = [images[r][0] or images[r][1] for r in range(count)]
+            return Held(step, generation, holders, sum(not images[r][0] for r in range(count)))
+    return None
+
+
+def load_held(
+    sock: socket.socket | None,
+    held: Held,
+    shards: Sequence[TensorShard],
+    peers: Peers,
+    report: LoadReport | None = None,
+    *,
+    accept: Accept | None = None,
+    complete: bool = False,
+) -> dict[str, Any] | str:
+    """Fill shards from memory; the saved state, or what is damaged (the same on all). Collective.
+
+    `accept`, `complete`: as for `loader.load`.
+    """
+    images: dict[int, tuple[memoryview, service_protocol.Message]] = {}
+
+    def open_image(rank: int) -> tuple[memoryview, service_protocol.Message]:
+        if rank not in images:
+            assert sock is not None, "a process without a service holds no image"
+            message = ask(sock, {"do": "open", "rank": rank, "generation": held.generation})
+            handle = message.handles[0]
+            shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            view = memoryview(mmap.mmap(handle, message["size"], shared, mmap.PROT_READ))
+            os.close(handle)
+            images[rank] = (view, message)
+        return images[rank]
+
+    problem, parts, state = None, {}, "{}"
+    try:
+        for rank, members in enumerate(held.holders):
+            if members[0] == peers.rank:
+                _, message = open_image(rank)
+                index = CheckpointIndex.from_bytes(bytes(message.body)).committed(
+                    "", np.array(message["crcs"], np.uint32)
+                )
+                parts[rank] = (index.to_bytes(), message["state"] if rank == 0 else "")
+    except OSError as error:
+        problem = str(error)
+    answers = peers.exchange((problem, parts))
+    wrong = next((p for p, _ in answers if p), None)
+    if wrong:
+        return wrong
+    found = {rank: part for _, offered in answers for rank, part in offered.items()}
+    state = found[0][1]
+    whole = join([CheckpointIndex.from_bytes(found[rank][0]) for rank in range(len(held.holders))])
+    holders = {f"-{data_file(rank)}": members for rank, members in enumerate(held.holders)}
+
+    def read(file: str, start: int, stop: int) -> memoryview:
+        view, _ = open_image(int(file.removeprefix("-").split(".")[0]))
+        return view[start:stop]
+
+    name = f"memory, step {held.step}"
+    record = json.loads(state)
+    if accept is not None:
+        accept(record, name)
+    holders = {name: members for name, members in holders.items() if name in whole.files}
+    damage = fill(
+        whole, shards, peers, read, name=name, state=record, holders=holders, report=report, complete=complete
+    )
+    return record if damage is None else damage

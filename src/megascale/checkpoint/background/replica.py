@@ -1,0 +1,143 @@
+"""Copies of staged images in another host's memory, over TCP with a shared token. No torch.
+
+A copy is received into memory of its own and counts only when all of it is there and its checksums hold, so a sender
+that dies in the middle leaves nothing that could be taken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from megascale.checkpoint.background import service_protocol
+from megascale.checkpoint.format.archive import crc32
+from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.format.staged_file import Slot, StagingMemory
+
+log = logging.getLogger("megascale.checkpoint.background.replica")
+
+_TIMEOUT = 60.0
+
+
+def partners(domains: Sequence[Any]) -> list[int]:
+    """For each host the host that keeps its copy: each keeps one, in another fault domain wherever that can be.
+
+    Args:
+        domains: each host's fault domain (rack, switch, power feed); hosts of one domain tend to fail together.
+
+    Hosts are laid out domain after domain on a ring, largest domain first, and each is paired with the one half the
+    ring (at least the largest domain) further on, so no host meets its own domain unless one domain holds more than
+    half of all hosts. A single host has no partner but itself.
+    """
+    groups: dict[Any, list[int]] = {}
+    for host, domain in enumerate(domains):
+        groups.setdefault(domain, []).append(host)
+    ring = [host for group in sorted(groups.values(), key=lambda g: (-len(g), g)) for host in group]
+    shift = max(len(group) for group in groups.values()) if len(groups) > 1 else 1
+    result = [0] * len(ring)
+    for place, host in enumerate(ring):
+        result[host] = ring[(place + shift) % len(ring)]
+    return result
+
+
+class Replicas:
+    """Other hosts' images kept here."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, list[Slot]] = {}
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._token = b""
+
+    def held(self) -> list[tuple[int, Slot]]:
+        """(process, image) of all copies that are whole."""
+        with self._lock:
+            return [(rank, slot) for rank, slots in self._slots.items() for slot in slots if slot.generation]
+
+    def listen(self, address: str, token: bytes) -> int:
+        """Take copies from those who know `token`; the port. Later calls change the token only."""
+        with self._lock:
+            self._token = token
+            if self._listener is None:
+                self._listener = socket.create_server((address, 0))
+                threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+            return int(self._listener.getsockname()[1])
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            sock, _ = listener.accept()
+            threading.Thread(target=self._take, args=(sock,), daemon=True).start()
+
+    def _take(self, sock: socket.socket) -> None:
+        with sock, contextlib.suppress(EOFError, OSError, ValueError, KeyError):
+            sock.settimeout(_TIMEOUT)
+            service_protocol.prove(sock, self._token, server=True)
+            message = service_protocol.receive(sock, max_body=1 << 30)
+            index = CheckpointIndex.from_bytes(bytes(message.body))
+            slot = self._room(message, index)
+            try:
+                service_protocol.receive_into(sock, slot.memory.view[: message["size"]])
+                whole = _checked(slot, message["crcs"])
+                if whole:
+                    slot.become(message, message["crcs"])
+            finally:
+                slot.busy.release()
+            service_protocol.send(sock, {"whole": whole})
+
+    def _room(self, message: dict[str, Any], index: CheckpointIndex) -> Slot:
+        """Memory for a copy, its lock held.
+
+        Each slot of a process has its own copy, so that a copy is given up only where the image is; of a single slot
+        there are two, the older of which is overwritten. What a run began from stays until it has made one itself.
+        OSError while another copy comes into that memory, of a sender that has died.
+        """
+        size, count, number = max(message["size"], 1), max(2, message["slots"]), message["slot"]
+        with self._lock:
+            slots = self._slots.setdefault(message["rank"], [])
+            if [slot.memory.size for slot in slots] != [size] * count:
+                for slot in slots:
+                    slot.memory.close()
+                slots[:] = [Slot(StagingMemory(size), index) for _ in range(count)]
+            if message["slots"] == 1:
+                number = min(range(count), key=lambda i: slots[i].generation)
+            begun = any(slot.generation[9:] == message["generation"][9:] for slot in slots)
+            origin = not begun and slots[number].generation.startswith(f"{message['above']:08d}-")
+            place = (number + 1) % count if origin else number
+            slot = slots[place]
+            if not slot.busy.acquire(blocking=False):
+                raise BlockingIOError("another copy of this process is on its way")
+            slots[place], slots[number] = slots[number], slot
+            slot.generation, slot.index = "", index
+            return slot
+
+
+def _checked(slot: Slot, crcs: Sequence[int]) -> bool:
+    index, view = slot.index, slot.memory.view
+    for row, crc in enumerate(crcs):
+        at = int(index.columns["data"][row])
+        if crc32(view[at : at + index.nbytes(row)]) != crc:
+            return False
+    return len(crcs) == len(index)
+
+
+def push(host: str, port: int, token: bytes, whose: dict[str, int], slot: Slot) -> None:
+    """Copy an image to a peer; OSError if it did not arrive whole.
+
+    whose: rank, slot (its number), slots (how many that process has), size of the image in bytes, and above, the
+    number of the save that the run began from (0: none).
+    """
+    with socket.create_connection((host, port), timeout=_TIMEOUT) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        service_protocol.prove(sock, token, server=False)
+        service_protocol.send(sock, {**whose, "crcs": slot.crcs, **slot.label()}, slot.index.to_bytes())
+        sock.sendall(slot.memory.view[: whose["size"]])
+        try:
+            answer = service_protocol.receive(sock)
+        except EOFError:
+            raise ConnectionError("the peer hung up") from None
+        if not answer["whole"]:
+            raise ConnectionError("the copy arrived damaged")

@@ -1,0 +1,365 @@
+"""The trainer's side of saving in the background: copy the state to host memory under the next step, then go on.
+
+The weights do not change between one optimizer update and the next, so the copy runs beside forward and backward:
+`start` begins it, `before_update` lets the update wait for what is left of it. Writing is the service's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megascale.checkpoint.background import replica, service, service_protocol
+from megascale.checkpoint.background.load_from_memory import ask, hear
+from megascale.checkpoint.background.pending_saves import BLANK
+from megascale.checkpoint.background.staging import Copy, SaveOutcome, Staging, next_slot, own_index
+from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.format.chunks import TensorShard
+from megascale.checkpoint.format.torch_index import torch_metadata
+from megascale.checkpoint.object_collectives import Peers
+from megascale.checkpoint.saver import agree, cut
+from megascale.checkpoint.storage.base import PAGE, open_storage
+from megascale.errors import FitError, TrainingError
+
+# Seconds within which the service answers short questions; else it counts as gone.
+_PATIENCE = 30.0
+# More of them for each gigabyte of memory that all processes of the host ask for: the kernel clears every page.
+_PATIENCE_PER_GB = 3.0
+
+
+class Snapshots:
+    """Saves in the background for one set of shards. Construction and `start` are collective over the group.
+
+    Args:
+        folder: where checkpoints go, a path or an fsspec URL that all hosts see.
+        shards: this process's boxes, views on the live memory that training changes in place.
+        run: the run folder; names the service of this host.
+        keep: committed checkpoints to leave.
+        above: number that saves must come after (of a state loaded from memory).
+        peers: the processes that save together.
+        slots: images in host memory; with one, a save that comes while the last is being written is skipped.
+        replicas: copy each image to a peer host's service.
+        address: where this host's service takes copies.
+        domain: fault domain of this host.
+        linger: seconds the service waits for new trainers.
+
+    Raises FitError if the host has not enough memory, TrainingError if the shards do not cover the tensors.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        shards: Sequence[TensorShard],
+        *,
+        run: Path,
+        keep: int,
+        peers: Peers,
+        above: int = 0,
+        slots: int = 1,
+        replicas: bool = False,
+        address: str = "127.0.0.1",
+        domain: str = "",
+        linger: float = 60.0,
+    ) -> None:
+        self.peers, self.keep, self.slots_wanted, self._above = peers, keep, slots, above
+        self.storage = open_storage(folder)
+        self._linger, self._place, self._log = (
+            linger,
+            service_protocol.private_folder(run),
+            run / "logs" / "checkpoint-service.log",
+        )
+        self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
+        self._current: Copy | None = None
+        self._broken = False
+        self.part, plan = agree(peers, shards)
+        start = None
+        if plan is not None:
+            name = folders.identity(self.storage, create=True)
+            start = (folders.new_generation(self.storage, above), name, plan.size)
+        self.generation, self.identity, self.needed = peers.share(start)
+        chunks = cut(shards)
+        self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
+        self._index = own_index(shards, self.part, peers.rank)
+        self._plan: tuple[bytes, bytes] | None = None
+        if plan is not None:
+            blank = plan.index.committed(BLANK, plan.index.columns["crc"])
+            self._plan = (plan.index.to_bytes(), torch_metadata(blank))
+        self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._replicas, self._listen, self._domain = replicas, address, domain
+        self._watches: queue.SimpleQueue[tuple[Copy, str] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._watcher: threading.Thread | None = None
+        self._slots: list[Staging] = []
+        if problem := self._open():
+            raise FitError(problem) if "memory" in problem else TrainingError(problem)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of host memory this process stages into, allocated once."""
+        return max(self.part.size, PAGE) * self.slots_wanted
+
+    @property
+    def pinned(self) -> bool:
+        """Whether that memory is page-locked, so that a device copies into it by itself."""
+        return all(slot.pinned for slot in self._slots)
+
+    def start(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
+        """Begin a save of the shards as they are now; False if it was skipped because memory is still in use.
+
+        The shards must not change before `before_update` has returned. Collective: all start or all skip.
+
+        Args:
+            persist: also write it to storage; else it stays in memory (and in the peer's).
+            wait: wait for memory to come free instead of skipping.
+        """
+        begun = time.monotonic()
+        self.before_update()
+        if not self.peers.all(not self._broken) and (problem := self._reopen()):
+            self._broken = True
+            self._outcomes.put(SaveOutcome(step, why=problem, stall=time.monotonic() - begun))
+            return False
+        number = self._choose(wait)
+        if number is None:
+            return False
+        slot = self._slots[number]
+        slot.whole = False
+        try:
+            ask(self._sock, {"do": "fill", "rank": self.peers.rank, "slot": number})
+        except OSError:
+            self._broken = True  # found by the slot's thread too, which reports it
+        self.generation = folders.next_generation(self.generation)
+        message = {
+            "do": "staged",
+            "rank": self.peers.rank,
+            "slot": number,
+            "step": step,
+            "generation": self.generation,
+            "identity": self.identity,
+            "state": json.dumps(state),
+            "ranks": self.peers.size,
+            "size": self.part.size,
+            "persist": persist,
+            "storage": self.storage.url,
+            "needed": self.needed,
+            "keep": self.keep,
+            "above": self._above,
+            "local": self._local,
+            "leader": self.peers.rank == 0,
+            "plan": self._plan_name,
+            "peer": self._peer,
+            "token": self._token,
+        }
+        copy = Copy(SaveOutcome(step, bytes=self.needed), message, begun)
+        slot.free.clear()
+        slot.filled = self.generation
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for target, source in slot.pairs:
+                    target.copy_(source, non_blocking=True)
+                copy.event = torch.cuda.Event(blocking=True)  # whoever waits for it leaves the core to others
+                copy.event.record(self._stream)
+        self._current = copy
+        slot.work.put(copy)
+        copy.outcome.stall += time.monotonic() - begun
+        return True
+
+    def _choose(self, wait: bool) -> int | None:
+        """The slot of the next image, the same on all; None if memory is in use. `wait`: until it is not."""
+        for slot in self._slots if wait else ():
+            slot.free.wait()
+        slots, origin = self._slots, f"{self._above:08d}-"
+        free, whole = [s.free.is_set() for s in slots], [s.whole for s in slots]
+        flags = self.peers.each([*free, *whole, *(not (s.whole and s.filled.startswith(origin)) for s in slots)])
+        count = len(slots)
+        free, whole, other = flags[:count], flags[count : 2 * count], flags[2 * count :]
+        return next_slot(free, whole, [s.filled for s in slots], [not flag for flag in other], self._above > 0)
+
+    def before_update(self) -> None:
+        """Let the copy under way finish before the shards change: call it before each optimizer update.
+
+        On CUDA the current stream waits, not the host.
+        """
+        copy, self._current = self._current, None
+        if copy is None:
+            return
+        begun = time.monotonic()
+        if copy.event is not None:
+            first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            stream = torch.cuda.current_stream(self._device)
+            first.record(stream)
+            stream.wait_event(copy.event)
+            second.record(stream)
+            copy.waits = (first, second)
+        else:
+            copy.copied.wait()
+        copy.outcome.stall += time.monotonic() - begun
+
+    def poll(self) -> list[SaveOutcome]:
+        """Saves that have come to an end since the last call."""
+        found = []
+        while not self._outcomes.empty():
+            found.append(self._outcomes.get())
+        return found
+
+    def finish(self, goodbye: bool = True) -> list[SaveOutcome]:
+        """Wait until all saves have come to an end; with `goodbye` the service may end. Returns as `poll`."""
+        self.before_update()
+        self._join()
+        for slot in self._slots:
+            slot.close()
+        if goodbye and not self._broken:
+            with contextlib.suppress(OSError):  # it has ended already
+                ask(self._sock, {"do": "goodbye"})
+        self._sock.close()
+        return self.poll()
+
+    def _open(self) -> str | None:
+        """Get in touch with the service: memory, neighbours, the plan. Collective; what went wrong, the same on all."""
+        token = self.peers.share(secrets.token_hex(32) if self._replicas and self.peers.rank == 0 else "")
+        me, problem = ("", "", 0, ""), None
+        try:
+            self._sock = service.connect(self._place, self._linger, self._log)
+            self._sock.settimeout(_PATIENCE)
+            hello = ask(self._sock, {"do": "hello", "token": token, "listen": _address(self._listen)})
+            me = (hello["service"], _address(self._listen), hello["port"], self._domain)
+        except (OSError, TrainingError) as error:
+            problem = f"the checkpoint service of a host cannot be reached: {error}"
+        answers = self.peers.exchange((problem, me))
+        if problem := next((p for p, _ in answers if p), None):
+            return problem
+        everyone = [other for _, other in answers]
+        hosts = list(dict.fromkeys(name for name, *_ in everyone))
+        self._local = [rank for rank, other in enumerate(everyone) if other[0] == me[0]]
+        self._peer, self._token = None, token
+        if self._replicas and len(hosts) > 1:
+            by_host = {other[0]: other for other in everyone}
+            partner = replica.partners([by_host[name][3] or name for name in hosts])[hosts.index(me[0])]
+            self._peer = list(by_host[hosts[partner]][1:3])
+        if problem := self._allocate():
+            return problem
+        self._threads = [self._spawn(self._look_after, slot) for slot in self._slots]
+        self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
+        self._broken = False
+        return None
+
+    def _allocate(self) -> str | None:
+        """Memory for this process's images, and on the first process the plan's way to the service."""
+        size = max(self.part.size, PAGE)
+        header = {"do": "allocate", "rank": self.peers.rank, "size": size, "slots": self.slots_wanted}
+        self._plan_name = secrets.token_hex(4)
+        problem = None
+        try:
+            if self._plan is not None:
+                plan, metadata = self._plan
+                ask(self._sock, {"do": "plan", "plan": self._plan_name, "index_bytes": len(plan)}, plan + metadata)
+            everyone = size * self.slots_wanted * len(self._local)
+            self._sock.settimeout(_PATIENCE + _PATIENCE_PER_GB * everyone / 1e9)
+            answer = ask(self._sock, header, self._index.to_bytes())
+            self._sock.settimeout(_PATIENCE)
+            self._slots = [
+                Staging(handle, self.part.size, self._index, self._chunks, self._device, held)
+                for handle, held in zip(answer.handles, answer["held"], strict=True)
+            ]
+        except OSError as error:
+            problem = (
+                f"staging memory for checkpoints could not be had ({error}): each process here needs checkpoint.slots "
+                f"x {size:,} bytes of host memory. Lower checkpoint.slots={self.slots_wanted}, or set "
+                "checkpoint.background=false"
+            )
+        return next((p for p in self.peers.exchange(problem) if p), None)
+
+    def _reopen(self) -> str | None:
+        """The service is gone on some host: begin anew on all."""
+        self._join()
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+        self._sock.close()
+        return self._open()
+
+    def _join(self) -> None:
+        """Let the threads end: first those of the slots, which hand saves on to the one that watches."""
+        for slot in self._slots:
+            slot.work.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._watcher is not None:
+            self._watches.put(None)
+            self._watcher.join()
+        self._threads, self._watcher = [], None
+
+    def _spawn(self, function: Any, *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    def _look_after(self, slot: Staging) -> None:
+        """Copy (on the CPU), then tell the service and wait until it has done with the slot."""
+        sock: socket.socket | None = None
+        while (copy := slot.work.get()) is not None:
+            try:
+                if sock is None:
+                    sock = service.connect(self._place, self._linger, self._log)
+                if copy.event is not None:
+                    copy.event.synchronize()
+                    service_protocol.send(sock, copy.message)
+                else:
+                    # The service may begin with what is there.
+                    service_protocol.send(sock, copy.message | {"follow": True})
+                    for rows in slot.copy():
+                        service_protocol.send(sock, {"rows": rows})
+                copy.copied.set()
+                hear(sock)
+                slot.whole = True
+                copy.outcome.replica = hear(sock)["replica"]
+            except (OSError, TrainingError) as error:
+                copy.outcome.why = str(error)
+                self._broken = self._broken or isinstance(error, ConnectionError | TrainingError)
+            copy.copied.set()
+            slot.free.set()
+            if copy.message["persist"] and self.peers.rank == 0 and not copy.outcome.why:
+                self._watches.put((copy, copy.message["generation"]))
+            else:
+                self._report(copy)
+        if sock is not None:
+            sock.close()
+
+    def _watch(self) -> None:
+        """On the first process: learn what became of each save."""
+        sock = service.connect(self._place, self._linger, self._log)
+        while (item := self._watches.get()) is not None:
+            copy, generation = item
+            try:
+                answer = ask(sock, {"do": "wait", "generation": generation})
+                copy.outcome.committed = answer["committed"]
+                copy.outcome.bytes = answer.get("bytes", copy.outcome.bytes)
+                copy.outcome.why = answer.get("why", "")
+            except OSError as error:
+                copy.outcome.why = copy.outcome.why or str(error)
+            self._report(copy)
+            with contextlib.suppress(OSError):
+                ask(sock, {"do": "pruned"})
+        sock.close()
+
+    def _report(self, copy: Copy) -> None:
+        if copy.waits is not None:
+            copy.waits[1].synchronize()
+            copy.outcome.stall += copy.waits[0].elapsed_time(copy.waits[1]) / 1e3
+        copy.outcome.seconds = time.monotonic() - copy.started
+        self._outcomes.put(copy.outcome)
+
+
+def _address(setting: str) -> str:
+    return socket.gethostbyname(socket.gethostname()) if setting == "auto" else setting

@@ -1,0 +1,1 @@
+"""Where checkpoints lie: a mounted folder or any fsspec URL."""

@@ -1,0 +1,42 @@
+"""The one typed tree of settings: sections as typed models, loading with overrides, migration of old keys.
+
+Every package may import this one; it imports nothing of ours but the errors. A key exists here only if some code obeys it.
+"""
+
+from megascale.config.base import DEEP, MOST, Section
+from megascale.config.data_section import DataConfig
+from megascale.config.loading import from_tree, load, preset, presets
+from megascale.config.model_section import ModelConfig
+from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
+from megascale.config.resilience_section import ResilienceConfig
+from megascale.config.run_sections import ACCEPTABLE, CheckpointConfig, ObserveConfig, RendezvousConfig, split_password
+from megascale.config.training_sections import LAMB_PEAK, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
+from megascale.config.tree import Config
+
+__all__ = [
+    "ACCEPTABLE",
+    "DEEP",
+    "FEW_TOKENS",
+    "LAMB_PEAK",
+    "MOST",
+    "WIDE",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "KernelsConfig",
+    "LrConfig",
+    "ModelConfig",
+    "ObserveConfig",
+    "OptimizerConfig",
+    "OverlapConfig",
+    "ParallelConfig",
+    "RendezvousConfig",
+    "ResilienceConfig",
+    "Section",
+    "TrainConfig",
+    "from_tree",
+    "load",
+    "preset",
+    "presets",
+    "split_password",
+]

@@ -1,0 +1,125 @@
+"""Presets, TOML files and `--section.key=value` overrides, through one validator."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megascale.config.base import _check_text
+from megascale.config.tree import Config
+from megascale.errors import ConfigError
+
+
+def presets() -> list[str]:
+    """Names of the shipped model shapes."""
+    folder = resources.files("megascale.model") / "presets"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The `model` keys of a shipped shape; ConfigError naming the nearest if there is no such preset."""
+    if name not in presets():
+        raise ConfigError(f"model.preset={name!r} is not a shipped model; {_nearest(name, presets())}")
+    text = (resources.files("megascale.model") / "presets" / f"{name}.toml").read_text()
+    return tomllib.loads(text)["model"]
+
+
+def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Read a TOML file, lay `section.key=value` overrides on it, resolve the preset and validate.
+
+    Raises ConfigError (wrong key, type or value) with the key, the value and what would be right.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        try:
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            near = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
+            hint = f"; there is {', '.join(near[:4])}" if near else ""
+            raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}") from None
+        except IsADirectoryError:
+            raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"configuration file {str(file)!r} is not valid TOML: {error}") from None
+    for text in overrides:
+        section, key, value = _parse_override(text)
+        table = tree.setdefault(section, {})
+        if isinstance(table, dict):
+            table[key] = value
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, Any]) -> Config:
+    """Validate nested dictionaries (as TOML gives them) into a Config; ConfigError on anything wrong."""
+    tree = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tree.items()}
+    for name, table in tree.items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            _check_text(f"{name}.{key}", value)
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("preset"), str):
+        tree["model"] = {**preset(model["preset"]), **model}
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e, tree) for e in error.errors())) from None
+
+
+def _parse_override(text: str) -> tuple[str, str, Any]:
+    name, equals, raw = text.removeprefix("--").partition("=")
+    section, dot, key = name.partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"override {text!r} is not of the form --section.key=value, such as --train.steps=100")
+    section, key = section.replace("-", "_"), key.replace("-", "_")
+    try:
+        parsed = tomllib.loads(f"v = {raw}")
+        value = parsed["v"] if len(parsed) == 1 else raw  # text of several lines may look like several keys
+    except tomllib.TOMLDecodeError:
+        field = Config.model_fields.get(section)
+        sub = getattr(field.annotation, "model_fields", {}).get(key) if field else None
+        # A list may be written a,b,c: shells make quoting brackets tedious.
+        value = raw.split(",") if sub is not None and "list" in str(sub.annotation) else raw
+    else:
+        field = Config.model_fields.get(section)
+        sub = getattr(field.annotation, "model_fields", {}).get(key) if field else None
+        if sub is not None and sub.annotation in (str, str | None) and not isinstance(value, str):
+            value = raw  # a run may be called 1 or true
+    return section, key, value
+
+
+def _explain(error: Any, tree: Mapping[str, Any]) -> str:
+    """One paragraph for one pydantic error."""
+    path = [str(p) for p in error["loc"]]
+    name = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        if len(path) == 1:
+            return f"there is no section [{name}]; {_nearest(name, list(Config.model_fields))}"
+        keys = list(getattr(Config.model_fields[path[0]].annotation, "model_fields", {}))
+        everywhere = [
+            f"{section}.{key}"
+            for section, field in Config.model_fields.items()
+            for key in getattr(field.annotation, "model_fields", {})
+        ]
+        here = difflib.get_close_matches(path[1], keys, n=1)
+        other = [k for k in everywhere if k.endswith("." + path[1])] or difflib.get_close_matches(name, everywhere, n=1)
+        near = [f"{path[0]}.{here[0]}"] if here else other
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(keys)}"
+        return f"there is no key {name} (value {error['input']!r}); {hint}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if len(path) == 1 and path[0] in Config.model_fields:
+        return f"[{name}] must be a section with keys, not {error['input']!r}"
+    field = getattr(Config.model_fields[path[0]].annotation, "model_fields", {}).get(path[1]) if len(path) > 1 else None
+    about = f" ({field.description})" if field is not None and field.description else ""
+    return f"{name}={error['input']!r} is wrong: {error['msg'][0].lower()}{error['msg'][1:]}{about}"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

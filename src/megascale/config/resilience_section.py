@@ -1,0 +1,68 @@
+"""The section [resilience]: training that runs itself."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, model_validator
+
+from megascale.config.base import MOST, Section
+
+
+class ResilienceConfig(Section):
+    """Training that runs itself (`megascale launch`): nodes, heartbeats, and how far to go before giving up."""
+
+    checksum_interval: int = Field(
+        0,
+        ge=0,
+        le=MOST,
+        description="steps between checksums of the weights, compared between data-parallel copies; 0: none",
+    )
+    faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
+    nodes: int = Field(
+        1, ge=1, le=30_000, description="nodes that hold ranks; on one machine a node is a few processes"
+    )
+    spares: int = Field(0, ge=0, le=30_000, description="nodes that stand by with everything imported")
+    test_spares: bool = Field(True, description="have spares run the self-checks while they wait; one that fails goes")
+    interval: float = Field(1.0, gt=0, description="seconds between an agent's heartbeats")
+    window: float = Field(5.0, gt=0, description="seconds without a heartbeat after which a node counts as lost")
+    first_step: float = Field(600.0, gt=0, description="seconds that start, loading and the first step may take")
+    patience: float = Field(60.0, gt=0, description="seconds that trainers get to save when they are asked to stop")
+    orphan: float = Field(
+        600.0, gt=0, description="seconds an agent lets training go on without a driver before it stops it"
+    )
+    lease: float = Field(3.0, gt=0, description="seconds after which another host's silent driver may be replaced")
+    budget_seconds: float = Field(3600.0, gt=0, description="time over which the budgets below count")
+    retries: int = Field(5, ge=0, le=MOST, description="times a node's processes are forked again in place")
+    respawns: int = Field(2, ge=0, le=MOST, description="times a node's agent and fork server are started again")
+    replacements: int = Field(10, ge=0, le=MOST, description="nodes that may be replaced by spares or new ones")
+    replenish_wait: float = Field(
+        600.0, ge=0, description="seconds to wait for new nodes when no spare is left; 0: do not ask for any"
+    )
+    min_data: int = Field(1, ge=1, le=1_000_000, description="data parallelism may shrink to this when nodes stay away")
+    starts_without_progress: int = Field(
+        5, ge=1, le=MOST, description="starts in a row without one new step after which the job stops for a person"
+    )
+    listen: str = Field("127.0.0.1", description="address where the driver takes agents and the API")
+    port: int = Field(0, ge=0, le=65535, description="port for agents; 0: any, written to RUN/driver/contact.json")
+    api_port: int = Field(0, ge=0, le=65535, description="port of the HTTP API; 0: any, as above")
+    log_patterns: list[str] = Field(
+        default_factory=lambda: [
+            r"CUDA error",
+            r"NCCL (error|WARN)",
+            r"out of memory",
+            r"[Ss]egmentation fault",
+            r"No space left on device",
+            r"Traceback \(most recent call last\)",
+        ],
+        description="regular expressions; matching lines of trainers' logs go to the driver",
+    )
+
+    @model_validator(mode="after")
+    def _patterns(self) -> ResilienceConfig:
+        for pattern in self.log_patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"resilience.log_patterns has {pattern!r}, no regular expression: {error}") from None
+        return self

@@ -1,0 +1,104 @@
+"""The sections [optimizer], [lr], [kernels] and [train]: what one step does, and for how long."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megascale.config.base import MOST, Section
+
+
+class OptimizerConfig(Section):
+    """Update rule. Defaults follow GPT-3 for AdamW and You et al. 2020 for LAMB."""
+
+    name: Literal["adamw", "lamb"] = "adamw"
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="not applied to biases, norms and other 1-D tensors")
+    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
+    trust_min: float = Field(0.0, ge=0, description="LAMB: lower bound of the weight norm in the trust ratio")
+    trust_max: float | None = Field(
+        None,
+        gt=0,
+        description="LAMB: upper bound of the weight norm in the trust ratio; default: none. A bound slows the large "
+        "matrices: their norm grows with the model, 100 for an embedding of 32k x 768",
+    )
+    lamb_bias_correction: bool = Field(True, description="LAMB: Adam's bias correction")
+
+
+# Half of what came out best in docs/performance.md, for 0.05 to 0.16 more loss: those runs were short.
+LAMB_PEAK = 5e-3
+
+
+class LrConfig(Section):
+    """Learning rate over steps."""
+
+    peak: float = Field(
+        3e-4,
+        gt=0,
+        description="the highest; default with LAMB: 5e-3. AdamW's is about what an element changes in a step, LAMB's "
+        "the share of a weight's norm",
+    )
+    min: float = Field(0.0, ge=0, description="the rate at the end of the decay")
+    warmup_steps: int = Field(0, ge=0, le=MOST, description="linear from 0 to peak")
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_steps: int | None = Field(
+        None, ge=1, le=MOST, description="step at which min is reached; default: train.steps"
+    )
+
+
+class KernelsConfig(Section):
+    """Which implementation the operators run."""
+
+    mode: Literal["auto", "fused", "reference"] = Field(
+        "auto",
+        description="fused: Triton kernels, an error where they cannot run; reference: plain PyTorch; "
+        "auto: fused where they can run, and a printed line where not",
+    )
+    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "flash4", "sdpa"] = Field(
+        "auto",
+        description="attention kernel; auto measures at start-up those that implement the layer's mask",
+    )
+
+
+class TrainConfig(Section):
+    """The run itself."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder's name")
+    runs: str = Field("runs", description="folder that holds run folders")
+    steps: int = Field(1000, ge=0, le=MOST, description="optimizer steps in all")
+    micro_batch: int = Field(8, ge=1, le=1_000_000, description="sequences in one forward pass of one rank")
+    global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences in one step over all ranks")
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32",
+        description="type of weights in use and of activations; master weights are at least float32",
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    fit: Literal["check", "force"] = Field(
+        "check",
+        description="before any process starts memory, disk, processes and open files are compared with an estimate of "
+        "what the run needs: check refuses what does not fit, force says so and starts all the same",
+    )
+    seed: int = Field(1234, ge=0, le=2**62)
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="CPU threads of a rank; default: cores / ranks on the host, OMP_NUM_THREADS at most",
+    )
+    log_interval: int = Field(10, ge=1, le=MOST, description="steps between printed lines")
+    gc_interval: int = Field(
+        50,
+        ge=0,
+        le=MOST,
+        description="steps between collections of Python's garbage, on all ranks at once; 0: as Python likes",
+    )
+    eval_interval: int = Field(0, ge=0, le=MOST, description="steps between evaluations; 0: only at the end")
+    eval_samples: int = Field(128, ge=1, le=MOST, description="held-out sequences an evaluation reads during training")
+    sample_prompt: str | None = Field(None, description="text to continue at the end of training")
+    sample_tokens: int = Field(120, ge=1, le=1_000_000)
+    stop_after: int | None = Field(
+        None, ge=1, le=MOST, description="stop after this many steps of this start (for tests)"
+    )

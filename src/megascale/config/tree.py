@@ -1,0 +1,101 @@
+"""The whole tree of settings, what must hold between its sections, and how it is written as TOML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import model_validator
+
+from megascale.config.base import Section
+from megascale.config.data_section import DataConfig
+from megascale.config.model_section import ModelConfig
+from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
+from megascale.config.resilience_section import ResilienceConfig
+from megascale.config.run_sections import CheckpointConfig, ObserveConfig, RendezvousConfig
+from megascale.config.training_sections import LAMB_PEAK, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
+from megascale.errors import FitError
+
+
+class Config(Section):
+    """The whole tree."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr: LrConfig = LrConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    overlap: OverlapConfig = OverlapConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    rendezvous: RendezvousConfig = RendezvousConfig()
+    observe: ObserveConfig = ObserveConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
+
+    @property
+    def products_beside(self) -> bool:
+        """Whether independent products run on two streams: overlap.products with auto resolved."""
+        tokens = self.model.sequence_length * self.train.micro_batch
+        pays = self.model.hidden >= WIDE and tokens <= FEW_TOKENS
+        return self.overlap.products == "on" or (self.overlap.products == "auto" and pays)
+
+    @property
+    def run_folder(self) -> Path:
+        """`runs/NAME`: all that a run leaves behind."""
+        return Path(self.train.runs) / self.train.name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rates(cls, tree: Any) -> Any:
+        """LAMB's own default of lr.peak: AdamW's would train a fifteenth as fast."""
+        if not isinstance(tree, Mapping):
+            return tree
+        optimizer, lr = tree.get("optimizer", {}), tree.get("lr", {})
+        if not (isinstance(optimizer, Mapping) and isinstance(lr, Mapping)):
+            return tree
+        if optimizer.get("name") == "lamb" and "peak" not in lr:
+            return {**tree, "lr": {**lr, "peak": LAMB_PEAK}}
+        return tree
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.data.weights is not None and len(self.data.weights) != len(self.data.train):
+            raise ValueError(
+                f"data.weights has {len(self.data.weights)} entries for {len(self.data.train)} files in data.train; "
+                "give one weight a file"
+            )
+        if self.parallel.reduce_dtype == "bfloat16":
+            if self.parallel.zero == 0:
+                raise ValueError(
+                    "parallel.reduce_dtype=bfloat16 needs parallel.zero=1 or 2: with 0 sums would travel rounded too"
+                )
+            if self.train.precision == "float64":
+                raise ValueError(
+                    "parallel.reduce_dtype=bfloat16 would round the gradients of train.precision=float64; set "
+                    "--parallel.reduce_dtype=float32 (they then travel in full) or another precision"
+                )
+        if self.lr.min > self.lr.peak:
+            raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
+        return self
+
+    def microbatches(self, data_parallel: int) -> int:
+        """Micro-batches a data-parallel rank runs in a step; FitError if sizes do not divide."""
+        per_micro = self.train.micro_batch * data_parallel
+        if self.train.global_batch % per_micro:
+            near = max(1, round(self.train.global_batch / per_micro)) * per_micro
+            raise FitError(
+                f"train.global_batch={self.train.global_batch} is not a multiple of train.micro_batch x data-parallel "
+                f"ranks = {self.train.micro_batch} x {data_parallel}; try --train.global_batch={near}"
+            )
+        return self.train.global_batch // per_micro
+
+    def to_toml(self) -> str:
+        """The resolved tree as TOML, which `load` reads again whatever its strings hold; unset keys are left out."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+    def write(self, file: Path) -> None:
+        """Write `to_toml` to a file, in the encoding that `load` reads wherever it runs."""
+        file.write_text(self.to_toml(), encoding="utf-8")

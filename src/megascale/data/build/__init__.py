@@ -1,0 +1,1 @@
+"""From text to a data set: documents, split, tokenizer, token files."""

@@ -1,0 +1,1 @@
+"""Data sets as they lie on disk, and the order in which their samples come."""

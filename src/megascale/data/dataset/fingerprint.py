@@ -1,0 +1,127 @@
+"""Whether data files are still those that a run began with: sizes and samples of their contents. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from megascale.config import Config
+from megascale.data.dataset import sources, tokenizer_agreement
+from megascale.data.dataset.indexed import paths
+from megascale.data.dataset.samples import HeldOut, is_text
+from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
+from megascale.errors import DataError
+
+NAME = "sources.json"
+_SPOTS, _SPOT = 16, 4096  # places looked at in a file, bytes at each
+
+
+def fingerprint(path: Path) -> str:
+    """Size and a hash of spots spread evenly over a file, both ends included: constant time.
+
+    A file that was cut off, replaced or appended to shows; a byte changed between the spots may not. Text that is
+    tokenised on the fly is checked whole as it is read (see stream.py).
+    """
+    size = path.stat().st_size
+    digest = hashlib.blake2b(size.to_bytes(8, "big"), digest_size=12)
+    with open(path, "rb", buffering=0) as file:
+        for i in range(_SPOTS):
+            digest.update(os.pread(file.fileno(), _SPOT, max(0, size - _SPOT) * i // (_SPOTS - 1)))
+    return f"{size}-{digest.hexdigest()}"
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """Of all files of data.train, and of the tokenizer's where text is tokenised on the fly; by path as given.
+
+    Raises DataError for a file that is missing.
+    """
+    files: list[Path] = []
+    for entry in config.data.train:
+        files += [s.path for s in sources.find_files([Path(entry)])] if is_text(entry) else paths(entry)
+    if any(map(is_text, config.data.train)):
+        files.append(tokenizer_path(config.data))
+    try:
+        return {str(file): fingerprint(file) for file in files}
+    except OSError as error:
+        raise DataError(
+            f"data.train: {error.filename} cannot be read ({error.strerror}); put it back or name another file"
+        ) from None
+
+
+def keep(record: Path, now: dict[str, str]) -> None:
+    """Write fingerprints down, whole or not at all."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    new = record.with_name(f"{record.name}.{os.getpid()}.tmp")
+    new.write_text(json.dumps(now, indent=1) + "\n")
+    os.replace(new, record)
+
+
+def watch(config: Config, consumed: int, leader: bool) -> None:
+    """At a start that goes on after `consumed` samples: files and tokenizer must be those of the run's first start, the
+    files unless checkpoint.accept_changes has data.train.
+
+    Raises DataError as `fingerprints`, `compare`, `check_tokenizers` and `check_run` do.
+    """
+    check_tokenizers(config)
+    run = config.run_folder
+    record, now = run / "samples" / NAME, fingerprints(config)
+    accepted = "data.train" in config.checkpoint.accept_changes
+    if consumed:
+        if not accepted:
+            compare(record, now)
+        tokenizer_agreement.check_run(run, config)
+    if leader and not (consumed and record.exists() and not accepted):
+        keep(record, now)
+    if leader and not (consumed and tokenizer_agreement.remembered(run)):
+        tokenizer_agreement.remember(run, config)
+
+
+def compare(record: Path, now: dict[str, str]) -> None:
+    """DataError naming what is missing, changed or new since `record` was kept; nothing without a record.
+
+    Paths may differ (a data set may be moved), contents and order may not.
+    """
+    try:
+        before: dict[str, str] = json.loads(record.read_text())
+    except (FileNotFoundError, ValueError):
+        return
+    if list(before.values()) == list(now.values()):
+        return
+    faults = [f"{path} was changed" for path, value in now.items() if before.get(path, value) != value]
+    faults += [f"{path} is missing" for path in before if path not in now]
+    faults += [f"{path} is new" for path in now if path not in before]
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    raise DataError(
+        f"data.train is not what this run began with: {'; '.join(faults[:3]) or 'the order of files differs'}{more} "
+        f"({record} has what was there). Samples would be repeated or skipped: put the files back, begin anew with "
+        "another --train.name, or accept it with --checkpoint.accept_changes=data.train"
+    )
+
+
+def check_tokenizers(config: Config) -> None:
+    """DataError if token files are of different tokenizers, or not of the run's; also the held-out file.
+
+    The run's tokenizer counts where data.tokenizer names one, and where text is tokenised on the fly.
+    """
+    texts = [is_text(entry) for entry in config.data.train]
+    known: dict[str, str] = {}
+    for entry, text in zip(config.data.train, texts, strict=True):
+        made_with = None if text else tokenizer_agreement.of_tokens(entry)
+        if made_with is not None:
+            known.setdefault(made_with.sha256, entry)
+    if known and (config.data.tokenizer or any(texts)):
+        known.setdefault(tokenizer_for(config.data).sha256, str(tokenizer_path(config.data)))
+    if len(known) > 1:
+        first, second, *_ = known.values()
+        raise DataError(
+            f"data.train: {first} and {second} belong to different tokenizers, so equal ids mean different text; build "
+            "one of them again with the other's tokenizer.json (`megascale data build --tokenizer`), or name the right "
+            "one with --data.tokenizer"
+        )
+    if config.data.valid is not None:
+        own = tokenizer_agreement.of_run(config)
+        tokenizer_agreement.check_tokens("data.valid", config.data.valid, own, config.model.vocab_size)
+        # What cannot be opened or used is said at the start, not at the first evaluation.
+        HeldOut(config.data.valid, config.model.sequence_length, config.model.vocab_size).check()

@@ -1,0 +1,30 @@
+"""Whether a run's data and tokenizer are there and long enough: looked at before any process starts. No torch."""
+
+from __future__ import annotations
+
+from megascale.config import Config
+from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.dataset.samples import is_text
+from megascale.data.tokenizer.tokenizer import tokenizer_for
+from megascale.errors import DataError
+
+
+def check_data(config: Config) -> None:
+    """Raises DataError for a data set or tokenizer of `config` (resolved) that is missing, damaged or too short.
+
+    Text that is tokenised on the fly is not read here; without data.train there is nothing to look at.
+    """
+    data, needed = config.data, config.model.sequence_length + 1
+    for key, entries in (("data.train", data.train), ("data.valid", [data.valid] if data.valid else [])):
+        for entry in entries:
+            if key == "data.train" and is_text(entry):
+                tokenizer_for(data)
+                continue
+            tokens = IndexedDataset(entry).tokens
+            if key == "data.train" and tokens < needed:
+                raise DataError(
+                    f"data.train: {entry} has {tokens} tokens and one sample needs model.sequence_length + 1 = "
+                    f"{needed}; use a shorter sequence or more text"
+                )
+    if data.train and config.train.sample_prompt is not None:
+        tokenizer_for(data)  # the sample at the end of training needs it

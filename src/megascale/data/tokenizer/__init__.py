@@ -1,0 +1,1 @@
+"""Tokenizers, and the files that they come from."""

@@ -1,0 +1,119 @@
+"""A model written as a Hugging Face folder: safetensors files of bounded size, config.json last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megascale.config import ModelConfig
+from megascale.errors import ConfigError
+from megascale.model.huggingface.import_model import INDEX, SINGLE
+from megascale.model.huggingface.settings import Family
+from megascale.model.huggingface.tensor_names import Weight, join, logical_shapes
+
+# Given logical names, the whole tensors, of any float type.
+Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]
+
+
+def write_folder(
+    out: Path,
+    family: Family,
+    model: ModelConfig,
+    fetch: Fetch,
+    *,
+    dtype: torch.dtype,
+    file_bytes: int,
+    end_of_text: int | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Path]:
+    """Write a model; one file's tensors are in memory at a time.
+
+    Args:
+        out: folder to make; ConfigError if it holds anything.
+        family: one that the model has no faults for.
+        fetch: called once a file, with the logical tensors that go into it.
+        dtype: of the weights written.
+        file_bytes: largest file, but for a single tensor above it.
+        end_of_text: token that ends a text, if known.
+        progress: told the bytes of each file written.
+
+    Returns the files. A tensor that the family has and the model has not (a bias) is written as zeros, which is the
+    same function. config.json comes last, so that a folder cut short is not taken for a model.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out={out} is there already and is not an empty folder; name a new one")
+    out.mkdir(parents=True, exist_ok=True)
+    shapes = all_shapes(model)
+    own = logical_shapes(model)
+    weights = family.weights(model)
+    groups = _groups(weights, shapes, dtype.itemsize, file_bytes)
+    files: list[Path] = []
+    index: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        parts = dict.fromkeys(part for weight in group for part in weight.parts)
+        logical = dict(fetch([part for part in parts if part in own]))
+        zeros = {part: torch.zeros(shapes[part]) for part in parts if part not in own}
+        tensors = {weight.name: join(weight, logical | zeros).to(dtype) for weight in group}
+        if len({t.data_ptr() for t in tensors.values()}) < len(tensors):
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the format forbids shared memory
+        save_file(tensors, out / name, {"format": "pt"})
+        files.append(out / name)
+        index |= {weight.name: name for weight in group}
+        progress(sum(t.nbytes for t in tensors.values()))
+    if len(groups) > 1:
+        total = sum(prod(weight.shape(shapes)) for weight in weights) * dtype.itemsize
+        files.append(_write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": index}))
+    files.append(_write_json(out / "config.json", configuration(family, model, dtype, end_of_text)))
+    return files
+
+
+def configuration(family: Family, model: ModelConfig, dtype: torch.dtype, end_of_text: int | None) -> dict[str, Any]:
+    """The config.json of a model."""
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "vocab_size": model.vocab,
+        **family.write(model),
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": model.tied_embeddings,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        # The families' own defaults are tokens of their own vocabularies, so these are always said.
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "use_cache": True,
+    }
+
+
+def all_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """`logical_shapes`, and those of the biases that the model leaves out."""
+    with_biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "head_bias": True}
+    return logical_shapes(model.model_copy(update=with_biases))
+
+
+def _groups(
+    weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]], item: int, limit: int
+) -> list[list[Weight]]:
+    """Consecutive tensors of at most `limit` bytes together."""
+    groups: list[list[Weight]] = [[]]
+    room = limit
+    for weight in weights:
+        size = prod(weight.shape(shapes)) * item
+        if size > room and groups[-1]:
+            groups.append([])
+            room = limit
+        groups[-1].append(weight)
+        room -= size
+    return groups
+
+
+def _write_json(path: Path, record: Mapping[str, Any]) -> Path:
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,1 @@
+"""The agent of a node: starts trainers, watches them, reports to the driver."""

@@ -1,0 +1,360 @@
+"""The agent of a node: keeps a channel to the driver, runs trainers for it, sends heartbeats.
+
+It goes on without a driver (one that was killed comes back) for `resilience.orphan` seconds, then lets the trainers
+save and ends. Its trainers end with it: an agent that died cannot say what its processes do, and processes that
+nobody watches would hold devices and ports that the next attempt needs. Starting them again costs a fork.
+
+Run as `python -m megascale.resilience.agent.agent --run RUN --node NAME ...` by a Cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from megascale.config import ResilienceConfig, load
+from megascale.core.failure import errno_of
+from megascale.core.ports import free_port
+from megascale.errors import MegascaleError
+from megascale.resilience.agent import gpu_health, node_health
+from megascale.resilience.agent.logs import LogFilter
+from megascale.resilience.agent.services import end_services
+from megascale.resilience.agent.trainers import Trainers
+from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.contact import read_contact, read_token
+from megascale.resilience.protocol.heartbeat import Heartbeat, fit
+
+log = logging.getLogger("megascale.agent")
+RETRY = 0.25  # seconds between attempts to reach a driver
+LOOK = 0.2  # seconds between looks at logs and status files
+
+
+class Agent:
+    """State of one node."""
+
+    def __init__(self, run: Path, node: str, folder: Path, address: str, pod: str, config: ResilienceConfig) -> None:
+        self.run_folder, self.node, self.folder, self.address, self.pod = run, node, folder, address, pod
+        self.config = config
+        self.boot = secrets.token_hex(8)
+        self.job = read_contact(run).job
+        self.epoch = _known_epoch(folder)
+        self.sequence = 0
+        self.channel: agent_channel.AgentChannel | None = None
+        self.trainers = Trainers(run, folder, self.beat_soon)
+        self.logs = LogFilter(config.log_patterns)
+        self.traffic = node_health.TrafficSampler()
+        self.gpus = gpu_health.GpuHealth()
+        self.facts = (node_health.hardware(), node_health.versions())
+        self.forward: int | None = None
+        self.state = ""  # the job as the trainers were started; "" once they were told to stop
+        self.ended = asyncio.Event()
+        self._soon = asyncio.Event()
+        self._doing: asyncio.Task[None] | None = None
+        self._offered: deque[int] = deque(maxlen=100)
+        self._alone_since = time.monotonic()
+
+    async def run(self) -> None:
+        """Serve until the driver says leave, or none came for `orphan` seconds."""
+        self.trainers.serve()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ended.set)
+        tasks = [loop.create_task(work()) for work in (self._talk, self._beat, self._watch_logs, self._orphan)]
+        await self.ended.wait()
+        if self.trainers.running():
+            await self.trainers.stop("save", self.config.patience)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.trainers.end_server()
+        self.traffic.close()
+        self.gpus.close()
+
+    # the driver -----------------------------------------------------------------------------------------------------
+
+    async def _talk(self) -> None:
+        """Keep a channel to whichever driver is the newest."""
+        while True:
+            try:
+                await self._session()
+            except (
+                OSError,
+                EOFError,
+                ValueError,
+                TimeoutError,
+                agent_channel.HandshakeRefused,
+                MegascaleError,
+            ) as error:
+                log.info("no driver: %s", error or type(error).__name__)
+            except Exception:
+                log.exception("the session with the driver broke")
+            if self.channel is not None:
+                self.channel.close()
+                self.channel, self._alone_since = None, time.monotonic()
+            await asyncio.sleep(RETRY)
+
+    async def _session(self) -> None:
+        contact = read_contact(self.run_folder)
+        host, port = contact.agents
+        async with asyncio.timeout(5.0):
+            reader, writer = await asyncio.open_connection(host, port, local_addr=self._local(host))
+            try:
+                # Read anew: where RUN/driver was removed, the next driver made another one.
+                token = read_token(self.run_folder)
+                channel = await agent_channel.open_channel(reader, writer, token, driver=False)
+                hello: dict[str, Any] = {"job": self.job, "node": self.node, "address": self.address, "pod": self.pod}
+                hello |= {"boot": self.boot, "epoch": self.epoch, "attempt": self.trainers.attempt}
+                hello |= self._held()
+                hello |= {
+                    "pid": os.getpid(),
+                    "version": agent_channel.VERSION,
+                    "hardware": self.facts[0],
+                    "versions": self.facts[1],
+                }
+                channel.tell(do="hello", **hello)
+                _, text = await channel.receive()
+            except BaseException:
+                writer.close()
+                raise
+        welcome = json.loads(text)
+        if welcome.get("do") != "welcome":
+            channel.close()
+            raise agent_channel.HandshakeRefused(f"the driver refused this node: {welcome.get('why')}")
+        if welcome.get("version") != agent_channel.VERSION:
+            channel.close()
+            theirs = welcome.get("version") or "an older version"
+            raise agent_channel.HandshakeRefused(
+                f"the driver is of MegaScale {theirs}, this agent of {agent_channel.VERSION}"
+            )
+        self._accept(welcome["epoch"])
+        self.channel = channel
+        log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
+        self.beat_soon()
+        watch = asyncio.create_task(self._newer(channel))
+        try:
+            while True:
+                _, text = await channel.receive()
+                order = json.loads(text)
+                self._accept(order["epoch"])
+                await self._obey(order)
+        finally:
+            watch.cancel()
+
+    async def _newer(self, channel: agent_channel.AgentChannel) -> None:
+        """Leave a driver that another has replaced: one that hangs keeps its connections open."""
+        while True:
+            await asyncio.sleep(RETRY)
+            with contextlib.suppress(MegascaleError):
+                if read_contact(self.run_folder).epoch > self.epoch:
+                    channel.close()
+                    return
+
+    def _local(self, host: str) -> tuple[str, int] | None:
+        """A node of a local cluster talks from its own loopback address."""
+        return (self.address, 0) if self.address.startswith("127.") and host.startswith("127.") else None
+
+    def _accept(self, epoch: int) -> None:
+        """Obey the newest driver only: an older one has been replaced, whatever it still believes."""
+        if epoch < self.epoch:
+            raise agent_channel.HandshakeRefused(
+                f"a driver of epoch {epoch}, but epoch {self.epoch} is known: it has been replaced"
+            )
+        if epoch > self.epoch:
+            self.epoch = epoch
+            try:
+                _write(self.folder / "epoch", str(epoch))
+            except OSError as error:  # a full disk keeps nobody from obeying; an agent started anew knows less then
+                log.warning("the epoch %d could not be written down: %s", epoch, error)
+
+    async def _obey(self, order: dict[str, Any]) -> None:
+        what = order["do"]
+        if what == "stop":
+            self.state = ""
+            if self._doing is not None:
+                self._doing.cancel()
+            self._doing = asyncio.create_task(self._stop(order))
+        elif what == "start":
+            self._start(order)
+        elif what == "diagnose":
+            self._doing = asyncio.create_task(self._diagnose(order))
+        elif what == "leave":
+            self.ended.set()
+        else:
+            log.warning("the driver said %r, which this agent does not know", what)
+
+    async def _stop(self, order: dict[str, Any]) -> None:
+        """End the trainers, then say so with a port that is free for the next attempt's store."""
+        await self.trainers.stop(order["how"], order["patience"])
+        if order.get("forget"):
+            log.info("memory is not trusted: ended checkpoint services %s", end_services(self.run_folder, self.node))
+        codes = {w.rank: w.code for w in self.trainers.workers()}
+        port = free_port(self.address, self._offered)
+        self._offered.append(port)  # where it was taken by the time of its use, the next is another one
+        self._tell(do="stopped", attempt=self.trainers.attempt, order=order["order"], port=port, codes=codes)
+
+    def _start(self, order: dict[str, Any]) -> None:
+        if order["attempt"] <= self.trainers.attempt:
+            return  # told twice
+        if self.trainers.running():
+            self._tell(do="failed", attempt=order["attempt"], why="trainers of an older attempt still run")
+            return
+        try:
+            self.trainers.start(order, self.address)
+        except OSError as error:
+            why = f"could not start the trainers: {error}"
+            self._tell(do="failed", attempt=order["attempt"], why=why, errno=errno_of(error))
+            return
+        self.forward, self.state = order.get("forward"), str(order.get("state", ""))
+        self.logs.follow({t.rank: (t.log, t.log_start) for t in self.trainers.trainers.values()})
+        self.beat_soon()
+
+    async def _diagnose(self, order: dict[str, Any]) -> None:
+        """Run the self-checks in a process of their own and pass the report on."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "megascale.cli.main",
+            "diagnose",
+            "--json",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(order["patience"]):
+                out, said = await process.communicate()
+            report = {"code": process.returncode, "report": out.decode(errors="replace")[-100_000:]}
+            report["said"] = fit(said.decode(errors="replace"))
+        except TimeoutError:
+            report = {"code": 1, "report": "", "said": f"no result within {order['patience']:g} seconds"}
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        self._tell(do="diagnosed", order=order["order"], **report)
+
+    def _held(self) -> dict[str, Any]:
+        """What a driver must know to go on with the trainers, should its journal be lost (adopting.py)."""
+        if not self.state:
+            return {}
+        stages = self.trainers.stages().values()
+        stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
+        return {"held": {"state": self.state, "stepped": stepped}}
+
+    def _tell(self, **message: Any) -> None:
+        if self.channel is not None:
+            with contextlib.suppress(ConnectionError):
+                self.channel.tell(**message)
+
+    # telling --------------------------------------------------------------------------------------------------------
+
+    def beat_soon(self) -> None:
+        """Something changed: send a heartbeat now rather than at the next interval."""
+        self._soon.set()
+
+    async def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.interval):
+                    await self._soon.wait()
+                    await asyncio.sleep(0.01)  # what ends together is told together
+            self._soon.clear()
+            if self.channel is None:
+                continue
+            try:
+                self._pass_lines()
+                self.channel.send(agent_channel.HEARTBEAT, self.heartbeat().to_json())
+            except (ConnectionError, ValueError) as error:
+                log.warning("a heartbeat was not sent: %s", error)
+
+    def heartbeat(self) -> Heartbeat:
+        """This node now."""
+        self.sequence += 1
+        return Heartbeat(
+            job=self.job,
+            attempt=self.trainers.attempt,
+            node=self.node,
+            sequence=self.sequence,
+            sent_ns=time.time_ns(),
+            address=self.address,
+            pod=self.pod,
+            hardware=self.facts[0],
+            versions=self.facts[1],
+            workers=self.trainers.workers(),
+            logs=self.logs.take(),
+            gpus=self.gpus.take(),
+            traffic=self.traffic.take(),
+            checksums=self.trainers.checksums(),
+            step_seconds=self.trainers.step_seconds(),
+            disks=self.trainers.disks(),
+        )
+
+    async def _watch_logs(self) -> None:
+        """Between heartbeats: new lines of rank 0, and whether a trainer has come to another phase or a first step."""
+        before: dict[int, tuple[str, bool]] = {}
+        while True:
+            await asyncio.sleep(LOOK)
+            self._pass_lines()
+            now = self.trainers.stages()
+            if now != before:
+                before = now
+                self.beat_soon()
+
+    def _pass_lines(self) -> None:
+        lines = self.logs.look(self.forward)
+        if lines:
+            self._tell(do="lines", rank=self.forward, lines=[fit(line) for line in lines[-100:]])
+
+    async def _orphan(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            if self.channel is None and time.monotonic() - self._alone_since > self.config.orphan:
+                log.error("no driver for resilience.orphan=%g seconds: saving and ending", self.config.orphan)
+                self.ended.set()
+
+
+def _known_epoch(folder: Path) -> int:
+    try:
+        return int((folder / "epoch").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def main() -> None:
+    """Command line of the agent; started by a Cluster, not by people."""
+    parser = argparse.ArgumentParser(description="Agent of one node.")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--pod", default="")
+    a = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    a.folder.mkdir(parents=True, exist_ok=True)
+    config = load(a.run / "driver" / "job.toml").resilience
+
+    async def serve() -> None:
+        await Agent(a.run, a.node, a.folder, a.address, a.pod, config).run()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

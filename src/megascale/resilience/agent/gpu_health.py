@@ -1,0 +1,183 @@
+"""NVML's view of a node's devices: counters once a heartbeat, Xid errors from a thread that waits for them."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import threading
+from typing import Any
+
+from megascale.core.xid import FATAL_XIDS, LOST, RECOVERY
+from megascale.resilience.protocol.heartbeat import GpuReport
+
+log = logging.getLogger("megascale.agent")
+WAIT_MS = 1000  # of the thread for one event; an agent that ends waits for it no longer
+PAUSE = 1.0  # seconds after a wait that failed
+# Slowed down by heat or power brake, in hardware or software; not by the power limit, which is normal.
+_HOT = 0x8 | 0x20 | 0x40 | 0x80
+
+
+class GpuHealth:
+    """Nothing where there is no NVML (`pip install -e '.[driver]'`).
+
+    Args:
+        nvml: the module pynvml, or one that does as it does; default: the real one.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml: Any = None
+        self._handles: dict[int, Any] = {}
+        self._xids: XidWatch | None = None
+        try:
+            nvml = nvml or importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            self._handles = _visible(nvml)
+        except Exception as error:
+            log.info("no NVML: %s", error)
+            return
+        self._nvml = nvml
+        self._xids = XidWatch(nvml, self._handles)
+
+    def take(self) -> tuple[GpuReport, ...]:
+        """One record a device; a value that a device does not tell is 0."""
+        return tuple(self._one(index, handle) for index, handle in self._handles.items())
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._xids is not None:
+            self._xids.close()
+
+    def _one(self, index: int, handle: Any) -> GpuReport:
+        n = self._nvml
+        lost = False
+
+        def ask(question: Any, *arguments: Any) -> Any:
+            nonlocal lost
+            try:
+                return question(handle, *arguments)
+            except n.NVMLError as error:
+                lost = lost or getattr(error, "value", None) == n.NVML_ERROR_GPU_IS_LOST
+                return 0
+
+        name = ask(n.nvmlDeviceGetName)
+        temperature = float(ask(n.nvmlDeviceGetTemperature, n.NVML_TEMPERATURE_GPU))
+        power = ask(n.nvmlDeviceGetPowerUsage) / 1e3
+        ecc = int(ask(n.nvmlDeviceGetTotalEccErrors, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC))
+        slowed = bool(ask(n.nvmlDeviceGetCurrentClocksThrottleReasons) & _HOT)
+        recovery = self._recovery(ask)
+        assert self._xids is not None
+        if lost:
+            self._xids.note(index, LOST)  # a device that is off the bus may send no event any more
+        text = name.decode() if isinstance(name, bytes) else str(name or "unknown")
+        return GpuReport(index, text, temperature, power, ecc, self._xids.worst(index), slowed, recovery)
+
+    def _recovery(self, ask: Any) -> str:
+        """What the driver says that the device needs, "" for nothing or where it does not say (before release 565)."""
+        field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+        values: Any = ask(self._nvml.nvmlDeviceGetFieldValues, [field]) if field is not None else 0
+        if not values or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
+            return ""
+        number = int(values[0].value.uiVal)
+        return RECOVERY.get(number, f"recovery action {number}") if number else ""
+
+
+class XidWatch:
+    """Waits for critical Xid errors of some devices, index -> handle, in a thread of its own."""
+
+    def __init__(self, nvml: Any, handles: dict[int, Any]) -> None:
+        self._nvml, self._handles = nvml, handles
+        self._worst: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            self._set = nvml.nvmlEventSetCreate()
+        except nvml.NVMLError as error:
+            log.warning("Xid errors are not seen: %s", error)
+            return
+        heard = [index for index, handle in handles.items() if self._register(index, handle)]
+        if heard:
+            self._thread = threading.Thread(target=self._listen, name="megascale-xid", daemon=True)
+            self._thread.start()
+
+    def worst(self, index: int) -> int:
+        """The last Xid of a device, one that it does not outlive before others; 0: none."""
+        with self._lock:
+            return self._worst.get(index, 0)
+
+    def note(self, index: int, xid: int) -> None:
+        """A device had an error. What follows upon a fatal one (its processes end with Xids of their own) hides it
+        not."""
+        with self._lock:
+            if xid in FATAL_XIDS or self._worst.get(index) not in FATAL_XIDS:
+                self._worst[index] = xid
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(2 * WAIT_MS / 1000)
+
+    def _register(self, index: int, handle: Any) -> bool:
+        n = self._nvml
+        try:
+            n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, self._set)
+        except n.NVMLError as error:
+            log.warning("Xid errors of GPU %d are not seen: %s", index, error)
+            return False
+        return True
+
+    def _listen(self) -> None:
+        n, failed = self._nvml, False
+        while not self._stopped.is_set():
+            try:
+                event = n.nvmlEventSetWait_v2(self._set, WAIT_MS)
+            except n.NVMLError as error:
+                if getattr(error, "value", None) != n.NVML_ERROR_TIMEOUT:
+                    if not failed:
+                        log.warning("waiting for Xid errors failed, trying again: %s", error)
+                    failed = True
+                    self._stopped.wait(PAUSE)
+                continue
+            index = self._index(event.device)
+            if event.eventType & n.nvmlEventTypeXidCriticalError and index is not None:
+                log.warning("GPU %d reported Xid %d", index, event.eventData)
+                self.note(index, int(event.eventData))
+
+    def _index(self, device: Any) -> int | None:
+        """Which of our devices an event is about."""
+        try:
+            found = int(self._nvml.nvmlDeviceGetIndex(device))
+            return found if found in self._handles else None
+        except self._nvml.NVMLError:  # off the bus: its handle is the same still
+            return next((index for index, mine in self._handles.items() if _pointer(mine) == _pointer(device)), None)
+
+
+def _pointer(handle: Any) -> Any:
+    try:
+        return ctypes.cast(handle, ctypes.c_void_p).value
+    except (TypeError, ctypes.ArgumentError):
+        return handle
+
+
+def _visible(nvml: Any) -> dict[int, Any]:
+    """Index -> handle of the devices that are this node's: nodes on one machine share its devices out by
+    CUDA_VISIBLE_DEVICES, and a neighbour's fault is not theirs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    words = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
+    found = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            if words is not None and str(index) not in words:
+                uuid = nvml.nvmlDeviceGetUUID(handle)
+                uuid = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+                if not any(word.startswith("GPU-") and uuid.startswith(word) for word in words):
+                    continue
+        except nvml.NVMLError as error:
+            log.warning("GPU %d cannot be asked: %s", index, error)
+            continue
+        found[index] = handle
+    return found

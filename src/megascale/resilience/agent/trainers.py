@@ -1,0 +1,311 @@
+"""The trainers of a node: forked through the fork server, watched, stopped. One attempt at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megascale.core.failure import room
+from megascale.core.status import read_status
+from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
+
+# Imported once by the fork server; by name, as this room does not know the trainer's.
+PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "megascale.train.rank_info")
+
+
+@dataclass
+class TrainerProcess:
+    """One rank's process. status: its wait status once ended; word: its last status; first: its first step.
+
+    errno, error: of the exception it ended with; ended: when, on the monotonic clock; by_agent: not by itself;
+    tail: what stands for the end of its log, where it has not come so far as to write one.
+    """
+
+    rank: int
+    log: Path
+    log_start: int
+    pid: int = 0
+    status: int | None = None
+    word: tuple[Any, ...] = ()
+    changed: float = 0.0
+    first: int = -1
+    checksum: str = ""
+    compute_seconds: float = 0.0
+    errno: int = 0
+    error: str = ""
+    ended: float = 0.0
+    by_agent: bool = False
+    tail: str = ""
+
+    def end(self, status: int, **about: Any) -> None:
+        """It has ended."""
+        self.status, self.ended = status, time.monotonic()
+        for name, value in about.items():
+            setattr(self, name, value)
+
+
+class Trainers:
+    """Starts, watches and stops this node's ranks.
+
+    Args:
+        run: the run folder (status files and logs).
+        folder: the node's own folder.
+        changed: called when a process has started or ended.
+    """
+
+    def __init__(self, run: Path, folder: Path, changed: Callable[[], None]) -> None:
+        self.run, self.folder, self._changed = run, folder, changed
+        self.attempt = 0
+        self.trainers: dict[int, TrainerProcess] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._ready = False
+        self._broken: dict[str, Any] = {}  # what the fork server said that cannot start
+
+    # the fork server ------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Start the fork server, in place of an older one (whose children end with it)."""
+        self.end_server()
+        mine, theirs = socket.socketpair()
+        mine.setblocking(False)
+        server = "megascale.resilience.agent.fork_server"
+        with open(self.folder / "forkserver.log", "ab") as out:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", server, str(theirs.fileno()), str(os.getpid()), *PRELOAD],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        theirs.close()
+        self._sock, self._ready, self._broken = mine, False, {}
+        self._reading = asyncio.get_running_loop().create_task(self._listen(mine))
+
+    def end_server(self) -> None:
+        """Kill the fork server and with it every trainer."""
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._sock is not None:
+            self._sock.close()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+        for trainer in self.running():
+            trainer.end(signal.SIGKILL, by_agent=True)
+        self._server = self._sock = self._reading = None
+
+    async def _listen(self, sock: socket.socket) -> None:
+        loop, buffer = asyncio.get_running_loop(), b""
+        with contextlib.suppress(OSError):
+            while data := await loop.sock_recv(sock, 65536):
+                *lines, buffer = (buffer + data).split(b"\n")
+                for line in lines:
+                    self._heard(json.loads(line))
+        # The server is gone by itself, and its children with it. Have a new one ready, unless it cannot even start.
+        self._reading = None
+        self._server_ended()
+        self.end_server()
+        self._changed()
+        if self._ready:
+            self.serve()
+
+    def _server_ended(self) -> None:
+        """The ranks ended for what ended the fork server; that they were killed with it says nothing."""
+        if self._broken:
+            error, tail = str(self._broken["broken"]), str(self._broken["tail"])
+            for trainer in self.running():
+                trainer.end(1 << 8, errno=self._broken["errno"], error=error, tail=tail)
+        elif self._server is not None and self.running():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(1.0)
+            code = self._server.returncode or 0
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            for trainer in self.running():
+                error = f"its fork server (process {self._server.pid}) ended with {how}"
+                trainer.end(signal.SIGKILL, by_agent=True, error=error)
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self._ready = True
+        elif "broken" in message:
+            self._broken = message
+        elif "forked" in message and message["attempt"] == self.attempt:
+            self.trainers[message["forked"]].pid = message["pid"]
+        elif "ended" in message:
+            for trainer in self.trainers.values():
+                if trainer.pid == message["ended"]:
+                    told = {name: message[name] for name in ("errno", "error") if name in message}
+                    trainer.end(message["status"], **told)
+        self._changed()
+
+    # an attempt -----------------------------------------------------------------------------------------------------
+
+    def start(self, order: dict[str, Any], address: str) -> None:
+        """Fork the ranks of an attempt. `order`: as the driver sends it (see driver.start_order)."""
+        assert not self.running(), "the attempt before must have ended"
+        self.attempt = order["attempt"]
+        if order.get("fresh") or self._sock is None:
+            self.serve()
+        logs = self.run / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.trainers = {}
+        for local, rank in enumerate(order["ranks"]):
+            log = logs / f"rank-{rank}.log"
+            start = log.stat().st_size if log.exists() else 0
+            self.trainers[rank] = TrainerProcess(rank, log, start, changed=time.monotonic())
+            env = order["env"] | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(len(order["ranks"])),
+                "WORLD_SIZE": str(order["world"]),
+                "MASTER_ADDR": order["master"][0],
+                "MASTER_PORT": str(order["master"][1]),
+                "MEGASCALE_JOB": order["job"],
+                "MEGASCALE_ATTEMPT": str(self.attempt),
+                "MEGASCALE_NODE": self.folder.name,
+                "MEGASCALE_NODE_ADDRESS": address,
+            }
+            request = {"rank": rank, "attempt": self.attempt, "env": env, "words": order["words"], "log": str(log)}
+            assert self._sock is not None
+            self._send(json.dumps(request).encode() + b"\n")
+
+    def _send(self, data: bytes) -> None:
+        assert self._sock is not None
+        self._sock.setblocking(True)  # some hundred bytes a rank: the socket's buffer takes them
+        try:
+            self._sock.sendall(data)
+        finally:
+            self._sock.setblocking(False)
+
+    def running(self) -> list[TrainerProcess]:
+        """Those that have not ended."""
+        return [t for t in self.trainers.values() if t.status is None]
+
+    async def stop(self, how: Literal["save", "kill"], patience: float) -> None:
+        """End all ranks: let them save first for at most `patience` seconds, or kill them at once."""
+        deadline = time.monotonic() + patience
+        asked: set[int] = set()
+        while how == "save" and self.running() and time.monotonic() < deadline:
+            asked |= self._signal(signal.SIGTERM, asked)  # once each: one that is just being forked a little later
+            await asyncio.sleep(0.02)
+        while self.running() and self._server is not None:
+            self._signal(signal.SIGKILL)
+            await asyncio.sleep(0.01)
+
+    def _signal(self, number: int, leave: Collection[int] = ()) -> set[int]:
+        """Send a signal to the ranks that run, but those in `leave`; returns their process ids."""
+        pids = {trainer.pid for trainer in self.running() if trainer.pid and trainer.pid not in leave}
+        for trainer in self.running():
+            trainer.by_agent = trainer.by_agent or trainer.pid in pids
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pids
+
+    # telling --------------------------------------------------------------------------------------------------------
+
+    def workers(self) -> tuple[Worker, ...]:
+        """Every rank as it stands now."""
+        return tuple(self._worker(self.trainers[rank]) for rank in sorted(self.trainers))
+
+    def stages(self) -> dict[int, tuple[str, bool]]:
+        """rank -> (phase, whether it has done a step): changes of it are worth a heartbeat at once."""
+        for t in self.running():
+            self._look(t)
+        return {t.rank: (t.word[0], t.word[1] > t.first) for t in self.running() if t.word}
+
+    def checksums(self) -> dict[str, str]:
+        """ "STEP:RANK" -> the newest checksum of each rank that makes them."""
+        pairs = ((t.rank, *t.checksum.partition(":")) for t in self.trainers.values() if t.checksum)
+        return {f"{step}:{rank}": value for rank, step, _, value in pairs}
+
+    def step_seconds(self) -> dict[int, float]:
+        """Compute seconds of each rank's last step."""
+        return {t.rank: t.compute_seconds for t in self.trainers.values() if t.compute_seconds}
+
+    def _look(self, t: TrainerProcess) -> None:
+        status = read_status(self.run / "status" / f"rank-{t.rank}.status")
+        if status is not None and status.pid == t.pid:
+            word = (status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
+            if word != t.word:
+                t.word, t.changed = word, time.monotonic()
+                if status.phase == "train" and t.first < 0:
+                    t.first = status.step
+            t.checksum, t.compute_seconds = status.checksum, status.compute_seconds
+
+    def _worker(self, t: TrainerProcess) -> Worker:
+        self._look(t)
+        now = time.monotonic()
+        phase, step, action, microbatch, message = t.word[:5] if t.word else ("", 0, "", -1, "")
+        state: Literal["running", "exited", "signalled"] = "running"
+        code, tail = 0, ""
+        if t.status is not None:
+            ended_by_signal = os.WIFSIGNALED(t.status)
+            state = "signalled" if ended_by_signal else "exited"
+            code = os.WTERMSIG(t.status) if ended_by_signal else os.WEXITSTATUS(t.status)
+            tail = t.tail or self._tail(t) if code else ""
+        rss, cpu = _usage(t.pid) if t.status is None and t.pid else (0, 0.0)
+        return Worker(
+            rank=t.rank,
+            pid=t.pid,
+            state=state,
+            code=code,
+            phase=phase,
+            step=step,
+            action=fit(action, 200),
+            microbatch=microbatch,
+            status_age=now - t.changed,
+            message=fit(message),
+            rss=rss,
+            cpu_seconds=cpu,
+            stderr_tail=tail,
+            errno=t.errno,
+            error=fit(t.error),
+            ended_age=now - t.ended if t.status is not None else 0.0,
+            by_agent=t.by_agent,
+        )
+
+    def disks(self) -> dict[str, float]:
+        """Bytes left on the disks that trainers write to, when one of them has ended badly; else nothing."""
+        if not any(t.status for t in self.trainers.values()):
+            return {}
+        return room([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
+
+    def _tail(self, t: TrainerProcess) -> str:
+        """The end of what this attempt wrote into the rank's log."""
+        try:
+            with open(t.log, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(t.log_start, size - TAIL))
+                return fit(file.read(TAIL).decode(errors="replace"), TAIL)
+        except OSError:
+            return ""
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def _usage(pid: int) -> tuple[int, float]:
+    """(resident bytes, CPU seconds) of a process; zeros if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0, 0.0
+    return int(fields[21]) * _PAGE, (int(fields[11]) + int(fields[12])) / _TICKS

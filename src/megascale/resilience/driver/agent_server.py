@@ -1,0 +1,142 @@
+"""Where agents come in: each connection is authenticated, each message checked, before the driver hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Protocol
+
+from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.heartbeat import Heartbeat
+
+PROOF_SECONDS = 5.0
+STRANGERS = 4096  # connections that have not yet proved themselves
+
+
+class Listener(Protocol):
+    """What the driver offers to the intake."""
+
+    def joined(self, channel: agent_channel.AgentChannel, hello: dict[str, Any]) -> str:
+        """A node came: welcome it on the channel and return ""; or why it is refused."""
+        ...
+
+    def beat(self, node: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None: ...
+
+    def told(self, node: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None: ...
+
+    def left(self, node: str, channel: agent_channel.AgentChannel) -> None: ...
+
+    def refused(self, peer: str, node: str, why: str) -> None: ...
+
+
+class Intake:
+    """The agents' side of the driver.
+
+    Args:
+        job: name that every heartbeat must carry.
+        token: what agents must know.
+        listener: told of all that is in order, and of refusals.
+    """
+
+    def __init__(self, job: str, token: bytes, listener: Listener) -> None:
+        self._job, self._token, self._listener = job, token, listener
+        self._server: asyncio.Server | None = None
+        self._strangers = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def open(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; returns the address."""
+        self._server = await asyncio.start_server(self._serve, host, port, backlog=4096)
+        name = self._server.sockets[0].getsockname()
+        return name[0], name[1]
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._talk(reader, writer)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = writer.get_extra_info("peername")
+        peer, node = f"{name[0]}:{name[1]}" if name else "?", ""
+        if self._strangers >= STRANGERS:
+            return
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(PROOF_SECONDS):
+                channel = await agent_channel.open_channel(reader, writer, self._token, driver=True)
+                _, text = await channel.receive()
+            hello = _hello(text)
+        except (agent_channel.HandshakeRefused, ValueError, RecursionError) as error:
+            return self._listener.refused(peer, node, str(error))
+        except (TimeoutError, OSError, EOFError):
+            return self._listener.refused(peer, node, "said nothing in time")
+        finally:
+            self._strangers -= 1
+        node = hello["node"]
+        if hello["job"] != self._job:
+            why = f"an agent of job {hello['job'][:100]!r}; this driver runs {self._job!r}"
+        elif hello.get("version") != agent_channel.VERSION:
+            theirs = str(hello.get("version") or "before 0.1.0 (form 2)")[:100]
+            why = (
+                f"node {node} has an agent of MegaScale {theirs}, this driver is {agent_channel.VERSION}; install the same "
+                "version on both: until then the node is not used"
+            )
+        else:
+            why = self._listener.joined(channel, hello)
+        if why:
+            channel.tell(do="refuse", why=why)
+            return self._listener.refused(peer, node, why)
+        try:
+            await self._receive(channel, node)
+        except (agent_channel.HandshakeRefused, ValueError, RecursionError) as error:
+            self._listener.refused(peer, node, str(error))
+        except (OSError, EOFError):
+            pass
+        finally:
+            channel.close()
+            self._listener.left(node, channel)
+
+    async def _receive(self, channel: agent_channel.AgentChannel, node: str) -> None:
+        sequence = 0
+        while True:
+            kind, text = await channel.receive()
+            if kind == agent_channel.HEARTBEAT:
+                heartbeat = Heartbeat.from_json(text)
+                if (heartbeat.job, heartbeat.node) != (self._job, node):
+                    raise ValueError(f"a heartbeat in the name of {heartbeat.node[:100]!r} of {heartbeat.job[:100]!r}")
+                if heartbeat.sequence <= sequence:
+                    raise ValueError(f"heartbeat {heartbeat.sequence} after {sequence}: an old one again")
+                sequence = heartbeat.sequence
+                self._listener.beat(node, channel, heartbeat)
+            else:
+                message = json.loads(text)
+                if type(message) is not dict or type(message.get("do")) is not str:
+                    raise ValueError("a message that says nothing to do")
+                self._listener.told(node, channel, message)
+
+
+def _hello(text: bytes) -> dict[str, Any]:
+    hello = json.loads(text)
+    wanted = {"job": str, "node": str, "address": str, "pod": str, "boot": str, "epoch": int, "attempt": int}
+    wanted |= {"hardware": dict, "versions": dict}
+    for name, kind in wanted.items():
+        if type(hello) is not dict or type(hello.get(name)) is not kind:
+            raise ValueError(f"a greeting without {name}")
+        if kind is str and len(hello[name]) > 200:
+            raise ValueError(f"a greeting whose {name} is too long")
+    return hello

@@ -1,0 +1,99 @@
+"""Writes what the driver does three times: into the journal, into the run's events.jsonl, and to the terminal."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megascale.core import strict_json
+from megascale.core.events import Event
+from megascale.core.failure import NO_ROOM
+from megascale.resilience.driver.escalation import RUNGS, Use, give_back
+from megascale.resilience.driver.journal import Entry, Journal
+
+
+class Diary:
+    """Args:
+    run: the run folder.
+    journal: of the driver that writes.
+    say: called with (who, text) for the terminal.
+    """
+
+    def __init__(self, run: Path, journal: Journal, say: Callable[[str, str], None]) -> None:
+        self._file, self._journal, self._say = run / "events.jsonl", journal, say
+        self._late: deque[str] = deque(maxlen=10_000)  # lines that found no room on the disk
+
+    def note(
+        self,
+        kind: str,
+        *,
+        attempt: int,
+        action: str = "",
+        nodes: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+        evidence: tuple[str, ...] = (),
+        **details: Any,
+    ) -> Entry:
+        """Write an event; Fenced if another driver has taken over."""
+        entry = self._journal.add(
+            kind, attempt=attempt, action=action, nodes=nodes, ranks=ranks, evidence=evidence, **details
+        )
+        record = {"time": entry.time, "event": kind, "by": "driver", "attempt": attempt}
+        for name, value in (("action", action), ("nodes", nodes), ("ranks", ranks), ("evidence", evidence)):
+            if value:
+                record[name] = list(value) if isinstance(value, tuple) else value
+        self._append(strict_json.dumps(record | details) + "\n")
+        self._say("driver", describe(entry))
+        return entry
+
+    def _append(self, line: str) -> None:
+        self._late.append(line)
+        try:
+            # One write a line, so that those of the driver and of rank 0 do not mix.
+            handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                while self._late:
+                    data = self._late[0].encode()
+                    size = os.fstat(handle).st_size
+                    if os.write(handle, data) < len(data):  # a part of it had room
+                        os.truncate(handle, size)
+                        return
+                    self._late.popleft()
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+
+    def uses(self) -> list[Use]:
+        """Rungs used so far, for their budgets: on the monotonic clock of this process.
+
+        The journal has the time of day. What it says is yet to come was written before the clock was set back: when,
+        nobody knows, so it counts as of now, and expires like any other.
+        """
+        today, now = time.time(), time.monotonic()
+        rungs = {str(rung): rung for rung in RUNGS}
+        found: list[Use] = []
+        for entry in self._journal.events():
+            if entry.kind == Event.LADDER and entry.action in rungs:
+                if entry.details.get("explains"):
+                    give_back(found)
+                when = now - max(0.0, today - entry.time)
+                found.append(Use(when, rungs[entry.action], entry.nodes[0] if entry.nodes else ""))
+        return found
+
+
+def describe(entry: Entry) -> str:
+    """An event in one line."""
+    action = f" -> {entry.action}" if entry.action and entry.action != "none" else ""
+    about = f" [{', '.join(entry.nodes)}]" if entry.nodes else ""
+    return f"{entry.kind}{about}{action}: {'; '.join(entry.evidence)}"
+
+
+def clock(seconds: float) -> str:
+    """Time of day of an event, to the millisecond."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}"

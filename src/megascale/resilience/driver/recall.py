@@ -1,0 +1,109 @@
+"""What is known of a job when its journal is not to be trusted: every event stands in the run's events.jsonl too.
+
+A journal that was damaged, or that SQLite brought back to an older state because the end of its log was broken, gets
+the events back that it has lost. What then runs, the agents know (adopting.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale.core.events import Event
+from megascale.resilience.driver.journal import Entry, Journal, NodeRow
+from megascale.resilience.driver.nodes import NodeState
+
+_OURS = ("time", "event", "by", "attempt", "action", "nodes", "ranks", "evidence")
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What was put back.
+
+    Attributes:
+        events: how many the journal had lost.
+        attempt: the newest that any event tells of.
+        paused: the last that is told of the job is that a person paused it.
+        evicted: nodes that were taken out for good.
+    """
+
+    events: int = 0
+    attempt: int = 0
+    paused: bool = False
+    evicted: tuple[str, ...] = ()
+
+
+def restore(journal: Journal, run: Path) -> Recalled:
+    """Put back what `journal` has lost and the run's events.jsonl still has."""
+    told = read(run / "events.jsonl")
+    # One that found no room on the disk at first has its time among its details (lasting.py).
+    known = {(entry.details.get("noted", entry.time), entry.kind) for entry in journal.events()}
+    lost = [entry for entry in told if (entry.time, entry.kind) not in known]
+    if lost:
+        journal.restore(lost)
+    evicted = _evicted(lost, {row.name for row in journal.nodes() if row.state == NodeState.EVICTED})
+    rows = {row.name: row for row in journal.nodes()}
+    for name, entry in evicted.items():
+        address = rows[name].address if name in rows else ""
+        facts = rows[name].facts if name in rows else {}
+        why = "; ".join(entry.evidence)
+        journal.save_node(NodeRow(name, address, NodeState.EVICTED.value, why, entry.time, facts))
+    attempt = max((entry.attempt for entry in told), default=0)
+    return Recalled(len(lost), attempt, _paused(told), tuple(evicted))
+
+
+def least_epoch(run: Path) -> int:
+    """An epoch that drivers of this run have had: each told its start."""
+    started = (Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER)
+    return sum(entry.kind in started for entry in read(run / "events.jsonl"))
+
+
+def read(file: Path) -> list[Entry]:
+    """The driver's events in an events.jsonl, oldest first; lines that cannot be read are left out."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return []
+    found = []
+    for line in data.splitlines():
+        if b'"by": "driver"' not in line:
+            continue
+        try:
+            record = json.loads(line)
+            entry = Entry(
+                id=0,
+                time=float(record["time"]),
+                attempt=int(record["attempt"]),
+                kind=str(record["event"]),
+                action=str(record.get("action", "")),
+                nodes=tuple(str(node) for node in record.get("nodes", ())),
+                ranks=tuple(int(rank) for rank in record.get("ranks", ())),
+                evidence=tuple(str(text) for text in record.get("evidence", ())),
+                details={name: value for name, value in record.items() if name not in _OURS},
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue  # garbled, or being written when the machine went down
+        found.append(entry)
+    return found
+
+
+def _evicted(lost: Iterable[Entry], already: set[str]) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for entry in lost:
+        for name in entry.nodes:
+            if entry.kind == Event.NODE_EVICTED and name not in already:
+                found[name] = entry
+            elif entry.kind == Event.NODE_UNCORDONED:
+                found.pop(name, None)
+    return found
+
+
+def _paused(told: Iterable[Entry]) -> bool:
+    deciding = (Event.PAUSED, Event.CONTINUED, Event.ATTEMPT_STARTED, Event.JOB_INTERRUPTED, Event.JOB_FAILED)
+    last = ""
+    for entry in told:
+        if entry.kind in deciding:
+            last = entry.kind
+    return last == Event.PAUSED

@@ -1,0 +1,228 @@
+"""Starts or takes over the driver of a run, in the foreground: what `megascale launch` does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+
+from megascale.config import Config, load
+from megascale.core import run_lock
+from megascale.core.events import Event
+from megascale.core.secrets import PASSWORD_VARIABLE
+from megascale.errors import ConfigError, FitError, TrainingError
+from megascale.resilience.agent.node_health import gpu_count
+from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.driver import recall
+from megascale.resilience.driver.driver import Driver
+from megascale.resilience.driver.job_state import ENDED, JobState, Phase
+from megascale.resilience.driver.journal import FILE, JournalFenced, JournalReader
+from megascale.resilience.driver.lasting_journal import LastingJournal, lacks_room, no_room
+from megascale.resilience.protocol import contact
+
+
+@dataclass(frozen=True)
+class Size:
+    """Ranks of a job on its nodes, and how the machine's GPUs are shared out (none: CPU)."""
+
+    world: int
+    ranks_per_node: int
+    data: int
+    devices: list[list[int]]
+
+
+def size(config: Config, gpus: int) -> Size:
+    """How many ranks a local job has. Raises FitError if layout, nodes and GPUs do not go together."""
+    parallel, nodes = config.parallel, config.resilience.nodes
+    model = parallel.tensor * parallel.pipeline
+    slots = nodes + config.resilience.spares
+    use_gpus = gpus > 0 and config.train.device != "cpu"
+    per_node = gpus // slots if use_gpus else 0
+    if use_gpus and not per_node:
+        raise FitError(f"{slots} nodes and spares share {gpus} GPUs: lower --nodes or --spares to {gpus} in all")
+    if parallel.data is not None:
+        world = model * parallel.data
+    else:
+        world = (nodes * per_node) // lcm(model, nodes) * lcm(model, nodes) if use_gpus else lcm(model, nodes)
+    if not world or world % nodes:
+        raise FitError(
+            f"{world or model} ranks (parallel.tensor x pipeline x data) do not divide evenly over "
+            f"resilience.nodes={nodes}; change --nodes or parallel.data"
+        )
+    if use_gpus and world // nodes > per_node:
+        raise FitError(f"{world // nodes} ranks a node but {per_node} GPUs for each of {slots} nodes and spares")
+    devices = [list(range(i * per_node, (i + 1) * per_node)) for i in range(slots)] if use_gpus else []
+    return Size(world, world // nodes, world // model, devices)
+
+
+def prepare(config: Config) -> tuple[Config, Size]:
+    """The configuration as the trainers will read it, and the job's size."""
+    gpus = gpu_count()
+    found = size(config, gpus)
+    if not found.devices and config.train.threads is None:
+        # Nodes on one machine share its cores.
+        threads = max(1, (os.cpu_count() or 1) // found.world)
+        config = config.model_copy(update={"train": config.train.model_copy(update={"threads": threads})})
+    parallel = config.parallel.model_copy(update={"data": found.data, "gpus_per_host": found.ranks_per_node})
+    return config.model_copy(update={"parallel": parallel}), found
+
+
+def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
+    """Run the driver until the job has ended; returns its exit code.
+
+    A job whose driver died goes on where it is, with the settings it was started with; one that has ended starts
+    again from its newest checkpoint. Raises ConfigError if another driver runs it, or somebody trains without one.
+    """
+    run = config.run_folder.absolute()
+    try:
+        lock = run_lock.take_for_driver(run, "megascale launch")
+        try:
+            return _drive(run, config, found, _heard(say), lock.warning)
+        finally:
+            lock.drop()
+    except (OSError, sqlite3.Error) as error:
+        if lacks_room(error, run if run.exists() else run.parent):
+            raise no_room(run) from None
+        if isinstance(error, sqlite3.Error):
+            raise TrainingError(
+                f"the driver's journal {run / FILE} cannot be used ({error}): another process holds it, or its file "
+                "system does not do what SQLite needs; agents let training go on for resilience.orphan seconds. Run "
+                "the same command again, with train.runs on a local disk if it comes again"
+            ) from None
+        raise
+
+
+def _heard(say: Callable[[str, str], None]) -> Callable[[str, str], None]:
+    """`say`, where a terminal that is gone or a log file on a full disk stops nothing."""
+
+    def quietly(who: str, text: str) -> None:
+        with contextlib.suppress(OSError):
+            say(who, text)
+
+    return quietly
+
+
+def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], None], warning: str) -> int:
+    run.mkdir(parents=True, exist_ok=True)
+    if warning:
+        say("driver", warning)
+    contact.make_token(run)
+    config = _hand_down_password(config)
+    known = recall.least_epoch(run)
+    with contextlib.suppress(Exception):
+        known = max(known, contact.read_contact(run).epoch)
+    journal, damaged = LastingJournal.take(run, config.resilience.lease, known)
+    recalled = recall.restore(journal, run)
+    job, cluster = journal.job(), LocalCluster(run, found.devices)
+    settings = contact.folder(run) / "job.toml"
+    # A journal that has lost something must not have anything stopped: what runs is asked first.
+    behind = damaged or recalled.events > 0 or job is None
+    unsure = behind and settings.exists() and any(place.running for place in cluster.places())
+    attempt = max(job.attempt if job is not None else 0, recalled.attempt)
+    new = JobState(config.train.name, Phase.WAITING, attempt, (), found.ranks_per_node, found.data)
+    if unsure:
+        # Until the agents have told: nothing is placed, or, if a person paused the job, nothing is to be.
+        job = replace(new if job is None else job, attempt=attempt, goal=Phase.STARTING)
+        job = replace(job, phase=Phase.PAUSED if recalled.paused else Phase.WAITING)
+    elif job is None or job.phase in ENDED or not job.attempt:  # nothing of it runs
+        _write_settings(config)
+        job = new
+    else:
+        job = replace(job, attempt=attempt)
+    mine, config = config, load(settings)
+    if mine != config:
+        say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")
+    journal.save_job(job)
+    driver = Driver(run, config, cluster, ["train", str(settings)], journal, job, say, unsure)
+    _tell(driver, journal, recalled)
+    try:
+        return asyncio.run(_serve(driver))
+    except JournalFenced as error:
+        raise ConfigError(f"this driver ends without touching the job: {error}") from None
+    finally:
+        if journal.behind:
+            say("driver", f"{no_room(run)}. The last events are not in the journal")
+        journal.close()
+
+
+def _tell(driver: Driver, journal: LastingJournal, recalled: recall.Recalled) -> None:
+    """What is wrong with the journal, and what became of it."""
+    back = f"{recalled.events} of its events were put back from events.jsonl"
+    if recalled.evicted:
+        back += f"; {', '.join(recalled.evicted)} stay evicted"
+    if journal.aside is not None:
+        text = f"the journal was damaged ({journal.damage}); it was set aside as {journal.aside.name} and begun anew"
+        driver.note(Event.JOURNAL_DAMAGED, evidence=(text, back))
+    elif recalled.events:
+        text = "the journal was behind: a file that was removed, cut or damaged had brought it back to an older state"
+        driver.note(Event.JOURNAL_BEHIND, evidence=(text, back))
+    if journal.network:
+        text = (
+            f"the run folder lies on a network file system ({journal.network}), where SQLite's write-ahead log does "
+            "not work: the journal does without it and waits for the disk at each write"
+        )
+        driver.note(Event.JOURNAL_WITHOUT_WAL, evidence=(text,))
+
+
+def _hand_down_password(config: Config) -> Config:
+    """A password of the Redis server goes to the agents and their trainers in the environment, which others cannot
+    read, and into no file."""
+    if config.rendezvous.password is None:
+        return config
+    os.environ[PASSWORD_VARIABLE] = config.rendezvous.password.get_secret_value()
+    return config.model_copy(update={"rendezvous": config.rendezvous.model_copy(update={"password": None})})
+
+
+def is_running(config: Config) -> bool:
+    """Whether the run's journal tells of a job that has not ended, which a driver would take over as it is."""
+    run = config.run_folder.absolute()
+    if not (run / FILE).exists():
+        return False
+    try:
+        reader = JournalReader(run)
+        try:
+            return reader.job is not None and reader.job.phase not in ENDED
+        finally:
+            reader.close()
+    except Exception:  # damaged: `drive` deals with it, and agents of the job may be at work
+        return True
+
+
+def _write_settings(config: Config) -> None:
+    config.write(contact.folder(config.run_folder.absolute()) / "job.toml")
+
+
+def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigError:
+    why = os.strerror(error.errno) if error.errno else str(error)
+    return ConfigError(
+        f"the driver cannot listen on resilience.listen={host} with resilience.{key}={port}: {why}; use another port, "
+        "0 for any that is free, and an address of this host"
+    )
+
+
+async def _serve(driver: Driver) -> int:
+    from megascale.resilience.driver import http_api
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, driver.interrupt)
+    limits = driver.limits
+    try:
+        await driver.open()
+    except OSError as error:
+        raise _cannot_listen("port", limits.listen, limits.port, error) from None
+    try:
+        url, end = await http_api.serve(driver, limits.listen, limits.api_port)
+    except OSError as error:
+        raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
+    driver.announce(url)
+    try:
+        return await driver.run()
+    finally:
+        await end()

@@ -1,0 +1,1 @@
+"""Faults on purpose, to see that a job recovers."""

@@ -1,0 +1,207 @@
+"""Seconds of a layer's kernels from their FLOPs and bytes on one GPU: GEMMs, attention, element-wise operations.
+
+All functions take a `Case` (numbers or arrays) and broadcast. Times are seconds for one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megascale.simulate.case import Case
+from megascale.simulate.cluster import ClusterSpec
+from megascale.simulate.software import ATTENTION_KERNELS
+
+# GEMM tiles a library may choose from: rows, columns, share of the best tile's speed.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
+# Rows of a flash-attention tile.
+ATTENTION_ROWS = 128
+
+# Passes over a tensor of b s h values (norm and residual regions, "n"), over the QKV tensor ("a") and over the MLP's
+# inner tensor ("f"), counted per kernel from what each reads and writes. Eager: bias, GeLU, residual addition one
+# kernel each, q, k and v copied for the attention kernel. Fused: bias + residual one kernel, bias + GeLU one kernel,
+# attention reads strided inputs. A parallel block has one norm and one residual addition instead of two.
+EAGER_FORWARD = {"norm": 2.0, "residual": 5.0, "qkv": 6.0, "mlp": 4.0}
+EAGER_BACKWARD = {"norm": 5.0, "residual": 4.0, "qkv": 7.0, "mlp": 4.0}
+FUSED_FORWARD = {"norm": 2.0, "residual": 3.0, "qkv": 0.0, "mlp": 2.0}
+FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 0.0, "mlp": 3.0}
+EAGER_KERNELS = (18, 32)
+FUSED_KERNELS = (11, 20)
+# Passes over the s x s scores of unfused attention: write, mask + softmax, dropout, read; and their gradients.
+SCORE_PASSES = (6.0, 9.0)
+# Bytes moved a value of the logits by the vocabulary-parallel cross-entropy, forward and backward.
+LOSS_BYTES = 60.0
+# Bytes moved a parameter by the optimizer: gradient, master, two moments read, three written, weight written.
+OPTIMIZER_BYTES = 30.0
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer's kernels, one micro-batch, forward and backward (recomputation not included)."""
+
+    gemm_forward: Any
+    gemm_backward: Any
+    attention_forward: Any
+    attention_backward: Any
+    elementwise_forward: Any
+    elementwise_backward: Any
+    kernels: Any
+
+    @property
+    def forward(self) -> Any:
+        """One layer's forward."""
+        return self.gemm_forward + self.attention_forward + self.elementwise_forward
+
+    @property
+    def backward(self) -> Any:
+        """One layer's backward."""
+        return self.gemm_backward + self.attention_backward + self.elementwise_backward
+
+
+def wave_efficiency(rows: Any, columns: Any, processors: int) -> Any:
+    """Share of peak left by whole tiles in whole waves, for the best tile that a library would choose."""
+    best: Any = 0.0
+    for tall, wide, rate in TILES:
+        tiles = np.ceil(rows / tall) * np.ceil(columns / wide)
+        waves = np.ceil(tiles / processors)
+        best = np.maximum(best, rate * rows * columns / (waves * processors * tall * wide))
+    return best
+
+
+def gemm_seconds(cluster: ClusterSpec, rows: Any, columns: Any, depth: Any, accumulate: Any = None) -> Any:
+    """One product [rows, depth] x [depth, columns] in bf16.
+
+    `accumulate`: bytes of a gradient value that the product is added to, None for a plain bf16 output.
+    """
+    kernels, gpu = cluster.kernels, cluster.gpu
+    burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * wave_efficiency(rows, columns, gpu.processors)
+    # Products that fill the processors better draw more power and clock down: none holds more than this.
+    rate = gpu.peak_tflops * 1e12 * np.minimum(burst, kernels.gemm_sustained)
+    compute = 2.0 * rows * columns * depth / rate
+    bandwidth = gpu.memory_gbs * 1e9 * kernels.memory
+    inputs = 2.0 * (rows + columns) * depth
+    output = rows * columns * (2.0 if accumulate is None else 2.0 * accumulate)
+    exposed = 0.0 if accumulate is None else kernels.accumulate_exposed * output / bandwidth
+    return np.maximum(compute + exposed, (inputs + output) / bandwidth)
+
+
+def _gemms(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
+    """Forward and backward seconds of a layer's products."""
+    tokens = case.micro * case.sequence
+    t, h = case.tensor, case.hidden
+    qkv = (case.query + 2 * case.kv) / t
+    inner = case.ffn / t
+    up = inner * np.where(case.gated, 2, 1)
+
+    def both(columns: Any, depth: Any) -> tuple[Any, Any]:
+        forward = gemm_seconds(cluster, tokens, columns, depth)
+        backward = gemm_seconds(cluster, tokens, depth, columns)
+        backward = backward + gemm_seconds(cluster, depth, columns, tokens, case.gradient_bytes)
+        return forward, backward
+
+    serial = [both(qkv, h), both(h, case.query / t), both(up, h), both(h, inner)]
+    # The parallel block feeds [QKV | MLP-in] from one product and sums both results in one.
+    parallel = [both(qkv + up, h), both(h, case.query / t + inner)]
+    choose = np.asarray(case.parallel_block, dtype=bool)
+    totals = [np.where(choose, sum(p[i] for p in parallel), sum(s[i] for s in serial)) for i in (0, 1)]
+    return totals[0], totals[1]
+
+
+def padding(kernel: str, head: Any) -> Any:
+    """Work added by padding the head dimension to what the kernel has: 32, 64, 128 for FlashAttention-1."""
+    sizes = (32, 64, 128) if kernel == "flash1" else (32, 64, 96, 128, 256)
+    padded: Any = head
+    for size in reversed(sizes):
+        padded = np.where(head <= size, size, padded)
+    return padded / head
+
+
+def attention_rate(cluster: ClusterSpec, kernel: str, sequence: Any) -> Any:
+    """FLOP/s of the causal half, forward and backward, at full occupancy; interpolated in the logarithm of length."""
+    table = np.array(cluster.kernels.attention[kernel])
+    return 1e12 * np.interp(np.log(sequence), np.log(table[:, 0]), table[:, 1])
+
+
+def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
+    """Forward and backward seconds of a layer's attention."""
+    width, heads, s = case.query / case.tensor, case.heads / case.tensor, case.sequence
+    half = 2.0 * case.micro * s * s * width * case.share
+    # A window shortens the rows of keys a tile visits, so it runs at the rate of a shorter sequence.
+    length = np.maximum(s * case.share, 1.0)
+    tiles = case.micro * heads * np.ceil(s / ATTENTION_ROWS)
+    occupancy = np.minimum(1.0, tiles / (np.ceil(tiles / cluster.gpu.processors) * cluster.gpu.processors))
+    forward: Any = 0.0
+    backward: Any = 0.0
+    for index, kernel in enumerate(ATTENTION_KERNELS):
+        chosen = np.asarray(case.attention) == index
+        if not np.any(chosen):
+            continue
+        if kernel == "unfused":
+            scores = 2.0 * case.micro * heads * s * s
+            bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+            product = gemm_seconds(cluster, s, s, width / heads) * case.micro * heads
+            f = 2 * product + scores * SCORE_PASSES[0] / bandwidth
+            b = 4 * product + scores * SCORE_PASSES[1] / bandwidth
+        else:
+            if kernel not in cluster.kernels.attention:
+                continue
+            seconds = 3.5 * half / (attention_rate(cluster, kernel, length) * occupancy)
+            seconds = seconds * padding(kernel, case.query / case.heads)
+            # Forward kernels run faster than backward ones: a quarter of the time for 2/7 of the FLOPs.
+            f, b = 0.25 * seconds, 0.75 * seconds
+        forward, backward = np.where(chosen, f, forward), np.where(chosen, b, backward)
+    return forward, backward
+
+
+def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
+    """Forward and backward seconds of norms, activations, biases and copies; number of kernels of a layer."""
+    fused = np.asarray(case.fused_operators, dtype=bool)
+    blocks = np.where(case.parallel_block, 1.0, 2.0)
+    value = 2.0 * case.micro * case.sequence
+    stream = value * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
+    qkv = value * (case.query + 2 * case.kv) / case.tensor / 3.0
+    inner = value * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
+    bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+
+    def seconds(eager: dict[str, float], tight: dict[str, float], launches: tuple[int, int]) -> Any:
+        moved = {key: np.where(fused, tight[key], eager[key]) for key in eager}
+        volume = (moved["norm"] + moved["residual"]) * blocks * stream + moved["qkv"] * 3 * qkv + moved["mlp"] * inner
+        return volume / bandwidth + np.where(fused, launches[1], launches[0]) * cluster.kernels.launch_us * 1e-6
+
+    forward = seconds(EAGER_FORWARD, FUSED_FORWARD, (EAGER_KERNELS[0], FUSED_KERNELS[0]))
+    backward = seconds(EAGER_BACKWARD, FUSED_BACKWARD, (EAGER_KERNELS[1], FUSED_KERNELS[1]))
+    return forward, backward, np.where(fused, sum(FUSED_KERNELS), sum(EAGER_KERNELS))
+
+
+def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0) -> LayerTimes:
+    """All kernels of one layer for one micro-batch; those that are no GEMMs take `overhead` times their seconds."""
+    gemm, attention = _gemms(cluster, case), _attention(cluster, case)
+    forward, backward, kernels = _elementwise(cluster, case)
+    return LayerTimes(
+        gemm[0],
+        gemm[1],
+        overhead * attention[0],
+        overhead * attention[1],
+        overhead * forward,
+        overhead * backward,
+        kernels,
+    )
+
+
+def logits_seconds(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
+    """Forward and backward seconds of the output product and the loss, which only the last stage has."""
+    tokens, columns = case.micro * case.sequence, case.vocab / case.tensor
+    bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+    loss = LOSS_BYTES * tokens * columns / bandwidth
+    forward = gemm_seconds(cluster, tokens, columns, case.hidden) + loss / 2
+    backward = gemm_seconds(cluster, tokens, case.hidden, columns) + loss / 2
+    return forward, backward + gemm_seconds(cluster, case.hidden, columns, tokens, case.gradient_bytes)
+
+
+def optimizer_seconds(cluster: ClusterSpec, case: Case, parameters: Any) -> Any:
+    """Update of a rank's share of `parameters` (all of a GPU's; sharded over replicas by the distributed optimizer)."""
+    share = parameters / np.where(case.distributed_optimizer, case.data, 1)
+    clear = parameters * case.gradient_bytes
+    return (share * OPTIMIZER_BYTES + clear) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)

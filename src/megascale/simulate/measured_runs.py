@@ -1,0 +1,216 @@
+"""Runs of this project as measurements: step times out of a run folder or a bench's file, and predictions written
+before measuring."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megascale import config as configuration
+from megascale.config import Config
+from megascale.errors import ConfigError, DataError
+
+# Steps at the start of a run that compile, allocate and measure kernels.
+WARM_UP = 5
+# Fewer steps than this after the warm-up are no measurement.
+LEAST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run's steps.
+
+    Attributes:
+        folder: the run, or the file of `bench train --out`.
+        config: what it ran.
+        gpus: ranks.
+        seconds: median step after the warm-up.
+        spread: half the distance from the 10th to the 90th percentile, relative.
+        steps: how many steps that is.
+    """
+
+    folder: Path
+    config: Config
+    gpus: int
+    seconds: float
+    spread: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One line of a predictions file: what was said before it was measured.
+
+    Attributes:
+        name: the run's train.name.
+        gpus, settings: how to start it: `megascale train` with these overrides on so many GPUs.
+        software: the stack assumed.
+        seconds, low, high: the step, P10 and P90.
+    """
+
+    name: str
+    gpus: int
+    settings: tuple[str, ...]
+    software: str
+    seconds: float
+    low: float
+    high: float
+
+    def config(self) -> Config:
+        """The configuration that the settings describe."""
+        return configuration.load(None, self.settings)
+
+
+def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
+    """Median step of a run folder, or of what `bench train --out FILE.json` wrote.
+
+    `gpus`: ranks of the run; default: what its events or parallel.data say. DataError if the folder is
+    no run, too short, or does not tell on how many ranks it ran.
+    """
+    if folder.is_file():
+        try:
+            told = json.loads(folder.read_text())
+        except ValueError as error:
+            raise DataError(f"{folder} is no JSON: {error}; name a file of `bench train --out`") from None
+        return _benched(folder, told)
+    try:
+        config = configuration.load(folder / "config.toml")
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except (OSError, ConfigError) as error:
+        raise DataError(
+            f"{folder} is no run folder: {error}; name one such as runs/NAME, or a file of `bench train --out`"
+        ) from None
+    records: dict[int, float] = {}
+    world = gpus
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that died
+        if isinstance(record, dict) and "seconds" in record and "step" in record:
+            records[int(record["step"])] = float(record["seconds"])
+    steps = [seconds for step, seconds in sorted(records.items())][WARM_UP:]
+    if len(steps) < LEAST_STEPS:
+        raise DataError(
+            f"{folder}/metrics.jsonl has {len(steps)} steps after {WARM_UP} of warm-up; a measurement needs at least "
+            f"{LEAST_STEPS}: run more steps"
+        )
+    parallel = config.parallel
+    world = world or _world(folder / "events.jsonl")
+    if not world and parallel.data:
+        world = parallel.tensor * parallel.pipeline * parallel.data
+    if not world:
+        raise DataError(f"{folder} does not say on how many GPUs it ran; give --gpus")
+    return _measured(folder, config, int(world), steps)
+
+
+def _measured(source: Path, config: Config, gpus: int, steps: list[float]) -> MeasuredRun:
+    ordered = sorted(steps)
+    low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+    middle = statistics.median(steps)
+    return MeasuredRun(source, config, gpus, middle, (high - low) / (2 * middle), len(steps))
+
+
+def measures(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
+    """As `measure`; of what `bench targets --out FILE.json` wrote, every timed run on links as they are."""
+    try:
+        cases = json.loads(source.read_text())["cases"] if source.is_file() else None
+    except (ValueError, KeyError, TypeError):
+        cases = None
+    if cases is None:
+        return [measure(source, gpus)]
+    found = []
+    for name, runs in cases.items():
+        for repeat, run in runs.items():
+            told = run["told"]
+            # A line that begins with variables is of other links, which no calibration is for.
+            if told is not None and "all_step_seconds" in told and run["command"].startswith("megascale "):
+                found.append(_benched(Path(f"{source.name}, {name}, repeat {int(repeat) + 1}"), told))
+    if not found:
+        raise DataError(f"{source} holds no timed run that ended; run `megascale bench targets --out {source}`")
+    return found
+
+
+def _benched(source: Path, told: Any) -> MeasuredRun:
+    """The timed steps that a bench tells of; it has warmed up before them."""
+    try:
+        config = configuration.from_tree(told["settings"])
+        steps = [float(seconds) for seconds in told["all_step_seconds"]]
+        gpus = int(told["processes"])
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
+        raise DataError(
+            f"{source} is not what `megascale bench train --out` writes: {type(error).__name__}: {error}"
+        ) from None
+    if len(steps) < LEAST_STEPS:
+        raise DataError(f"{source} has {len(steps)} timed steps; a measurement needs at least --steps {LEAST_STEPS}")
+    return _measured(source, config, gpus, steps)
+
+
+def _world(events: Path) -> int | None:
+    """Ranks of the last start that a run's events tell of."""
+    world = None
+    for line in events.read_text().splitlines() if events.is_file() else []:
+        try:
+            world = json.loads(line).get("world") or world
+        except (ValueError, AttributeError):
+            continue
+    return world
+
+
+def shipped_predictions() -> list[str]:
+    """Names of the predictions that come with the package."""
+    folder = resources.files("megascale.simulate") / "predictions"
+    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_predictions(name: str) -> tuple[str, list[Prediction]]:
+    """(what the file says of itself, predictions) of a shipped file or a path; ConfigError if it is wrong."""
+    path = Path(name)
+    if name in shipped_predictions():
+        text = (resources.files("megascale.simulate") / "predictions" / f"{name}.toml").read_text()
+    elif path.is_file():
+        text = path.read_text()
+    else:
+        raise ConfigError(f"predictions {name!r} are neither shipped ({', '.join(shipped_predictions())}) nor a file")
+    try:
+        tree = tomllib.loads(text)
+        rows = [
+            Prediction(
+                str(r["name"]),
+                int(r["gpus"]),
+                tuple(map(str, r["settings"])),
+                str(r["software"]),
+                float(r["seconds"]),
+                float(r["p10"]),
+                float(r["p90"]),
+            )
+            for r in tree["run"]
+        ]
+        return str(tree["made"]), rows
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"predictions {name!r} are damaged: {type(error).__name__}: {error}") from None
+
+
+def matching(predictions: list[Prediction], runs: Path) -> list[tuple[Prediction, MeasuredRun]]:
+    """Predictions whose run folder `runs`/NAME exists, with what it measured. DataError if one is of another layout."""
+    found = []
+    for prediction in predictions:
+        folder = runs / prediction.name
+        if not (folder / "metrics.jsonl").is_file():
+            continue
+        measured = measure(folder, prediction.gpus)
+        for section in ("model", "parallel"):
+            asked, ran = getattr(prediction.config(), section), getattr(measured.config, section)
+            asked, ran = (x.model_copy(update={"preset": None} if section == "model" else {}) for x in (asked, ran))
+            if asked != ran:
+                raise DataError(
+                    f"{folder} ran another {section} section than {prediction.name} was predicted for; "
+                    f"start it with {' '.join('--' + s for s in prediction.settings)}"
+                )
+        found.append((prediction, measured))
+    return found

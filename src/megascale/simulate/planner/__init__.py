@@ -1,0 +1,1 @@
+"""What a layout costs before a GPU is rented."""

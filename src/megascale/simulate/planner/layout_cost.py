@@ -1,0 +1,294 @@
+"""What a layout costs before a GPU is rented: memory, bubble, FLOPs, traffic, and what in it will not pay."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megascale.config import Config
+from megascale.core import flops
+from megascale.core.layout import Layout, lay_out
+from megascale.core.memory import MemoryEstimate, stage_memory, stage_parameters
+from megascale.core.replay import Graph, Timeline, replay
+from megascale.core.schedule import Schedule, ideal_bubble
+from megascale.core.traffic import TrafficEstimate, stage_traffic
+
+GIB = 2**30
+# Memory of one device in GiB, as sold, matched against its name.
+DEVICES = {"H200": 141.0, "B200": 180.0, "H100": 80.0, "H800": 80.0, "A100": 80.0, "A800": 80.0, "L40S": 48.0}
+# What the CUDA context, communicators and allocator slack take beyond the counted tensors.
+RESERVE_GIB = 4.0
+# cuDNN's windowed attention works at w / (w + WINDOW_OVERHEAD) of its full attention's rate (H200, cuDNN 9.19, forward
+# and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
+WINDOW_OVERHEAD = 600.0
+WINDOW_PAYS = 0.9
+_REPLAYED = 4_000_000  # actions, over all splits tried at once
+_WORTH = 0.005  # of a step: less is not worth a setting
+
+
+def window_time(sequence: int, window: int) -> float:
+    """Time of attention in a window of `window` tokens, as a share of full attention's; both by the fastest kernel."""
+    return flops.window_share(sequence, window) * (1 + WINDOW_OVERHEAD / window)
+
+
+@dataclass(frozen=True)
+class LayoutCost:
+    """All that `megascale plan` prints. Sizes are bytes, times are in units of the work they are shares of."""
+
+    layout: Layout
+    device_gib: float
+
+    @property
+    def config(self) -> Config:
+        """The configuration planned."""
+        return self.layout.config
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule of a step."""
+        return self.layout.schedule()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step replayed with free transfers: work of a chunk by its FLOPs, one layer's forward as the unit."""
+        graph = Graph.of(self.schedule)
+        forward, backward = self.work
+        return replay(graph, graph.durations(forward, backward))
+
+    @cached_property
+    def work(self) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward work of each chunk [stages, virtual], in forwards of the mean layer."""
+        return self._work([len(chunk) for chunk in self.layout.layers])
+
+    def _work(self, split: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        model, p = self.config.model, self.layout.grid.pipeline
+        period = [flops.layer_flops(model, i).forward for i in range(len(model.window_pattern))]
+        layer = [period[i % len(period)] for i in range(model.layers)]
+        unit = sum(layer) / len(layer)
+        stops = np.cumsum(split)
+        body = np.array([sum(layer[stop - n : stop]) / unit for stop, n in zip(stops, split, strict=True)])
+        forward = body.copy()
+        forward[-1] += flops.logits_flops(model) / unit
+        backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
+        shape = (self.config.parallel.virtual_stages, p)
+        return forward.reshape(shape).T, backward.reshape(shape).T
+
+    @property
+    def stages(self) -> list[int]:
+        """First, middle and last stage."""
+        p = self.layout.grid.pipeline
+        return sorted({0, p // 2, p - 1})
+
+    @cached_property
+    def memory(self) -> list[MemoryEstimate]:
+        """Memory of a rank of each stage."""
+        config, grid, train = self.config, self.layout.grid, self.config.train
+        return [
+            stage_memory(
+                config.model,
+                config.parallel,
+                grid,
+                self.schedule,
+                s,
+                train.micro_batch,
+                train.precision,
+                config.products_beside,
+            )
+            for s in range(grid.pipeline)
+        ]
+
+    def traffic(self, stage: int) -> TrafficEstimate:
+        """Bytes that a rank of `stage` sends in a step."""
+        config, grid, train = self.config, self.layout.grid, self.config.train
+        return stage_traffic(
+            config.model, config.parallel, grid, self.schedule, stage, train.micro_batch, train.precision
+        )
+
+    @property
+    def needed_gib(self) -> float:
+        """Memory of the fullest rank with the reserve, in GiB."""
+        return max(m.total for m in self.memory) / GIB + RESERVE_GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits its device."""
+        return self.needed_gib <= self.device_gib
+
+    @property
+    def bubble(self) -> float:
+        """Idle over busy time of the busiest stage, from the replay."""
+        return float(self.timeline.bubble)
+
+    @property
+    def idle(self) -> float:
+        """Mean share of the step in which a stage computes nothing: bubble and uneven stages together."""
+        return float(1 - self.timeline.busy.mean() / self.timeline.makespan)
+
+    @cached_property
+    def faster_split(self) -> tuple[list[int], float] | None:
+        """Layers of each chunk that make the step shorter, and by what share; None if no move of layers does.
+
+        The default split evens out the stages' work. But the first stage begins first and ends last, while the others
+        wait for its first results and it for nobody's: with some more work on it the bubble is filled. Found by moving
+        one layer at a time off the busiest stage and replaying, so it is no proof that no better one exists.
+        """
+        stages, counts = self.layout.grid.pipeline, [len(chunk) for chunk in self.layout.layers]
+        if stages == 1:
+            return None
+        graph = self.timeline.graph
+        first = best = float(self.timeline.makespan)
+        for _ in range(stages):
+            forward, backward = self._work(counts)
+            busiest = int(np.argmax((forward + backward).sum(axis=1)))
+            sources = [c for c in range(busiest, len(counts), stages) if counts[c] > 1]
+            targets = [c for c in reversed(range(len(counts))) if c % stages != busiest]  # later: fewer in flight
+            number = len(sources) * len(targets)
+            moves = []
+            for at in range(0, number, 1 + number * graph.actions // _REPLAYED):
+                move = counts.copy()
+                move[sources[at // len(targets)]] -= 1
+                move[targets[at % len(targets)]] += 1
+                moves.append(move)
+            if not moves:
+                break
+            times = replay(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan
+            if times.min() > best * (1 - 1e-3):
+                break
+            counts, best = moves[int(np.argmin(times))], float(times.min())
+        return (counts, 1 - best / first) if best < first * (1 - _WORTH) else None
+
+    def notes(self) -> list[str]:
+        """What the numbers hide: layouts and windows that do not pay, a sentence each."""
+        model, parallel, grid = self.config.model, self.config.parallel, self.layout.grid
+        notes = []
+        if model.window is not None and model.window >= model.sequence_length:
+            notes.append(f"model.window={model.window} covers the whole sequence: all layers use full attention")
+        elif model.window is not None and (share := window_time(model.sequence_length, model.window)) > WINDOW_PAYS:
+            notes.append(
+                f"model.window={model.window} at model.sequence_length={model.sequence_length} takes about "
+                f"{min(share, 1.0):.0%} of full attention's time, where cuDNN serves both: for speed alone it does not "
+                "pay; a window pays where the sequence is many times as long"
+            )
+        if self.layout.microbatches < grid.pipeline:
+            notes.append(
+                f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
+                f"train.global_batch to {grid.pipeline * grid.data * self.config.train.micro_batch} or more"
+            )
+        counts = [len(chunk) for chunk in self.layout.layers]
+        if len(set(counts)) > 1:
+            notes.append(f"layers are split unevenly over chunks: {_runs(counts)} (logits weigh in layers)")
+        if parallel.layer_split is None and self.faster_split is not None:
+            split, gain = self.faster_split
+            other = self._changed(parallel={"layer_split": split})
+            more = other.needed_gib - self.needed_gib
+            if other.fits or not self.fits:
+                notes.append(
+                    f"--parallel.layer_split={str(split).replace(' ', '')} fills the bubble with work of the first "
+                    f"stage: a step {gain:.1%} shorter for {max(0.0, more):.1f} GiB more on the fullest rank"
+                )
+        if grid.tensor > parallel.gpus_per_host:
+            notes.append(
+                f"parallel.tensor={grid.tensor} reaches beyond a host of {parallel.gpus_per_host} GPUs: gathers and "
+                "scatters of every layer cross the network"
+            )
+        if parallel.zero == 2:
+            saved = self._zero_saving() / GIB
+            words = f"saves {saved:.1f} GiB" if saved > 0 else f"needs {-saved:.1f} GiB more, not less (too few chunks)"
+            notes.append(
+                f"parallel.zero=2 reduces gradients {self.layout.microbatches} times a step where parallel.zero=1 "
+                f"reduces once, and {words}"
+            )
+        return notes
+
+    def _zero_saving(self) -> int:
+        other = self._changed(parallel={"zero": 1})
+        return max(m.total for m in other.memory) - max(m.total for m in self.memory)
+
+    def _changed(self, **sections: dict[str, Any]) -> LayoutCost:
+        config = self.config.model_copy(
+            update={name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
+        )
+        return replace(self, layout=lay_out(config, self.layout.grid.world))
+
+    def remedies(self) -> list[str]:
+        """Overrides, each of which alone makes a plan fit that does not; cheapest first."""
+        parallel, train = self.config.parallel, self.config.train
+        tries: list[tuple[str, dict[str, dict[str, Any]]]] = []
+        if parallel.zero == 0:
+            tries.append(("--parallel.zero=1", {"parallel": {"zero": 1}}))
+        if parallel.round_size is not None and parallel.pipeline > 1:
+            tries.append(
+                (f"--parallel.round_size={parallel.pipeline}", {"parallel": {"round_size": parallel.pipeline}})
+            )
+        if parallel.recompute == "none":
+            for less in ("activation", "selective"):
+                tries.append((f"--parallel.recompute={less}", {"parallel": {"recompute": less}}))
+        if train.micro_batch > 1:
+            tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
+        if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
+            tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
+        if parallel.recompute != "full":
+            tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
+        return [text for text, change in tries if self._changed(**change).fits]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data for JSON."""
+        model, grid, train = self.config.model, self.layout.grid, self.config.train
+        count = flops.flops_per_token(model)
+        tokens = train.global_batch * model.sequence_length
+        return {
+            "gpus": grid.world,
+            "hosts": grid.hosts,
+            "layout": {
+                "tensor": grid.tensor,
+                "pipeline": grid.pipeline,
+                "virtual_stages": self.config.parallel.virtual_stages,
+                "data": grid.data,
+                "microbatches": self.layout.microbatches,
+                "layers_by_chunk": [len(chunk) for chunk in self.layout.layers],
+                "zero": self.config.parallel.zero,
+                "recompute": self.config.parallel.recompute,
+            },
+            "parameters": flops.parameters(model),
+            "parameters_by_stage": [stage_parameters(model, self.config.parallel, s) for s in range(grid.pipeline)],
+            "flops": {
+                "convention": flops.CONVENTION,
+                "per_token": count.training,
+                "per_step": count.training * tokens,
+                "per_step_and_gpu": count.training * tokens / grid.world,
+            },
+            "tokens_per_step": tokens,
+            "schedule": {
+                "name": self.schedule.name,
+                "bubble_ideal": ideal_bubble(grid.pipeline, self.schedule.virtual, self.layout.microbatches),
+                "bubble_replayed": self.bubble,
+                "idle": self.idle,
+                "in_flight_by_stage": [self.schedule.in_flight(s) for s in range(grid.pipeline)],
+            },
+            "memory_by_stage": [{**m.kinds(), "total": m.total} for m in self.memory],
+            "device_gib": self.device_gib,
+            "reserve_gib": RESERVE_GIB,
+            "needed_gib": self.needed_gib,
+            "fits": self.fits,
+            "sent_by_rank_and_step": {str(s): asdict(self.traffic(s)) for s in self.stages},
+            "notes": self.notes(),
+        }
+
+
+def make_plan(config: Config, gpus: int, device_gib: float) -> LayoutCost:
+    """Plan `config` on `gpus` devices of `device_gib` GiB. FitError if the layout does not divide."""
+    return LayoutCost(lay_out(config, gpus), device_gib)
+
+
+def _runs(counts: list[int]) -> str:
+    """3 3 3 2 as "3 x 3, 1 x 2"."""
+    out: list[list[int]] = []
+    for n in counts:
+        if out and out[-1][1] == n:
+            out[-1][0] += 1
+        else:
+            out.append([1, n])
+    return ", ".join(f"{times} x {n}" for times, n in out)

@@ -1,0 +1,211 @@
+"""Pictures: waterfall, ladder, sweep, tornado, effective time. PNG files by matplotlib, no display needed."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megascale.simulate.render import PART_NAMES, shown_parts
+from megascale.simulate.step import StepEstimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# One colour a part, the same in every picture.
+COLOURS = dict(
+    zip(
+        PART_NAMES,
+        (
+            "#2b5c8a", "#4f8fc0", "#8fbce0", "#b9d3ea", "#7f7f7f", "#c0392b", "#e07b39", "#f0b35a",
+            "#7d5ba6", "#b39bd0", "#3a9b6d", "#8a6d3b", "#b8a77e", "#444444",
+        ),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(width, height), dpi=150, layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _plain(axis: Any) -> None:
+    """Plain numbers on a logarithmic axis, a few a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _save(figure: Figure, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
+    """Where the step goes: a row a part, stepping from zero to the total; one panel a result, one scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    parts = shown_parts(results)
+    figure, panels = plt.subplots(
+        1, len(results), figsize=(5.2 * len(results) + 1.2, 0.36 * len(parts) + 1.8), dpi=150, sharey=True,
+        sharex=True, layout="constrained", squeeze=False,
+    )  # fmt: skip
+    longest = max(r.seconds for r in results)
+    for axes, result in zip(panels[0], results, strict=True):
+        at = 0.0
+        for row, part in enumerate(parts):
+            value = result.parts.get(part, 0.0)
+            axes.barh(row, value, left=at, color=COLOURS[part], height=0.72)
+            end = max(at, at + value)
+            axes.text(end + 0.008 * longest, row, f"{value:.3f}", va="center", fontsize=8, color="#333333")
+            if row + 1 < len(parts):
+                axes.plot([at + value] * 2, [row - 0.36, row + 1.36], color="#999999", lw=0.6)
+            at += value
+        axes.barh(len(parts), at, color="#222222", height=0.72)
+        axes.text(at + 0.008 * longest, len(parts), f"{at:.2f} s", va="center", fontsize=8, weight="bold")
+        axes.set_title(f"{result.scenario.label}\n{result.seconds:.2f} s, MFU {100 * result.mfu:.1f}%", fontsize=10)
+        axes.set_xlabel("seconds of a step")
+        axes.set_xlim(0, longest * 1.14)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_yticks(range(len(parts) + 1), [*(PART_NAMES[p] for p in parts), "step"], fontsize=9)
+    panels[0][0].invert_yaxis()
+    scenario = results[0].scenario
+    figure.suptitle(
+        f"{scenario.config.train.name} on {scenario.gpus:,} GPUs ({scenario.cluster.name})", fontsize=11, weight="bold"
+    )
+    _save(figure, path)
+
+
+def ladder(names: Sequence[str], values: Sequence[float], path: Path, printed: Sequence[float] | None = None) -> None:
+    """MFU in percent as techniques are switched on one after another; `printed`: published values beside ours."""
+    figure, axes = _figure(8.5, 4.2)
+    spots = np.arange(len(names))
+    wide = 0.4 if printed is not None else 0.7
+    series: list[tuple[np.ndarray, Sequence[float], str, str]] = [(spots, values, "#2b5c8a", "predicted")]
+    if printed is not None:
+        series.append((spots + wide, printed, "#e0a35a", "printed in the paper"))
+    for at, heights, colour, label in series:
+        axes.bar(at, heights, wide, color=colour, label=label)
+        for x, value in zip(at, heights, strict=True):
+            axes.text(x, value + 0.3, f"{value:.1f}", ha="center", fontsize=8)
+    if printed is not None:
+        axes.legend(frameon=False, loc="upper left")
+    axes.set_xticks(spots + (wide / 2 if printed is not None else 0), names, rotation=25, ha="right", fontsize=9)
+    everything = [*values, *(printed if printed is not None else [])]
+    axes.set_ylim(max(0.0, min(everything) - 8), max(everything) + 5)
+    axes.set_ylabel("MFU, % (the axis does not start at 0)")
+    _save(figure, path)
+
+
+def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) -> None:
+    """Step time and MFU over the first key; one line for each combination of the others, bands P10 to P90."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["label"], *(row[k] for k in keys[1:])), []).append(row)
+    for group, members in groups.items():
+        x = [m[keys[0]] for m in members]
+        label = ", ".join([str(group[0]), *(f"{k}={v}" for k, v in zip(keys[1:], group[1:], strict=True))])
+        line = left.plot(x, [m["seconds"] for m in members], marker="o", ms=3.5, label=label)[0]
+        left.fill_between(
+            x, [m["p10"] for m in members], [m["p90"] for m in members], color=line.get_color(), alpha=0.15, lw=0
+        )
+        right.plot(x, [100 * m["mfu"] for m in members], marker="o", ms=3.5, color=line.get_color(), label=label)
+    numeric = all(isinstance(row[keys[0]], int | float) for row in rows)
+    spread = [row[keys[0]] for row in rows]
+    for axes, title in ((left, "seconds of a step"), (right, "MFU, %")):
+        if numeric and min(spread) > 0 and max(spread) / min(spread) > 8:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(set(spread)), [f"{v:g}" for v in sorted(set(spread))], rotation=30)
+            axes.minorticks_off()
+        axes.set_xlabel(keys[0])
+        axes.set_ylabel(title)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    if min(row["seconds"] for row in rows) * 8 < max(row["seconds"] for row in rows):
+        left.set_yscale("log")
+        _plain(left.yaxis)
+    right.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def tornado(changes: Mapping[str, tuple[float, float]], by: float, path: Path, title: str) -> None:
+    """What a step hangs on: its change when each figure falls and rises by `by`."""
+    figure, axes = _figure(8, 0.45 * len(changes) + 1.4)
+    for row, (lower, higher) in enumerate(changes.values()):
+        axes.barh(row, 100 * lower, color="#c0392b", height=0.6, label=f"-{by:.0%}" if row == 0 else None)
+        axes.barh(row, 100 * higher, color="#2b5c8a", height=0.6, label=f"+{by:.0%}" if row == 0 else None)
+    axes.set_yticks(range(len(changes)), list(changes))
+    axes.invert_yaxis()
+    axes.axvline(0, color="#333333", lw=0.8)
+    axes.set_xlabel("change of the step, %")
+    axes.set_title(title, fontsize=10)
+    axes.legend(frameon=False, loc="lower right", title="figure changed by")
+    _save(figure, path)
+
+
+def effective(curve: Sequence[tuple[float, float]], marks: Mapping[str, float], path: Path, title: str) -> None:
+    """Effective share of time over the checkpoint interval, with marked intervals."""
+    figure, axes = _figure(7, 4)
+    axes.plot([x / 60 for x, _ in curve], [100 * y for _, y in curve], marker="o", ms=4, color="#2b5c8a")
+    styles = ("--", ":", "-.")
+    for style, (name, at) in zip(styles, marks.items(), strict=False):
+        axes.axvline(at / 60, ls=style, color="#888888", label=f"{name}: {at / 60:.1f} min")
+    axes.set_xscale("log")
+    ticks = [x / 60 for x, _ in curve][::2]
+    axes.set_xticks(ticks, [f"{t:.3g}" for t in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("minutes between checkpoints")
+    axes.set_ylabel("effective training time, %")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def scatter(pairs: Sequence[tuple[str, float, float, bool]], path: Path, title: str) -> None:
+    """Measured against predicted, fitted and held-out rows apart, with lines at 5% either way."""
+    figure, axes = _figure(5.4, 5.2)
+    measured = np.array([m for _, m, _, _ in pairs])
+    predicted = np.array([p for _, _, p, _ in pairs])
+    used = np.array([u for *_, u in pairs])
+    ends = np.array([measured.min() * 0.85, measured.max() * 1.18])
+    axes.plot(ends, ends, color="#333333", lw=0.8)
+    axes.fill_between(ends, ends / 1.05, ends * 1.05, color="#999999", alpha=0.2, lw=0, label="within 5%")
+    for chosen, colour, label in ((used, "#b8a77e", "fitted"), (~used, "#2b5c8a", "held out")):
+        if chosen.any():
+            axes.scatter(measured[chosen], predicted[chosen], s=22, color=colour, label=label, zorder=3)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(*ends)
+    axes.set_ylim(*ends)
+    _plain(axes.xaxis)
+    _plain(axes.yaxis)
+    axes.set_xlabel("measured step, s")
+    axes.set_ylabel("predicted step, s")
+    axes.set_title("\n".join(textwrap.wrap(title, 58)), fontsize=9)
+    axes.legend(frameon=False)
+    _save(figure, path)

@@ -1,0 +1,158 @@
+"""All checks A1 to A9 in one table: reached, target, pass or miss, what was fitted, what was skipped."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megascale import config as configuration
+from megascale.errors import DataError
+from megascale.simulate.calibration import Constants
+from megascale.simulate.case import Case
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.event import simulate
+from megascale.simulate.measured_runs import load_predictions, matching, shipped_predictions
+from megascale.simulate.search import price
+from megascale.simulate.software import MEGASCALE
+from megascale.simulate.validation.anchors import TRACE_FILE, TRACE_RESULT, strong_scaling
+from megascale.simulate.validation.score import AnchorCheck, check_mfu, check_table, check_vtrain
+
+# The speed check prices this many layouts and scales to a million.
+SPEED_LAYOUTS = 200_000
+GOAL_LAYOUTS = 1_000_000
+
+
+def check_runs(runs: Path | None) -> list[AnchorCheck]:
+    """A7: this project's own runs against predictions written before them, each file of predictions by itself."""
+    return [check for name in shipped_predictions() for check in _check_predictions(runs, name)]
+
+
+def _check_predictions(runs: Path | None, predictions: str) -> list[AnchorCheck]:
+    made, said = load_predictions(predictions)
+    what = f"own runs on H200 against predictions {predictions} made {made}"
+    found = matching(said, runs) if runs is not None else []
+    if not found:
+        where = f"no run folder of the predictions in {runs}" if runs is not None else "no --runs folder given"
+        return [AnchorCheck("A7", what, skipped=f"{where}: {len(said)} predictions wait for their measurement")]
+    errors = np.array([100.0 * (p.seconds / m.seconds - 1.0) for p, m in found])
+    inside = sum(p.low <= m.seconds <= p.high for p, m in found)
+    missing = sorted({p.name for p in said} - {p.name for p, _ in found})
+    notes = [f"{inside} of {len(found)} measurements lie in their P10-P90 band"]
+    if missing:
+        notes.append(f"not measured: {', '.join(missing)}")
+    return [
+        AnchorCheck(
+            "A7",
+            what,
+            {"mean": (float(np.abs(errors).mean()), 5.0, "%"), "worst": (float(np.abs(errors).max()), 10.0, "%")},
+            "nothing of it",
+            tuple(notes),
+            tuple((p.name, m.seconds, p.seconds, False) for p, m in found),
+        )
+    ]
+
+
+def check_trace(folder: Path | None) -> list[AnchorCheck]:
+    """A8: replay of the ByteDance trace beside the published result."""
+    what = "replay of a ByteDance Megatron job (8 ranks, 32 steps)"
+    if folder is None or not (folder / TRACE_FILE).is_file():
+        return [AnchorCheck("A8", what, skipped="data of others is not here (see --data): the trace ST")]
+    from megascale.simulate.trace import read, what_if
+
+    try:
+        result = what_if(read(folder / TRACE_FILE))
+    except DataError as error:
+        return [AnchorCheck("A8", what, skipped=str(error))]
+    total = 100.0 * abs(result.replayed / result.recorded - 1.0)
+    notes = [
+        f"recorded step {result.recorded:.4f} s, replayed {result.replayed:.4f} s; without launch gaps "
+        f"{result.original:.4f} s, ideal {result.ideal:.4f} s"
+    ]
+    figures = {"total time": (total, 1.0, "%")}
+    try:
+        published = json.loads((folder / TRACE_RESULT).read_text())
+    except (OSError, ValueError):
+        notes.append("the published result is not beside the trace: slow-down not compared")
+    else:
+        theirs = float(published["blocking_slowdown"])
+        figures["slow-down"] = (100.0 * abs((result.slow_down - 1.0) / (theirs - 1.0) - 1.0), 10.0, "%")
+        notes.append(f"slow-down by stragglers {result.slow_down:.4f}, published {theirs:.4f}")
+        stage = max(result.by_stage, key=lambda s: result.by_stage[s])
+        ours = result.by_stage[stage] / result.ideal
+        notes.append(
+            f"worst stage alone: stage {stage}, {ours:.4f}; published "
+            f"{float(published['blocking_decompose_by_stage'][str(stage)]):.4f}"
+        )
+    return [AnchorCheck("A8", what, figures, "nothing", tuple(notes))]
+
+
+def best_of(times: int, call: Callable[[], object]) -> float:
+    """Shortest wall-clock seconds of several calls."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def check_speed() -> list[AnchorCheck]:
+    """A9: layouts a minute in closed form, and an event-driven step of 12,288 GPUs."""
+    cluster = load_cluster("a100-roce")
+    model = configuration.from_tree({"model": {"preset": "gpt-175b"}}).model
+    rng = np.random.default_rng(0)
+    n = SPEED_LAYOUTS
+    arrays = {
+        "tensor": rng.choice([1, 2, 4, 8], n),
+        "pipeline": rng.choice([1, 2, 4, 8, 16], n),
+        "virtual": rng.choice([1, 2, 3, 6], n),
+        "data": rng.choice([4, 16, 64, 192], n),
+        "micro": rng.choice([1, 2, 4], n),
+    }
+
+    def many() -> object:
+        return price(
+            lambda part: Case.of(model, MEGASCALE, batch=6144, **{k: v[part] for k, v in arrays.items()}),
+            n,
+            cluster,
+            Constants(),
+        )
+
+    rows = strong_scaling()
+    last = rows.subset(np.arange(len(rows)) == len(rows) - 1).cases
+    case = Case(**{k: v[0].item() for k, v in vars(last).items()})
+    seconds = best_of(3, many) * GOAL_LAYOUTS / n
+    event = best_of(3, lambda: simulate(cluster, case))
+    jittered = best_of(2, lambda: simulate(cluster, case, jitter=cluster.stragglers.jitter))
+    return [
+        AnchorCheck(
+            "A9",
+            "speed",
+            {"10^6 layouts": (seconds, 60.0, " s"), "12,288-GPU event step": (event, 0.5, " s")},
+            "nothing",
+            (
+                f"one process; {60.0 / seconds:,.1f} million layouts a minute; the same step with all 192 replicas "
+                f"jittered {jittered:.2f} s",
+            ),
+        )
+    ]
+
+
+def validate(data: Path | None, runs: Path | None, only: list[str] | None = None) -> list[AnchorCheck]:
+    """The checks asked for (all by default), in order."""
+    cluster = load_cluster("a100-roce")
+    suites: list[tuple[set[str], Callable[[], list[AnchorCheck]]]] = [
+        ({"A1", "A2", "A3"}, lambda: check_table(cluster)),
+        ({"A4"}, lambda: check_vtrain(data)),
+        ({"A5", "A6"}, lambda: check_mfu(cluster)),
+        ({"A7"}, lambda: check_runs(runs)),
+        ({"A8"}, lambda: check_trace(data)),
+        ({"A9"}, check_speed),
+    ]
+    wanted = {key.upper() for key in only} if only else None
+    checks = [check for keys, suite in suites if wanted is None or keys & wanted for check in suite()]
+    return [check for check in checks if wanted is None or check.key in wanted]

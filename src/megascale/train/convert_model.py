@@ -1,0 +1,171 @@
+"""Models of Hugging Face as run folders, and the reverse: checkpoint, configuration and tokenizer together."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megascale import checkpoint
+from megascale.config import Config, from_tree
+from megascale.core.events import Event
+from megascale.core.flops import parameters
+from megascale.data.dataset import tokenizer_agreement
+from megascale.data.tokenizer import convert_tokenizer
+from megascale.data.tokenizer.tokenizer import Tokenizer, tokenizer_path
+from megascale.errors import ConfigError, DataError
+from megascale.model.huggingface.export import write_folder
+from megascale.model.huggingface.families import family_for
+from megascale.model.huggingface.import_model import read_folder
+from megascale.model.huggingface.tensor_names import logical_shapes
+from megascale.train.resume import tokenizer_hash, trained_config
+from megascale.train.run_folder import RunFolder, checkpoint_folder
+
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion made.
+
+    Attributes:
+        path: run folder (import) or Hugging Face folder (export).
+        family: of transformers.
+        parameters: trained numbers.
+        tokenizer: whether there is one beside the model.
+        notes: what a person should know.
+    """
+
+    path: Path
+    family: str
+    parameters: int
+    tokenizer: bool
+    notes: list[str] = field(default_factory=list)
+
+
+def import_model(folder: Path, run: Path, *, sequence_length: int | None = None) -> Converted:
+    """Make a run folder of a Hugging Face model: a checkpoint of step 0, config.toml, tokenizer.json.
+
+    Weights keep their type in the checkpoint. `sequence_length`: tokens in a training sample, where the model's own
+    reach is more than one wants; not for learned positions, whose table would be cut.
+
+    Raises DataError as `read_folder`; ConfigError if the run is there already or its name cannot be one.
+    """
+    place = RunFolder(run)
+    if place.config.exists() or any(checkpoint.steps(place.checkpoints)):
+        raise ConfigError(f"--out={run} is a run already; name another folder, such as {run}-2")
+    found = read_folder(folder)
+    model = found.model
+    if sequence_length is not None and sequence_length != model.sequence_length:
+        if model.positions == "learned":
+            raise ConfigError(
+                f"--sequence-length={sequence_length}: this model has learned positions for exactly "
+                f"{model.sequence_length} tokens; leave the option out"
+            )
+        model = model.model_copy(update={"sequence_length": sequence_length})
+    config = _config(run, {"model": model.model_dump(exclude_none=True)})
+    place.create()
+    notes = list(found.notes)
+    ends = found.settings.get("eos_token_id")
+    end = next((e for e in (ends if isinstance(ends, list) else [ends]) if isinstance(e, int)), None)
+    tokenizer, problem = convert_tokenizer.take(folder, run, end)
+    if problem is not None:
+        notes.append(problem)
+    elif tokenizer is not None and tokenizer.vocab_size > model.vocab:
+        notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
+    if (run / convert_tokenizer.NAME).exists():
+        data = config.data.model_copy(update={"tokenizer": str(run / convert_tokenizer.NAME)})
+        config = config.model_copy(update={"data": data})
+    shards = [
+        checkpoint.Shard(f"model.{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+        for name, tensor in found.tensors.items()
+    ]
+    identity = secrets.token_hex(8)
+    state = {
+        "step": 0,
+        "samples": 0,
+        "run": {"id": identity, "name": config.train.name},
+        "tokenizer": tokenizer_hash(config),
+        "config": config.model_dump(exclude_none=True),
+    }
+    checkpoint.save(place.checkpoints, 0, shards, state, keep=1)
+    place.event(Event.IMPORTED, family=found.family.name, source=str(folder), notes=notes)
+    # Last, because a folder with it counts as a run.
+    place.accept(config, identity)
+    return Converted(run, found.family.name, parameters(model), tokenizer is not None, notes)
+
+
+def _config(run: Path, tree: dict) -> Config:
+    # Relative paths stay relative, as everywhere in a configuration.
+    return from_tree({**tree, "train": {"name": run.name, "runs": str(run.parent)}})
+
+
+def export_model(
+    run: Path,
+    out: Path,
+    *,
+    family: str | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+    file_bytes: int = 4 << 30,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Converted:
+    """Write a run's model as a folder that `transformers` loads.
+
+    Args:
+        run: run folder.
+        out: folder to make.
+        family: of transformers; default: the first that the model is of.
+        step: checkpoint; default: the newest.
+        dtype: float32, bfloat16 or float16; default: train.precision of the run, float64 as float32.
+        file_bytes: size from which weights are spread over several files.
+        progress: told bytes written and bytes in all.
+
+    Raises ConfigError if no family (or not the named one) can say what the model is, naming the keys; DataError if
+    there is no checkpoint.
+    """
+    config, same = trained_config(run, step)
+    model = config.model
+    chosen = family_for(model, family)
+    if dtype is None:
+        dtype = config.train.precision if config.train.precision in EXPORT_DTYPES else "float32"
+    if dtype not in EXPORT_DTYPES:
+        raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
+    checkpoints = checkpoint_folder(run, config)
+    step = checkpoint.latest(checkpoints) if step is None else step
+    if step is None:
+        raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
+    shapes = logical_shapes(model)
+    kind = EXPORT_DTYPES[dtype]
+
+    def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
+        shards = [checkpoint.Shard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
+        checkpoint.load(checkpoints, shards, step=step, accept=same)
+        return tensors
+
+    written, total = 0, parameters(model) * kind.itemsize
+
+    def count(size: int) -> None:
+        nonlocal written
+        written += size
+        progress(written, total)
+
+    tokenizer, note = _tokenizer(run, config)
+    end = tokenizer.end_of_document if tokenizer is not None else None
+    write_folder(out, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, end_of_text=end, progress=count)
+    if tokenizer is not None:
+        convert_tokenizer.give(tokenizer, tokenizer_path(config.data), out, model.sequence_length)
+    return Converted(out, chosen.name, parameters(model), tokenizer is not None, [note] if note else [])
+
+
+def _tokenizer(run: Path, config: Config) -> tuple[Tokenizer | None, str | None]:
+    """The run's tokenizer, or why there is none: a model can do without."""
+    try:
+        tokenizer_agreement.check_run(run, config)
+        return Tokenizer.load(tokenizer_path(config.data)), None
+    except (ConfigError, DataError) as error:
+        return None, f"no tokenizer is written: {error}"

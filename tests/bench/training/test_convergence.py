@@ -1,0 +1,154 @@
+"""The convergence bench: what it trains, and what it makes of the records."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megascale.bench.training import convergence as bench
+from megascale.cli.main import app
+from megascale.errors import EXIT_INTERRUPTED, ConfigError
+
+
+def outcome(variant: str, losses: list[float], seed: int = 0) -> bench.ConvergenceOutcome:
+    return bench.ConvergenceOutcome(variant, seed, "", [100 * (i + 1) for i in range(len(losses))], losses, 10.0)
+
+
+def test_tokens_to_a_loss_lie_between_evaluations():
+    run = outcome("serial", [5.0, 4.0, 3.5, 3.0])
+    assert bench.tokens_to(run, 5.0) == 100
+    assert bench.tokens_to(run, 3.75) == pytest.approx(250)
+    assert bench.tokens_to(run, 2.0) is None
+
+
+def test_lamb_trains_the_same_tokens_in_larger_batches(tmp_path):
+    variants = {v.name: v for v in bench._variants(64, 4, [1e-3], [1e-2], 256)}
+    assert variants["lamb"].batch == 256
+    steps = {n: round(64 * 1024 * 400 / (v.batch * 1024)) for n, v in variants.items()}
+    assert steps["lamb"] * variants["lamb"].batch == steps["serial"] * variants["serial"].batch
+    assert "--model.window=256" in variants["window"].settings
+    assert not any("window" in word for word in variants["parallel"].settings)
+
+
+def test_a_tiny_comparison(tmp_path, tokens):
+    """Two real variants on one core: trained, compared, drawn; called again it trains nothing anew."""
+    command = ["bench", "convergence", "--data", str(tokens), "--preset", "tiny", "--tokens", "1024", "--batch", "4"]
+    command += ["--variant", "serial", "--variant", "lamb", "--seeds", "1", "--times", "2"]
+    command += ["--lamb-peak", "1e-2", "--lamb-peak", "3e-2", "--lamb-micro-batch", "8", "--at-once", "2"]
+    command += [
+        "--folder",
+        str(tmp_path / "runs"),
+        "--plot",
+        str(tmp_path / "c.png"),
+        "--out",
+        str(tmp_path / "c.json"),
+    ]
+    command += [
+        "--model.sequence_length=16",
+        "--model.hidden=32",
+        "--model.layers=1",
+        "--model.heads=2",
+        "--model.vocab_size=64",
+    ]
+    command += ["--train.device=cpu", "--train.micro_batch=4", "--train.threads=1"]
+    for _ in range(2):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "c.json").read_text())
+    runs = {run["variant"]: run for run in record["runs"]}
+    assert set(runs) == {"serial", "lamb 0.01", "lamb 0.03"}
+    assert {run["tokens"][-1] for run in runs.values()} == {1024}
+    assert runs["lamb 0.01"]["held_out"] != runs["lamb 0.03"]["held_out"]
+    settings = (tmp_path / "runs" / "lamb-0.01-0" / "config.toml").read_text()
+    assert "micro_batch = 8" in settings
+    assert runs["serial"]["held_out"][-1] < runs["serial"]["held_out"][0]
+    assert (tmp_path / "c.png").stat().st_size > 10_000
+    steps = [json.loads(x) for x in (tmp_path / "runs" / "serial-0.001-0" / "metrics.jsonl").read_text().splitlines()]
+    assert len([s for s in steps if "loss" in s]) == 16
+
+
+def test_an_unknown_variant_is_named():
+    done = CliRunner().invoke(app, ["bench", "convergence", "--variant", "cereal"])
+    assert isinstance(done.exception, ConfigError)
+    assert "cereal" in str(done.exception)
+
+
+def test_a_bench_that_is_told_to_end_leaves_no_run_behind(tmp_path, tokens):
+    shape = ["layers=1", "hidden=32", "heads=2", "sequence_length=16", "vocab_size=64"]
+    command = [sys.executable, "-m", "megascale.cli.main", "bench", "convergence", "--data", str(tokens)]
+    command += ["--preset", "tiny", "--tokens", "1e8", "--batch", "4", "--folder", str(tmp_path / "runs")]
+    command += [
+        *(f"--model.{word}" for word in shape),
+        "--train.device=cpu",
+        "--train.micro_batch=4",
+        "--train.threads=1",
+    ]
+    bench_ = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    mine = str(tmp_path / "runs").encode()
+    while not any((tmp_path / "runs").glob("*/metrics.jsonl")):
+        assert bench_.poll() is None
+        time.sleep(0.05)
+    bench_.terminate()
+    assert bench_.wait(60) == EXIT_INTERRUPTED
+    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if _holds(p, mine)]
+    assert not left
+
+
+def _holds(cmdline: Path, word: bytes) -> bool:
+    try:
+        return word in cmdline.read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--model.block=serial", "--model.tied_embeddings=true", "--model.activation=gelu_tanh"],
+        ["--model.block=parallel", "--model.tied_embeddings=false", "--model.window=5", "--lr.warmup_steps=3"],
+    ],
+)
+def test_training_is_what_plain_pytorch_makes_of_it(tmp_path, tokens, settings):
+    """Step by step: samples, first weights, gradients, clipping, schedule, AdamW; in float32, to rounding."""
+    (tmp_path / "base.toml").touch()
+    words = [str(tmp_path / "base.toml"), *settings, f"--train.runs={tmp_path}", f"--data.train={tokens}/train"]
+    words += [f"--data.valid={tokens}/valid", "--train.steps=12", "--train.global_batch=4", "--train.micro_batch=2"]
+    words += [
+        "--model.sequence_length=16",
+        "--model.hidden=32",
+        "--model.layers=2",
+        "--model.heads=2",
+        "--lr.peak=1e-2",
+    ]
+    words += ["--train.device=cpu", "--train.precision=float32", "--train.threads=1", "--train.eval_interval=6"]
+    words += ["--model.vocab_size=64", "--optimizer.clip=0.5", "--observe.progress=false", "--checkpoint.interval=0"]
+    found = {}
+    for name, module in (("ours", ["megascale.cli.main", "train"]), ("plain", ["megascale.bench.training.plain"])):
+        command = [sys.executable, "-m", *module, *words, f"--train.name={name}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line) for line in lines]
+    for key, count in (("loss", 12), ("grad_norm", 12), ("valid_loss", 2)):
+        ours, plain = ({r["step"]: r[key] for r in found[name] if key in r} for name in ("ours", "plain"))
+        assert len(plain) == count
+        assert ours == pytest.approx(plain, rel=2e-5), key
+    losses = [r["loss"] for r in found["plain"] if "loss" in r]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_the_plain_model_names_what_it_does_not_have(tmp_path):
+    (tmp_path / "base.toml").touch()
+    words = [str(tmp_path / "base.toml"), "--model.norm=rmsnorm", "--model.vocab_size=64", f"--train.runs={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megascale.bench.training.plain", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "model.norm='layernorm'" in done.stderr
+    assert "rmsnorm" in done.stderr

@@ -1,0 +1,87 @@
+"""`megascale bench peers`: who can train what, the same job for all, one count of FLOPs; no GPU, no comparison."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from megascale.bench.training import peer_comparison
+from megascale.cli.common import load
+from megascale.core.flops import mfu
+from megascale.errors import ConfigError
+
+
+def config(preset: str, *words: str):
+    return load(None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000", *words])
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", lambda name: object())
+
+
+def test_peers_that_are_not_installed_are_left_out_or_refused(monkeypatch):
+    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", lambda name: None)
+    chosen, left_out = peer_comparison.choose([], config("llama-8b"))
+    assert chosen == []
+    assert set(left_out) == set(peer_comparison.PEERS)
+    assert all("not installed" in why for why in left_out.values())
+    with pytest.raises(ConfigError, match=r"--peer=torchtitan: .*not installed"):
+        peer_comparison.choose(["torchtitan"], config("llama-8b"))
+    with pytest.raises(ConfigError, match="--peer=nobody"):
+        peer_comparison.choose(["nobody"], config("llama-8b"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "able"),
+    [
+        ("llama-8b", (), ["torchtitan", "megatron-core"]),
+        ("gpt-13b", (), ["megatron-core"]),
+        ("gpt-13b", ("--model.block=parallel",), []),
+        ("llama-8b", ("--model.window=1024",), []),
+        ("llama-8b", ("--optimizer.name=lamb",), []),
+        ("llama-8b", ("--model.mlp_bias=true",), []),
+    ],
+)
+def test_a_peer_is_run_only_where_it_trains_the_same(installed, preset, words, able):
+    chosen, left_out = peer_comparison.choose([], config(preset, *words))
+    assert chosen == able
+    assert set(left_out) == set(peer_comparison.PEERS) - set(able)
+
+
+def test_all_get_the_same_job(tmp_path):
+    ours = config("llama-8b", "--parallel.tensor=2", "--train.micro_batch=2", "--train.global_batch=16")
+    job = peer_comparison.make_job(ours, 8, 10, 5, tmp_path / "a.json", None)
+    assert (job.model["ffn"], job.model["kv_heads"], job.model["vocab"]) == (14336, 8, ours.model.padded_vocab)
+    assert (job.tensor, job.world, job.micro_batch, job.global_batch) == (2, 8, 2, 16)
+    assert peer_comparison.make_job(ours, 8, 10, 5, tmp_path / "a.json", 4).micro_batch == 4
+    again = peer_comparison.PeerJob(**json.loads(json.dumps(asdict(job))))
+    rows = again.rows(1, torch.device("cpu"))
+    assert rows.shape == (8193, 2)
+    assert torch.equal(rows, job.rows(1, torch.device("cpu")))
+    assert not torch.equal(rows, job.rows(0, torch.device("cpu")))
+    assert int(rows.max()) < job.model["vocab"]
+
+
+def test_figures_take_the_median_turn_and_one_count_of_flops():
+    ours = config("gpt-13b", "--train.global_batch=64")
+
+    def turn(name: str, *seconds: float) -> peer_comparison.PeerResult:
+        return peer_comparison.PeerResult(name, 0, list(seconds), 50.0, {}, "")
+
+    results = [turn("megascale", 2.0), turn("megatron-core", 2.4, 9.0, 2.4), turn("megatron-core", 2.6)]
+    first, second = peer_comparison.figures(ours, 8, 989.4, results)
+    assert (first["name"], first["seconds"], first["spread"]) == ("megascale", 2.0, 0.0)
+    assert second["seconds"] == pytest.approx(2.5)
+    assert second["spread"] == pytest.approx(0.08)
+    assert first["mfu"] == pytest.approx(mfu(ours.model, 64 * 2048 / 2.0, 8, 989.4))
+    assert first["mfu"] / second["mfu"] == pytest.approx(2.5 / 2.0)
+
+
+def test_without_a_gpu_there_is_nothing_to_compare(megascale, tmp_path):
+    found = megascale("bench", "peers", "llama-8b", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert found.returncode == 2
+    assert "GPU" in found.stderr

@@ -1,0 +1,165 @@
+"""Images in host memory and their copies: whenever all are killed, some save is whole everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megascale.checkpoint.background.replica import Replicas
+from megascale.checkpoint.background.staging import next_slot
+from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.format.staged_file import Slot
+
+
+class Hosts:
+    """Processes whose services complete images, copy them to peers and free slots each at its own pace; the choices of
+    slots and of memory for copies are the real ones."""
+
+    def __init__(self, ranks: int, slots: int, above: int = 0) -> None:
+        self.above, self.number, self.nothing = above, above, CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
+        self.own = [[""] * slots for _ in range(ranks)]  # what each service has whole
+        self.filled = [[""] * slots for _ in range(ranks)]
+        self.copies = Replicas()
+        # As each trainer knows it.
+        self.free, self.whole = np.ones((ranks, slots), bool), np.zeros((ranks, slots), bool)
+        self.under_way: list[tuple[int, int, str, Any]] = []  # (rank, slot, what comes next, with what)
+
+    def room(self, rank: int, slot: int, generation: str) -> Slot:
+        slots = self.free.shape[1]
+        message = {"rank": rank, "slot": slot, "slots": slots, "size": 1, "generation": generation, "above": self.above}
+        return self.copies._room(message, self.nothing)
+
+    def copy(self, rank: int, slot: int, generation: str) -> None:
+        """A copy that was there before."""
+        room = self.room(rank, slot, generation)
+        room.generation = generation
+        room.busy.release()
+
+    def images(self) -> tuple[list[set[str]], list[set[str]]]:
+        """Of each rank what is whole, of its own and of its copies."""
+        own = [{g for g in of_rank if g} for of_rank in self.own]
+        held = self.copies.held()
+        return own, [{s.generation for r, s in held if r == rank} for rank in range(len(own))]
+
+    def play(self, moves: list[int], check: Callable[[], None]) -> None:
+        """Go on with one of the events under way, or begin a save on all, as each move says."""
+        try:
+            for move in moves:
+                if self.under_way and move % 3:
+                    self._go_on(*self.under_way.pop(move % len(self.under_way)))
+                else:
+                    self._save(check)
+                check()
+        finally:
+            for slots in self.copies._slots.values():
+                for slot in slots:
+                    slot.memory.close()
+
+    def _go_on(self, rank: int, slot: int, event: str, room: Any) -> None:
+        generation = self.filled[rank][slot]
+        if event == "frame":
+            self.own[rank][slot] = generation
+            self.under_way.append((rank, slot, "push", None))
+        elif event == "push":
+            try:
+                self.under_way.append((rank, slot, "pushed", self.room(rank, slot, generation)))
+            except BlockingIOError:  # told as a problem of the copy; the image is whole here
+                self.whole[rank, slot] = self.free[rank, slot] = True
+        elif event == "pushed":
+            room.generation = generation
+            room.busy.release()
+            self.whole[rank, slot] = True
+            self.under_way.append((rank, slot, "free", None))
+        else:
+            self.free[rank, slot] = True
+
+    def _save(self, check: Callable[[], None]) -> None:
+        begun = np.array([[g[:8] == f"{self.above:08d}" for g in of_rank] for of_rank in self.filled]) & self.whole
+        free, whole, origin = (list(flags) for flags in (self.free.all(0), self.whole.all(0), begun.any(0)))
+        chosen = {next_slot(free, whole, filled, origin, self.above > 0) for filled in self.filled}
+        assert len(chosen) == 1, "each takes another"
+        slot = chosen.pop()
+        if slot is None:
+            return
+        self.number += 1
+        for rank, filled in enumerate(self.filled):
+            self.own[rank][slot], filled[slot] = "", f"{self.number:08d}-b"
+            self.free[rank, slot] = self.whole[rank, slot] = False
+            self.under_way.append((rank, slot, "frame", None))
+            check()
+
+
+MOVES = st.lists(st.integers(0, 1 << 30), min_size=5, max_size=90)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(2, 3), st.integers(2, 3), MOVES)
+def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slots: int, moves: list[int]) -> None:
+    """Of own images and of copies, each for itself: either may be lost."""
+    hosts, had = Hosts(ranks, slots), [False, False]
+
+    def check() -> None:
+        for i, held in enumerate(hosts.images()):
+            common = set.intersection(*held)
+            had[i] = had[i] or bool(common)
+            assert common or not had[i]
+
+    hosts.play(moves, check)
+    if not hosts.under_way:
+        free, whole = [True] * slots, list(hosts.whole.all(0))
+        assert next_slot(free, whole, hosts.filled[0], [False] * slots, False) is not None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 1), st.lists(st.booleans(), min_size=2, max_size=3), st.integers(0, 7), MOVES)
+def test_what_a_run_began_from_stays_until_it_has_made_more(
+    slot: int, lost: list[bool], newer: int, moves: list[int]
+) -> None:
+    """Some hosts were lost and have nothing; their images are copies, beside which a newer one may lie that not all
+    had."""
+    assume(any(not newer >> rank & 1 for rank in range(len(lost))))  # else the run had begun from that
+    hosts = Hosts(len(lost), 2, above=6)
+    for rank, gone in enumerate(lost):
+        images = {slot: "00000006-a"} | ({1 - slot: "00000007-a"} if newer >> rank & 1 else {})
+        for place, generation in images.items():
+            if gone:
+                hosts.copy(rank, place, generation)
+            else:
+                hosts.own[rank][place] = hosts.filled[rank][place] = generation
+                hosts.whole[rank, place] = True
+
+    def check() -> None:
+        own, copies = hosts.images()
+        assert set.intersection(*(a | b for a, b in zip(own, copies, strict=True))) - {"00000007-a"}
+
+    hosts.play(moves, check)
+
+
+def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
+    copies, index = Replicas(), CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
+
+    def room(slots: int, slot: int, generation: str, above: int = 0) -> Slot:
+        message = {"rank": slots, "slot": slot, "slots": slots, "size": 8, "generation": generation, "above": above}
+        return copies._room(message, index)
+
+    for slots in (1, 2):
+        first = room(slots, 0, "00000001-a")
+        first.generation = "00000001-a"
+        first.busy.release()
+        coming = room(slots, slots - 1, "00000002-a")
+        assert coming is not first
+        with pytest.raises(BlockingIOError):
+            room(slots, slots - 1, "00000003-a")
+        coming.busy.release()  # it did not come
+        # A new run begins from the first, whichever slot it fills; then that one's turn comes.
+        again = room(slots, 0, "00000002-b", above=1)
+        assert again is coming
+        assert first.generation
+        again.generation = "00000002-b"
+        again.busy.release()
+        assert room(slots, slots - 1, "00000003-b", above=1) is first

@@ -1,0 +1,162 @@
+"""Other storage than a local disk: memory and S3 through fsspec (S3 against a real moto server, where there is one)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale.checkpoint import Checkpointer, Shard, inspect, latest, load, save, steps
+from megascale.checkpoint.format.verify import verify
+from megascale.checkpoint.storage.base import Storage, open_storage
+from megascale.checkpoint.storage.local_disk import LocalStorage
+from megascale.config import CheckpointConfig
+from megascale.errors import DataError
+from tests.checkpoint.conftest import assert_same, blank, logical_state, run_group, whole
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A bucket on a moto server. Where the server's program is: MOTO_SERVER or the path; it is best kept in a virtual
+    environment of its own, since its dependencies take long to resolve beside s3fs."""
+    pytest.importorskip("s3fs")
+    program = os.environ.get("MOTO_SERVER") or shutil.which("moto_server")
+    if not program or not Path(program).exists():
+        pytest.skip("no moto_server here: install moto[server] anywhere and set MOTO_SERVER to its moto_server program")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = open(tmp_path_factory.mktemp("moto") / "log", "wb")  # noqa: SIM115 - lives as long as the server
+    server = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    keep = {key: os.environ.get(key) for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL")}
+    os.environ.update({"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_ENDPOINT_URL": url})
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(url, timeout=1).close()
+                break
+            except OSError:
+                assert server.poll() is None, "moto_server ended"
+                assert time.monotonic() < deadline, "moto_server does not answer"
+                time.sleep(0.05)
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir("bucket")
+        yield "s3://bucket"
+    finally:
+        server.kill()
+        server.wait()
+        for key, value in keep.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+
+
+@pytest.fixture(params=["local", "file", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A new folder on each kind of storage."""
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    return {"local": str(tmp_path), "file": f"file://{tmp_path}", "memory": f"memory://{tmp_path.name}"}[request.param]
+
+
+def test_storage_keeps_its_promises(place: str) -> None:
+    storage: Storage = open_storage(place)
+    assert storage.list() == []
+    assert storage.size("a/b") is None
+    with pytest.raises(FileNotFoundError):
+        storage.read("a/b")
+    storage.write("a/b", b"0123456789")
+    storage.write("a/b", b"abcdefghij")
+    assert bytes(storage.read("a/b")) == b"abcdefghij"
+    assert bytes(storage.read("a/b", 2, 3)) == b"cde"
+    assert bytes(storage.read("a/b", 8, 10)) == b"ij"
+    assert storage.size("a/b") == 10
+    sink = storage.create("a/large")
+    body = os.urandom(20 << 20) + b"tail"
+    for at in range(0, len(body), 3_000_001):
+        sink.write(body[at : at + 3_000_001])
+    sink.finish()
+    assert bytes(storage.read("a/large")) == body
+    abandoned = storage.create("a/abandoned")
+    abandoned.write(b"x" * 100)
+    abandoned.abort()
+    assert storage.list("a") == ["b", "large"]
+    storage.remove("a/b")
+    storage.remove("a/never")
+    assert storage.list("a") == ["large"]
+    storage.write("a/c", b"1")
+    storage.clear("a", ["large", "never"])
+    assert storage.list("a") == ["c"]
+    storage.write("a/d", b"1")
+    storage.clear("a", ["c", "d"])
+    assert storage.list() == []
+    storage.clear("a", ["c"])
+    storage.write("a/b/c", b"1")
+    storage.remove("a")
+    assert storage.list() == []
+
+
+def test_checkpoints_on_any_storage(place: str) -> None:
+    for step in (1, 2, 3):
+        save(place, step, whole(logical_state(step)), {"step": step}, keep=2)
+    assert (steps(place), latest(place)) == ([2, 3], 3)
+    assert inspect(place).committed
+    got = blank(logical_state())
+    assert load(place, whole(got)) == {"step": 3}
+    assert_same(got, logical_state(3))
+    storage = open_storage(place)
+    assert verify(storage, 3).problems == []
+    file = next(name for name in storage.list("step-3") if name.endswith(".distcp"))
+    storage.write(f"step-3/{file}", bytes(storage.read(f"step-3/{file}"))[:-1000])
+    with pytest.warns(UserWarning, match=r"step-3.*damaged"):
+        assert load(place, whole(got)) == {"step": 2}
+    storage.remove("step-2/COMMIT")
+    with pytest.raises(DataError, match="No other"):
+        load(place, whole(got))
+
+
+def _save_and_load(rank: int, size: int, place: str) -> int:
+    tensors = {"w": torch.arange(1000.0).reshape(100, 10)}
+    rows = slice(100 * rank // size, 100 * (rank + 1) // size)
+    save(place, 1, [Shard("w", (100, 10), (rows.start, 0), tensors["w"][rows])], {"step": 1}, keep=1)
+    got = torch.zeros(100, 10)
+    load(place, [Shard("w", (100, 10), (0, 0), got)])
+    assert torch.equal(got, tensors["w"])
+    return rank
+
+
+def test_several_processes_on_s3(s3: str, tmp_path: Path) -> None:
+    assert run_group(3, _save_and_load, f"{s3}/{tmp_path.name}") == [0, 1, 2]
+
+
+def test_the_service_writes_to_s3(s3: str, tmp_path: Path) -> None:
+    config = CheckpointConfig(background=True, linger=1.0, location=f"{s3}/{tmp_path.name}")
+    checkpointer = Checkpointer(config, tmp_path / "run", whole(logical_state(4)))
+    assert checkpointer.load() is None
+    checkpointer.save(4, {"step": 4})
+    assert [(o.committed, o.why) for o in checkpointer.finish()] == [(True, "")]
+    got = blank(logical_state())
+    assert load(config.location, whole(got)) == {"step": 4}
+    assert_same(got, logical_state(4))
+
+
+def test_paths_with_spaces_and_urls(tmp_path: Path) -> None:
+    storage = open_storage(f"file://{tmp_path}/a b")
+    assert isinstance(storage, LocalStorage)
+    storage.write("c d/e", b"1")
+    assert (tmp_path / "a b" / "c d" / "e").read_bytes() == b"1"
+
+
+def test_a_url_that_cannot_be_opened_is_named(tiny, megascale) -> None:
+    done = megascale("train", tiny, "--checkpoint.location=nonsense://here")
+    assert done.returncode == 2
+    assert "nonsense://here cannot be opened (Protocol not known: nonsense); give a folder" in done.stderr

@@ -1,0 +1,223 @@
+"""Token files: what is written is read again, layouts of other writers are understood, damage is a DataError."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megascale.errors import DataError
+
+DOCUMENTS = [[1, 2, 3], [], [4], list(range(50))]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    with IndexedWriter(tmp_path / "set", "uint16") as writer:
+        for document in DOCUMENTS:
+            writer.add(document)
+    return tmp_path / "set"
+
+
+def test_layout_is_megatrons_byte_for_byte(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add([7, 8, 9])
+        writer.add_document([[1], [2, 3]])
+    expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
+    expected += struct.pack("<3i", 3, 1, 2) + struct.pack("<3q", 0, 6, 8) + struct.pack("<3q", 0, 1, 3)
+    assert (tmp_path / "a.idx").read_bytes() == expected
+    assert (tmp_path / "a.bin").read_bytes() == struct.pack("<6H", 7, 8, 9, 1, 2, 3)
+
+
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(-128, 127), max_size=9), max_size=4), max_size=6),
+    dtype=st.sampled_from(["int8", "int16", "int32", "int64"]),
+    modes=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+def test_round_trip(tmp_path: Path, documents: list[list[list[int]]], dtype: str, modes: bool) -> None:
+    with IndexedWriter(tmp_path / "r", dtype) as writer:
+        for d, document in enumerate(documents):
+            writer.add_document(document, [d] * len(document) if modes else None)
+    data = IndexedDataset(tmp_path / "r")
+    sequences = [sequence for document in documents for sequence in document]
+    assert data.dtype == np.dtype(dtype)
+    assert [data.get(i).tolist() for i in range(len(data))] == sequences
+    assert data.documents == writer.documents == len(documents)
+    assert [data.document(d).tolist() for d in range(data.documents)] == [
+        list(chain(*document)) for document in documents
+    ]
+    assert data.tokens == len(data.stream) == sum(map(len, sequences))
+    expected = [d for d, document in enumerate(documents) for _ in document] if modes else []
+    assert (data.modes.tolist() if data.modes is not None else []) == expected
+
+
+def test_many_documents_at_once_equal_one_by_one(tmp_path: Path, prefix: Path) -> None:
+    with IndexedWriter(tmp_path / "b", "uint16") as writer:
+        writer.add_documents(np.array(list(chain(*DOCUMENTS))), [len(d) for d in DOCUMENTS])
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"b{suffix}").read_bytes() == prefix.with_suffix(suffix).read_bytes()
+
+
+@given(
+    parts=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=5), max_size=4),
+    modes=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+def test_appending_equals_writing_at_once(tmp_path: Path, parts: list[list[list[int]]], modes: bool) -> None:
+    with IndexedWriter(tmp_path / "whole", "uint16") as whole:
+        for part in parts:
+            for document in part:
+                whole.add(document, 1 if modes else None)
+    with IndexedWriter(tmp_path / "joined", "uint16") as joined:
+        for part in parts:
+            with IndexedWriter(tmp_path / "part", "uint16") as writer:
+                for document in part:
+                    writer.add(document, 1 if modes else None)
+            joined.append(IndexedDataset(tmp_path / "part"))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"joined{suffix}").read_bytes()
+    if parts:
+        with IndexedWriter(tmp_path / "wide", "int32") as wide, pytest.raises(DataError, match="holds uint16"):
+            wide.append(IndexedDataset(tmp_path / "part"))
+
+
+def test_get_parts_and_bounds(prefix: Path) -> None:
+    data = IndexedDataset(prefix)
+    assert data.get(3, 10, 5).tolist() == [10, 11, 12, 13, 14]
+    assert data.get(3, 45).tolist() == [45, 46, 47, 48, 49]
+    assert data.read(2, 3).tolist() == [3, 4, 0]
+    for bad in [(4,), (-1,), (0, 2, 2), (0, -1, 1), (0, 0, -1)]:
+        with pytest.raises(IndexError):
+            data.get(*bad)
+    for start, count in [(0, 55), (-1, 1), (54, 1), (0, -1)]:
+        with pytest.raises(IndexError):
+            data.read(start, count)
+    with pytest.raises(IndexError):
+        data.document(4)
+    assert pickle.loads(pickle.dumps(data)).document(0).tolist() == [1, 2, 3]
+
+
+def test_nothing_appears_before_the_end_and_an_error_keeps_the_old_file(prefix: Path) -> None:
+    def broken() -> None:
+        with IndexedWriter(prefix, "int32") as writer:
+            writer.add([1])
+            raise KeyError
+
+    before = prefix.with_suffix(".bin").read_bytes()
+    with pytest.raises(KeyError):
+        broken()
+    assert prefix.with_suffix(".bin").read_bytes() == before
+    assert sorted(os.listdir(prefix.parent)) == ["set.bin", "set.idx"]
+
+
+@pytest.mark.parametrize(("dtype", "token"), [("uint8", 256), ("uint8", -1), ("uint16", 65536), ("int32", 1 << 31)])
+def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, dtype: str, token: int) -> None:
+    writer = IndexedWriter(tmp_path / "w", dtype)
+    with pytest.raises(DataError, match=f"{token}.*{dtype}"):
+        writer.add([0, token])
+    writer.abort()
+    assert os.listdir(tmp_path) == []
+
+
+def test_token_dtype_is_megatrons_choice() -> None:
+    assert token_dtype(65499) == np.uint16
+    assert token_dtype(65500) == np.int32
+
+
+def damaged(prefix: Path, suffix: str, change) -> pytest.ExceptionInfo[DataError]:
+    path = prefix.with_suffix(suffix)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError) as caught:
+        IndexedDataset(prefix).verify()
+    assert str(path.parent) in str(caught.value)
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "says"),
+    [
+        (".idx", lambda b: b[:20], "at least 34"),
+        (".idx", lambda b: b[:-1], "cut off"),
+        (".idx", lambda b: b"PK" + b[2:], "some other kind of file"),
+        (".idx", lambda b: b[:9] + struct.pack("<Q", 2) + b[17:], "version 2"),
+        (".idx", lambda b: b[:17] + b"\x07" + b[18:], "type code 7"),
+        (".idx", lambda b: b[:18] + struct.pack("<Q", 1 << 60) + b[26:], str(1 << 60)),
+        (".idx", lambda b: b[:-8] + struct.pack("<q", 9), "0 to 4"),
+        (".idx", lambda b: b[:34] + struct.pack("<i", -3) + b[38:], "-3 tokens"),
+        (".idx", lambda b: b[:50] + struct.pack("<q", 2) + b[58:], "sequence 0 at byte 2"),
+        (".idx", lambda b: b"", "at least 34"),
+        (".bin", lambda b: b[:-1], "describes 54 tokens of 2 bytes"),
+        (".bin", lambda b: b + b"xx", "describes 54 tokens"),
+        (".bin", lambda b: b"", "has 0 bytes"),
+    ],
+)
+def test_damage_is_named(prefix: Path, suffix: str, change, says: str) -> None:
+    assert says in str(damaged(prefix, suffix, change).value)
+
+
+def test_missing_files_are_named(tmp_path: Path, prefix: Path) -> None:
+    with pytest.raises(DataError, match="neither file"):
+        IndexedDataset(tmp_path / "none")
+    prefix.with_suffix(".idx").unlink()
+    with pytest.raises(DataError, match=r"set\.bin is there without it"):
+        IndexedDataset(prefix)
+
+
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6),
+    cut=st.integers(0, 12),
+    longer=st.binary(max_size=12),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=400, deadline=2000)
+def test_fuzzed_index_is_read_rightly_or_refused(
+    prefix: Path, edits: list[tuple[int, int]], cut: int, longer: bytes
+) -> None:
+    """Whatever the bytes: a DataError, or reads that stay inside the file; verified, all tokens exactly once."""
+    path = prefix.with_suffix(".idx")
+    original = path.read_bytes()
+    changed = bytearray(original)
+    for at, value in edits:
+        changed[at % len(changed)] = value
+    mutated = bytes(changed[: len(changed) - cut]) + longer
+    target = prefix.with_name("fuzz")
+    target.with_suffix(".idx").write_bytes(mutated)
+    target.with_suffix(".bin").write_bytes(prefix.with_suffix(".bin").read_bytes())
+    try:
+        data = IndexedDataset(target)
+    except DataError:
+        assert mutated != original
+        return
+    size = len(prefix.with_suffix(".bin").read_bytes())
+    assert data.stream.nbytes == data.tokens * data.dtype.itemsize == size
+    low, high = data.stream.ctypes.data, data.stream.ctypes.data + size
+    for read, count in ((data.get, len(data)), (data.document, data.documents)):
+        for i in range(count):
+            try:
+                piece = read(i)
+            except DataError:
+                continue
+            assert low <= piece.ctypes.data <= piece.ctypes.data + piece.nbytes <= high
+    try:
+        data.verify()
+    except DataError:
+        return
+    assert sum(len(data.get(i)) for i in range(len(data))) == data.tokens
+    assert sum(len(data.document(d)) for d in range(data.documents)) == data.tokens
+
+
+@given(noise=st.binary(max_size=300))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=2000)
+def test_noise_after_the_magic_is_refused(tmp_path: Path, noise: bytes) -> None:
+    (tmp_path / "n.bin").write_bytes(b"\x01\x00" * 8)
+    (tmp_path / "n.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + noise)
+    with pytest.raises(DataError):
+        IndexedDataset(tmp_path / "n")

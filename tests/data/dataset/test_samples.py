@@ -1,0 +1,139 @@
+"""Sample order: every token once an epoch, pure in (seed, number), the same however it is asked for."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megascale import config
+from megascale.config import Config
+from megascale.data.dataset.compressors import bits_per_byte
+from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
+from megascale.errors import ConfigError, DataError
+
+
+def write(prefix: Path, tokens: list[int], documents: int = 3) -> str:
+    with IndexedWriter(prefix, "uint16") as writer:
+        for part in np.array_split(np.array(tokens, dtype=np.int64), documents):
+            writer.add(part)
+    return str(prefix)
+
+
+def configured(train: list[str], length: int = 8, seed: int = 1, **data) -> Config:
+    tree = {"model": {"sequence_length": length}, "data": {"train": train, **data}, "train": {"seed": seed}}
+    return config.from_tree(tree)
+
+
+@given(tokens=st.integers(9, 400), length=st.integers(2, 8), epoch=st.integers(0, 3), shuffle=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+def test_each_token_is_a_target_once_an_epoch(
+    tmp_path: Path, tokens: int, length: int, epoch: int, shuffle: bool
+) -> None:
+    source = SampleSource(configured([write(tmp_path / "t", list(range(tokens)))], length, shuffle=shuffle))
+    batch = source.batch(epoch * source.windows, source.windows)
+    assert batch.dtype == np.int64
+    assert batch.shape == ((tokens - 1) // length, length + 1)
+    assert (np.diff(batch, axis=1) == 1).all()
+    assert np.sort(batch[:, 1:].ravel()).tolist() == list(range(1, source.windows * length + 1))
+    if not shuffle:
+        assert (np.diff(batch[:, 0]) == length).all()
+
+
+def test_files_share_an_epoch_and_ids_name_the_windows(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", list(range(100))), write(tmp_path / "b", list(range(1000, 1050)))
+    source = SampleSource(configured([a, b]))
+    assert source.windows == 12 + 6
+    assert source.epochs(27) == 1.5
+    batch, ids = source.batch(0, 40), source.ids(0, 40)
+    assert ids[:, 0].tolist() == [0] * 18 + [1] * 18 + [2] * 4
+    assert (batch[:, 0] == np.where(ids[:, 1] == 1, 1000, 0) + 8 * ids[:, 2]).all()
+    for epoch in (0, 1):
+        rows = ids[18 * epoch : 18 * epoch + 18, 1:].tolist()
+        assert sorted(rows) == [[0, w] for w in range(12)] + [[1, w] for w in range(6)]
+
+
+@given(cuts=st.lists(st.integers(1, 30), min_size=1, max_size=10), first=st.integers(0, 60))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+def test_any_cutting_into_batches_gives_the_same_samples(tmp_path: Path, cuts: list[int], first: int) -> None:
+    source = SampleSource(configured([write(tmp_path / "t", list(range(200)))]))
+    whole = source.batch(first, sum(cuts))
+    again = pickle.loads(pickle.dumps(source))
+    at = first
+    for count in cuts:
+        assert np.array_equal(again.batch(at, count), whole[at - first : at - first + count])
+        at += count
+
+
+def test_epochs_and_seeds_differ(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", list(range(2000)))
+    one, two = SampleSource(configured([path], seed=1)), SampleSource(configured([path], seed=2))
+    n = one.windows
+    assert not np.array_equal(one.batch(0, n), one.batch(n, n))
+    assert not np.array_equal(one.batch(0, n), two.batch(0, n))
+    assert np.array_equal(one.batch(0, n), SampleSource(configured([path], seed=1)).batch(0, n))
+
+
+def test_bad_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train is empty"):
+        SampleSource(configured([]))
+    short = write(tmp_path / "short", list(range(8)))
+    with pytest.raises(DataError, match=r"8 tokens and one sample needs.* 9"):
+        SampleSource(configured([short]))
+    tree = {"model": {"sequence_length": 4, "vocab_size": 4}, "data": {"train": [short]}}
+    with pytest.raises(DataError, match=r"token id 4 and model\.vocab_size=4"):
+        SampleSource(config.from_tree(tree)).batch(0, 1)
+
+
+@given(tokens=st.integers(1, 100), length=st.integers(2, 9), step=st.integers(1, 5))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+def test_held_out_targets_are_every_token_once(tmp_path: Path, tokens: int, length: int, step: int) -> None:
+    held = HeldOut(write(tmp_path / "v", list(range(tokens))), length)
+    parts = [held.batch(i, step) for i in range(0, len(held), step)]
+    inputs, targets = (np.concatenate(x) for x in zip(*parts, strict=True))
+    assert inputs.shape == targets.shape == (held.windows, length)
+    real = targets != IGNORE
+    assert targets[real].tolist() == list(range(tokens))
+    assert (inputs[real][1:] == targets[real][1:] - 1).all()
+    assert inputs[0, 0] == tokens - 1  # the file's last token, an end of document in files built here
+    some = held.rows([len(held) - 1, 0])
+    assert np.array_equal(some[1], targets[[-1, 0]])
+
+
+@given(tokens=st.integers(1, 60), length=st.integers(2, 9), data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+def test_a_stride_gives_more_context_and_still_every_token_once(
+    tmp_path: Path, tokens: int, length: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, length))
+    inputs, targets = HeldOut(write(tmp_path / "v", list(range(tokens))), length, stride=stride).batch(0, 1000)
+    real = targets != IGNORE
+    assert targets[real].tolist() == list(range(tokens))
+    for row_inputs, row_targets, row in zip(inputs, targets, real, strict=True):
+        for place in np.flatnonzero(row):
+            seen = row_inputs[: place + 1].tolist()
+            target = int(row_targets[place])
+            # All that went before in the file, as far as the window reaches, and never less than length - stride.
+            assert seen == [(target - place - 1 + i) % tokens for i in range(place + 1)]
+            assert len(seen) > min(target, length - stride)
+    with pytest.raises(ConfigError, match=f"stride={length + 1}"):
+        HeldOut(str(tmp_path / "v"), length, stride=length + 1)
+
+
+def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokens"):
+        HeldOut(write(tmp_path / "e", []), 4)
+    held = HeldOut(write(tmp_path / "v", [*range(9), 0]), 4, vocab_size=8)
+    assert held.batch(0, 2)[1].max() == 7
+    with pytest.raises(DataError, match=r"token id 8 and model\.vocab_size=8"):
+        held.batch(2, 1)
+
+
+def test_bits_per_byte() -> None:
+    assert bits_per_byte(np.log(256), 100, 100) == pytest.approx(8)
+    assert bits_per_byte(np.log(2), 100, 400) == pytest.approx(0.25)

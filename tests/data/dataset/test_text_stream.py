@@ -1,0 +1,245 @@
+"""Text tokenised on the fly: each token once an epoch, pure in (seed, number), whatever was known; damage is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megascale import config as configuration
+from megascale.config import Config
+from megascale.data.dataset import text_stream as streams
+from megascale.data.dataset.fingerprint import fingerprint, watch
+from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.dataset.samples import SampleSource, is_text
+from megascale.data.loader.data_watch import cause
+from megascale.data.loader.ring import MEASURES
+from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.errors import ConfigError, DataError
+
+TEXTS = [f"{i} " + "word and another one\n" * (i % 9) + "ü" * (i % 4) for i in range(120)]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    Tokenizer.train(TEXTS, 300).save(path)
+    return path
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_PIECE", 700)
+
+
+def lines(texts: list[str]) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def write_all(folder: Path) -> None:
+    """The texts, a third in each kind of file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(lines(TEXTS[:40]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[40:80]).encode()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[80:]}), folder / "c.parquet", row_group_size=7)
+
+
+def configured(words: Path, *train: Path, length: int = 8, seed: int = 1, **data: Any) -> Config:
+    keys = {"train": list(map(str, train)), "tokenizer": str(words), "shuffle_tokens": 100, "loader_threads": 2, **data}
+    tree = {"model": {"sequence_length": length, "vocab_size": 300}, "data": keys, "train": {"seed": seed}}
+    return configuration.from_tree(tree)
+
+
+def all_tokens(words: Path) -> list[int]:
+    tokens, _ = Tokenizer.load(words).encode_documents(TEXTS)
+    return tokens.tolist()
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("length", [4, 8, 33])
+def test_in_order_it_is_the_text(words: Path, tmp_path: Path, length: int) -> None:
+    write_all(tmp_path / "text")
+    source = SampleSource(configured(words, tmp_path / "text", length=length, shuffle=False))
+    tokens = all_tokens(words)
+    windows = (len(tokens) - 1) // length
+    batch = source.batch(0, windows)
+    assert batch[:, :-1].ravel().tolist() == tokens[: windows * length]
+    assert batch[:, 1:].ravel().tolist() == tokens[1 : windows * length + 1]
+    assert source.batch(windows, 1)[0].tolist() == batch[0].tolist()  # the next epoch
+    assert source.epochs(2 * windows) == 2.0
+    assert source.meter.bytes_read >= sum(f.stat().st_size for f in (tmp_path / "text").iterdir())
+    source.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+@given(seed=st.integers(0, 9), group=st.integers(1, 3000), length=st.sampled_from([3, 8, 20]), at=st.integers(0, 400))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_window_once_an_epoch_and_pure(
+    words: Path, tmp_path: Path, seed: int, group: int, length: int, at: int
+) -> None:
+    """Asked from the start, from the middle, with an index or without: the same; and nothing twice in an epoch."""
+    if not (tmp_path / "text").exists():
+        write_all(tmp_path / "text")
+    config = configured(words, tmp_path / "text", length=length, seed=seed, shuffle_tokens=group)
+    whole = SampleSource(config, tmp_path / "index")
+    count = (len(all_tokens(words)) - 1) // length
+    ids, batch = whole.ids(0, 2 * count + 5), whole.batch(0, 2 * count + 5)
+    whole.close()
+    for epoch in (0, 1):
+        part = ids[epoch * count : (epoch + 1) * count]
+        assert (part[:, 0] == epoch).all()
+        assert np.sort(part[:, 2]).tolist() == list(range(count))
+    at = min(at, count)
+    for index in (None, tmp_path / "index"):
+        again = SampleSource(config, index)
+        assert np.array_equal(again.batch(at, 7), batch[at : at + 7])
+        assert np.array_equal(again.ids(at, 7), ids[at : at + 7])
+        assert np.array_equal(again.batch(count + 2, 3), batch[count + 2 : count + 5])
+        again.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_an_epoch_holds_the_text_once(words: Path, tmp_path: Path) -> None:
+    """Shuffled pieces, shuffled windows: put back in order, an epoch's tokens are those of the text."""
+    write_all(tmp_path / "text")
+    source = SampleSource(configured(words, tmp_path / "text"))
+    tokens = all_tokens(words)
+    count = (len(tokens) - 1) // 8
+    counts = np.bincount(source.batch(0, count)[:, :-1].ravel(), minlength=300)
+    left = np.bincount(tokens, minlength=300) - counts
+    assert (left >= 0).all()
+    assert left.sum() == len(tokens) - 8 * count  # the last few, as in token files
+    orders = [source.batch(e * count, count) for e in (0, 1)]
+    assert not np.array_equal(*orders)
+    source.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_blend_with_token_files(words: Path, tmp_path: Path) -> None:
+    write_all(tmp_path / "text")
+    with IndexedWriter(tmp_path / "train", "uint16") as writer:
+        writer.add(np.full(500, 7))
+    assert not is_text(str(tmp_path / "train"))
+    with pytest.raises(ConfigError, match=r"data\.weights"):
+        SampleSource(configured(words, tmp_path / "train", tmp_path / "text"))
+    source = SampleSource(configured(words, tmp_path / "train", tmp_path / "text", weights=[1, 3]))
+    ids, batch = source.ids(0, 80), source.batch(0, 80)
+    assert np.bincount(ids[:, 1]).tolist() == [20, 60]
+    assert (batch[ids[:, 1] == 0] == 7).all()
+    text = ids[ids[:, 1] == 1]
+    assert len(np.unique(text, axis=0)) == 60
+    assert (batch[ids[:, 1] == 1] != 7).any()
+    source.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_text_that_changes_under_a_run_is_named(words: Path, tmp_path: Path) -> None:
+    """Same size, same spots looked at by the fingerprint: the checksum of the tokens finds it all the same."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(lines(TEXTS * 40))
+    config = configured(words, file)
+    source = SampleSource(config, tmp_path / "index")
+    epoch = next(n for n in range(0, 10**6, 500) if source.ids(n, 1)[0, 0] == 1)
+    source.batch(0, 4)
+    print_of = fingerprint(file)
+    text = file.read_bytes()
+    for at in range(len(text) // 3, len(text)):
+        if text[at : at + 4] == b"word":
+            file.write_bytes(text[:at] + b"sword"[:4] + text[at + 4 :])
+            if fingerprint(file) == print_of:
+                break
+    source.close()
+    again = SampleSource(config, tmp_path / "index")
+    with pytest.raises(DataError, match=r"a\.jsonl is not what it was"):
+        again.batch(0, epoch)
+    again.close()
+
+
+def test_files_are_those_of_the_first_start(words: Path, tmp_path: Path) -> None:
+    write_all(tmp_path / "text")
+    tree = configured(words, tmp_path / "text").model_dump()
+    tree["train"]["runs"] = str(tmp_path / "runs")
+    config = configuration.from_tree(tree)
+    watch(config, 0, leader=True)
+    watch(config, 8, leader=True)
+    file = tmp_path / "text" / "a.jsonl"
+    before = file.read_bytes()
+    file.write_bytes(before[:-30])
+    with pytest.raises(DataError, match=r"a\.jsonl was changed.*--train\.name"):
+        watch(config, 8, leader=False)
+    file.unlink()
+    with pytest.raises(DataError, match=r"a\.jsonl is missing"):
+        watch(config, 8, leader=True)
+    file.write_bytes(before)
+    (tmp_path / "text" / "d.jsonl").write_text(lines(TEXTS))
+    with pytest.raises(DataError, match=r"d\.jsonl is new"):
+        watch(config, 8, leader=True)
+    (tmp_path / "text" / "d.jsonl").unlink()
+    watch(config, 8, leader=True)
+    watch(config, 0, leader=True)
+    words_now = tmp_path / "tokenizer.json"
+    Tokenizer.train(TEXTS[:60], 290).save(words_now)
+    tree["data"]["tokenizer"] = str(words_now)
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        watch(configuration.from_tree(tree), 8, leader=True)
+
+
+def test_bad_text_is_named(words: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text(lines(["a"]))
+    with pytest.raises(DataError, match="use a shorter sequence or more text"):
+        SampleSource(configured(words, short, length=64)).batch(0, 1)
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text(lines(TEXTS)[:-20])
+    with pytest.raises(DataError, match=r"cut\.jsonl.*is not JSON"):
+        SampleSource(configured(words, cut)).batch(0, 900)
+    packed = tmp_path / "cut.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines(TEXTS).encode())[:-40])
+    with pytest.raises(DataError, match="cut off in the middle"):
+        SampleSource(configured(words, packed)).batch(0, 1)
+    (tmp_path / "built").mkdir()
+    (tmp_path / "built" / "dataset.json").write_text("{}")
+    with pytest.raises(DataError, match=r"name its token file, .*built/train"):
+        SampleSource(configured(words, tmp_path / "built"))
+
+
+def test_a_damaged_index_costs_nothing_but_counting(words: Path, tmp_path: Path) -> None:
+    write_all(tmp_path / "text")
+    config = configured(words, tmp_path / "text")
+    source = SampleSource(config, tmp_path / "index")
+    batch = source.batch(0, 30)
+    source.close()
+    (index,) = (tmp_path / "index").iterdir()
+    index.write_bytes(index.read_bytes()[:-5])
+    again = SampleSource(config, tmp_path / "index")
+    assert np.array_equal(again.batch(0, 30), batch)
+    again.close()
+
+
+@pytest.mark.parametrize("kind", ["decompression", "CPU"])
+def test_counters_tell_what_reading_is_made_of(words: Path, tmp_path: Path, kind: str) -> None:
+    """Much to unpack and little to tokenise, and the other way round."""
+    packed = kind == "decompression"
+    noise = np.random.default_rng(0)
+    rows = [{"text": f"{i} word", "more": noise.bytes(20_000).hex()} for i in range(100)]
+    if not packed:
+        rows = [{"text": "word and another one\n" * 300} for _ in range(100)]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    file.write_bytes(gzip.compress(text, 1) if packed else text)
+    source = SampleSource(configured(words, file))
+    source.batch(0, 20)
+    source.close()
+    meter = source.meter
+    assert meter.bytes_read >= (file.stat().st_size if packed else 1)
+    told = cause(dict.fromkeys(MEASURES, 0.0), {name: getattr(meter, name, 0.0) for name in MEASURES})
+    assert told.endswith(kind)  # "CPU", or "other processes on the CPU"

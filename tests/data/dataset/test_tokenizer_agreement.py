@@ -1,0 +1,203 @@
+"""Token files of another tokenizer, and token ids that the vocabulary does not have: refused by name, on every path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megascale import api
+from megascale.config import from_tree
+from megascale.data.build.builder import build
+from megascale.data.dataset.fingerprint import check_tokenizers
+from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.dataset.samples import HeldOut, SampleSource
+from megascale.data.dataset.tokenizer_agreement import RECORD, remembered
+from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.errors import ConfigError, DataError
+from tests.conftest import lines
+
+NAMES_BOTH = r"b/tokenizer\.json \(280 entries, .*a/tokenizer\.json \(290 entries, .*data build --tokenizer .*/a/token"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data sets `a` and `b` of one text by two tokenizers, `c` by a's, and a run `runs/one` trained on a."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "in").mkdir()
+    for i in range(60):
+        (folder / "in" / f"{i}.txt").write_text(f"{i} " + "word and another one\n" * (i % 9))
+    for name, size in (("a", 290), ("b", 280)):
+        build(folder / name, inputs=[folder / "in"], vocab_size=size, progress=False)
+    build(folder / "c", inputs=[folder / "in"], tokenizer=folder / "a" / "tokenizer.json", progress=False)
+    api.train(from_tree(tree(folder, "one")))
+    return folder
+
+
+def tree(made: Path, name: str, valid: str | None = None, **data: object) -> dict:
+    model = {"layers": 1, "hidden": 16, "heads": 2, "sequence_length": 8}
+    train = {"runs": str(made / "runs"), "name": name, "steps": 1, "micro_batch": 1, "global_batch": 2, "threads": 1}
+    data = {"train": [str(made / "a" / "train")], "valid": valid or str(made / "a" / "valid"), **data}
+    return {"model": model, "data": data, "train": {**train, "device": "cpu"}, "observe": {"tensorboard": False}}
+
+
+def test_a_file_of_another_tokenizer_is_not_evaluated(made: Path) -> None:
+    run = made / "runs" / "one"
+    with pytest.raises(DataError, match=r"--file=.*b/valid.*" + NAMES_BOTH) as error:
+        api.evaluate(run, str(made / "b" / "valid"), device="cpu")
+    assert error.value.exit_code == 4
+    assert api.evaluate(run, str(made / "c" / "valid"), device="cpu") == api.evaluate(run, device="cpu")
+
+
+def test_held_out_data_of_another_tokenizer_is_refused_before_the_first_step(made: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.valid=.*b/valid.*" + NAMES_BOTH):
+        api.train(from_tree(tree(made, "two", valid=str(made / "b" / "valid"))))
+    assert not lines(made / "runs" / "two" / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"nothing\.idx"):
+        api.train(from_tree(tree(made, "two", valid=str(made / "a" / "nothing"))))
+
+
+def test_of_a_blend_every_file_counts(made: Path, tmp_path: Path) -> None:
+    """Also where nothing is known of the first, and where text is tokenised on the fly."""
+    bare = str(tmp_path / "bare")
+    with IndexedWriter(bare, np.uint16) as writer:
+        writer.add(np.arange(100))
+    b = str(made / "b" / "valid")
+    for train in ([bare, str(made / "a" / "train")], [str(made / "a" / "train"), bare]):
+        with pytest.raises(DataError, match=NAMES_BOTH):
+            check_tokenizers(from_tree(tree(made, "x", valid=b, train=train)))
+    text = {"train": [str(made / "in")], "tokenizer": str(made / "a" / "tokenizer.json")}
+    with pytest.raises(DataError, match=NAMES_BOTH):
+        check_tokenizers(from_tree(tree(made, "x", valid=b, **text)))
+    check_tokenizers(from_tree(tree(made, "x", **text)))
+    check_tokenizers(from_tree(tree(made, "x", valid=bare)))  # nothing is known of it; its ids decide
+
+
+def test_a_tokenizer_beside_a_file_without_manifest_counts(made: Path, tmp_path: Path) -> None:
+    for part in ("valid.bin", "valid.idx", "tokenizer.json"):
+        shutil.copy(made / "b" / part, tmp_path)
+    with pytest.raises(DataError, match="of another tokenizer"):
+        api.evaluate(made / "runs" / "one", str(tmp_path / "valid"), device="cpu")
+    (tmp_path / "tokenizer.json").write_text("of another kind")
+    assert api.evaluate(made / "runs" / "one", str(tmp_path / "valid"), device="cpu").tokens
+
+
+def test_a_larger_vocabulary_is_refused_where_the_runs_tokenizer_is_unknown(made: Path, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "bare", np.uint16) as writer:
+        writer.add(np.arange(100))
+    settings = tree(made, "x", train=[str(tmp_path / "bare")])
+    settings["model"]["vocab_size"] = 285
+    with pytest.raises(DataError, match=r"a/tokenizer\.json \(290 entries.*model\.vocab_size=285"):
+        check_tokenizers(from_tree(settings))
+
+
+def test_a_tokenizer_exchanged_under_a_run_is_noticed(made: Path, tmp_path: Path) -> None:
+    """Text made with it would be another text; what cannot be read any more is not held against the run."""
+    own = tmp_path / "tokenizer.json"
+    Tokenizer.load(made / "a" / "tokenizer.json").save(own)
+    settings = tree(made, "three", tokenizer=str(own))
+    settings["train"]["runs"] = str(tmp_path)
+    api.train(from_tree(settings))
+    run = tmp_path / "three"
+    assert "".join(api.generate(run, "word", tokens=3, device="cpu"))
+    shutil.copy(made / "b" / "tokenizer.json", own)
+    for work in (lambda: list(api.generate(run, "word", device="cpu")), lambda: api.evaluate(run, device="cpu")):
+        with pytest.raises(DataError, match=r"280 entries.* began with, .*290 entries"):
+            work()
+    exported = api.export_model(run, tmp_path / "out", family="gpt2")
+    assert not exported.tokenizer
+    assert "began with" in exported.notes[0]
+    own.unlink()
+    assert api.evaluate(run, device="cpu").tokens
+    with pytest.raises(DataError, match="of another tokenizer"):
+        api.evaluate(run, str(made / "b" / "valid"), device="cpu")
+
+
+def test_a_run_of_an_older_version_is_read(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "runs" / "one", tmp_path / "old")
+    assert remembered(tmp_path / "old") is not None
+    (tmp_path / "old" / RECORD).unlink()
+    assert api.evaluate(tmp_path / "old", device="cpu").tokens
+    with pytest.raises(DataError, match=NAMES_BOTH):
+        api.evaluate(tmp_path / "old", str(made / "b" / "valid"), device="cpu")
+
+
+# token ids ----------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, tokens: list[int]) -> str:
+    with IndexedWriter(path, np.int32) as writer:
+        writer.add(np.array(tokens))
+    return str(path)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=10, max_size=60),
+    at=st.integers(0, 59),
+    bad=st.one_of(st.integers(-200, -1), st.integers(10, 1 << 30), st.just(-100)),
+    length=st.integers(2, 9),
+    stride=st.integers(1, 9),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_foreign_id_is_named_with_its_place(
+    tmp_path: Path, tokens: list[int], at: int, bad: int, length: int, stride: int
+) -> None:
+    at %= len(tokens)
+    tokens[at] = bad
+    path = write(tmp_path / "t", tokens)
+    named = f"t holds token id {bad} and model.vocab_size=10 \\(token {at} of the file"
+    held = HeldOut(path, length, 10, min(stride, length))
+    with pytest.raises(DataError, match="data.valid: .*" + named):
+        held.batch(0, held.windows)
+    source = SampleSource(
+        from_tree({"model": {"sequence_length": length, "vocab_size": 10}, "data": {"train": [path]}})
+    )
+    if at <= source.windows * length:  # the rest of the file is in no sample
+        with pytest.raises(DataError, match="data.train: .*" + named):
+            source.batch(0, source.windows)
+
+
+@pytest.mark.parametrize("bad", [-1, -100, 64])
+def test_held_out_data_with_a_foreign_id_ends_the_evaluation(tiny: Path, tmp_path: Path, bad: int) -> None:
+    """-100 is what marks places that do not count: it would go by unseen."""
+    valid = write(tmp_path / "bad", [1, 2, 3, bad, *range(40)])
+    settings = api.load_config(tiny, ["--train.steps=1"])
+    api.train(settings)
+    named = rf"bad holds token id {bad} and model\.vocab_size=64 \(token 3 "
+    with pytest.raises(DataError, match="--file: .*" + named):
+        api.evaluate(tmp_path / "runs" / "tiny", valid, device="cpu")
+    with pytest.raises(DataError, match=r"data\.valid: .*" + named):
+        api.train(api.load_config(tiny, ["--train.steps=2", f"--data.valid={valid}"]))
+    assert max(r["step"] for r in lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 1  # before the next step
+
+
+@pytest.mark.parametrize("key", ["train", "valid"])
+def test_tensor_parallel_ranks_refuse_a_foreign_id(tiny: Path, tmp_path: Path, key: str) -> None:
+    """Cut over ranks, an id of no rank would be looked up as zeros."""
+    file = write(tmp_path / "bad", [-3, *range(1, 60)])
+    value = f'["{file}"]' if key == "train" else file
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    words = ["megascale.cli.main", "train", tiny, "--parallel.tensor=2", "--train.steps=4", f"--data.{key}={value}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *map(str, words)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240
+    )
+    assert done.returncode
+    assert f"data.{key}: {file} holds token id -3 and model.vocab_size=64 (token 0 of" in " ".join(done.stderr.split())
+
+
+def test_a_prompt_with_a_foreign_id_is_refused() -> None:
+    from megascale.model.transformer import Chunk
+    from megascale.train.generation import generate_tokens
+
+    chunk = Chunk(from_tree({"model": {"vocab_size": 8, "layers": 1}}).model, range(1), first=True, last=True)
+    for bad in (-1, 8):
+        with pytest.raises(ConfigError, match=f"token {bad} and"):
+            next(generate_tokens(chunk, [1, bad], 1))

@@ -1,0 +1,132 @@
+"""tiktoken encodings from local files: a tiny rank file, and the patterns of the published encodings."""
+
+from __future__ import annotations
+
+import base64
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megascale.data.build.builder import build
+from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.tokenizer.tiktoken_file import KNOWN, TiktokenTokenizer
+from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.errors import DataError
+
+tiktoken = pytest.importorskip("tiktoken")
+
+RANKS = {bytes([b]): b for b in range(256)} | {b"th": 256, b"the": 257, b" the": 258, b"in": 259, b"ing": 260}
+END = "<|endoftext|>"
+
+
+def rank_file(path: Path, ranks: dict[bytes, int] = RANKS) -> Path:
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
+    return path
+
+
+def described(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.json").write_text(json.dumps({"pattern": r" ?\p{L}+|.|\n", "special_tokens": {END: 270}}))
+    return rank_file(tmp_path / "tiny.tiktoken")
+
+
+def test_rank_file_with_description(tmp_path: Path) -> None:
+    words = Tokenizer.load(described(tmp_path))
+    assert isinstance(words, TiktokenTokenizer)
+    assert words.encode("the thing") == [257, 32, 256, 260]
+    assert (words.vocab_size, words.end_of_document) == (271, 270)
+    assert words.decode([*words.encode("in ✓"), 270]) == f"in ✓{END}"
+    assert 270 not in words.encode(END)
+    tokens, lengths = words.encode_documents(["the", "", END])
+    assert tokens.tolist() == [257, 270, 270, *words.encode(END), 270]
+    assert lengths.tolist() == [2, 1, len(tokens) - 3]
+
+
+def test_saved_as_tokenizer_json_it_is_the_same(tmp_path: Path) -> None:
+    words = Tokenizer.load(described(tmp_path))
+    words.save(tmp_path / "tokenizer.json")
+    again = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert again.to_json() == words.to_json()
+    assert again.encode("nothing in the text") == words.encode("nothing in the text")
+
+
+def test_data_set_with_it(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(40):
+        (tmp_path / "in" / f"{i}.txt").write_text(f"the thing number {i}\n")
+    build(tmp_path / "out", inputs=[tmp_path / "in"], tokenizer=described(tmp_path), progress=False)
+    words = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
+    first = IndexedDataset(tmp_path / "out" / "train").document(0)
+    assert words.decode(first[:-1]) == "the thing number 0\n"
+    assert first[-1] == 270
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, dict]:
+    """What tiktoken's own constructors say of the published encodings, with a small stand-in for their rank files."""
+    module = pytest.importorskip("tiktoken_ext.openai_public")
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(module, "load_tiktoken_bpe", lambda *_, **__: RANKS)
+    try:
+        return {name: getattr(module, name)() for name in KNOWN}
+    finally:
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_published_encodings_are_known(tmp_path: Path, published: dict[str, dict], name: str) -> None:
+    words = Tokenizer.load(rank_file(tmp_path / f"{name}.tiktoken"))
+    assert words.end_of_document == published[name]["special_tokens"][END]
+
+
+@given(text=st.text(st.sampled_from("aZé1 23\n\r\t'sS’LlVEve.,!/-ǅ中ा　 \u0301"), max_size=40) | st.text(max_size=40))
+@example(text="\r\t")
+@example(text="a\n \n ")
+@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_their_patterns_cut_text_alike(published: dict[str, dict], name: str, text: str) -> None:
+    """With every pair of bytes a token, the ids show where the pattern cuts."""
+    ours, theirs = both(name, published[name]["pat_str"])
+    assert ours.encode(text) == theirs.encode_ordinary(text)
+
+
+@lru_cache
+def both(name: str, pattern: str) -> tuple:
+    pairs = {bytes([b]): b for b in range(256)}
+    pairs |= {bytes([a, b]): 256 + 256 * a + b for a in range(256) for b in range(256)}
+    theirs = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=pairs, special_tokens={})
+    return TiktokenTokenizer(name, KNOWN[name][0], pairs, {END: 1 << 20}, END), theirs
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("YQ== 0\nnonsense\n", "line 2: 'nonsense'"),
+        ("YQ== 0\n!! 1\n", "line 2"),
+        ("YQ== 0\n", "no token for byte 0"),
+    ],
+)
+def test_bad_rank_files(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "r50k_base.tiktoken").write_text(content)
+    with pytest.raises(DataError, match=says):
+        Tokenizer.load(tmp_path / "r50k_base.tiktoken")
+
+
+def test_bad_descriptions(tmp_path: Path) -> None:
+    path = rank_file(tmp_path / "own.tiktoken")
+    with pytest.raises(DataError, match=r"nothing is known.*own\.json beside it"):
+        Tokenizer.load(path)
+    for record, says in [
+        ("{}", "does not describe"),
+        ('{"pattern": "(", "special_tokens": {"<|endoftext|>": 300}}', "understands"),
+        ('{"pattern": ".", "special_tokens": {"<pad>": 300}}', "no special token"),
+    ]:
+        (tmp_path / "own.json").write_text(record)
+        with pytest.raises(DataError, match=says):
+            Tokenizer.load(path)
+    (tmp_path / "tokenizer.json").write_text('{"kind": "megascale/tiktoken", "ranks": 5}')
+    with pytest.raises(DataError, match="damaged"):
+        Tokenizer.load(tmp_path / "tokenizer.json")

@@ -1,0 +1,157 @@
+"""Tokenizers: text survives the way there and back, documents end where they should, bad files are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from megascale.config import DataConfig
+from megascale.data.build.builder import build
+from megascale.data.tokenizer import tokenizer
+from megascale.data.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer, tokenizer_for, tokenizer_path
+from megascale.errors import ConfigError, DataError
+
+WORDS = Tokenizer.train(["def spam(eggs):\n    return eggs + 1\n" * 20], 300)
+
+
+@given(text=st.text(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_any_text_survives(text: str) -> None:
+    ids = WORDS.encode(text)
+    assert WORDS.decode(ids) == text
+    assert all(0 < i < WORDS.vocab_size for i in ids)
+
+
+def test_end_of_document_in_text_is_plain_text() -> None:
+    assert WORDS.end_of_document not in WORDS.encode(f"a{END_OF_DOCUMENT}b")
+    tokens, lengths = WORDS.encode_documents(["one", "", END_OF_DOCUMENT])
+    assert (tokens == WORDS.end_of_document).sum() == 3
+    assert lengths.sum() == len(tokens)
+    assert lengths[1] == 1
+
+
+@given(texts=st.lists(st.text(max_size=40), max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_documents_at_once_equal_one_by_one(texts: list[str]) -> None:
+    tokens, lengths = WORDS.encode_documents(texts)
+    assert tokens.tolist() == [i for text in texts for i in [*WORDS.encode(text), WORDS.end_of_document]]
+    assert lengths.tolist() == [len(WORDS.encode(text)) + 1 for text in texts]
+
+
+def test_training_is_repeatable_and_saved_whole(tmp_path: Path) -> None:
+    text = ["".join(f"x{i} = {i * 7919 % 1000}\n" for i in range(500))]
+    one, two = Tokenizer.train(text, 600), Tokenizer.train(text, 600)
+    assert one.to_json() == two.to_json()
+    one.save(tmp_path / "tokenizer.json")
+    read = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert read.encode(text[0]) == one.encode(text[0])
+    assert read.sha256 == one.sha256
+    assert len(one.encode(text[0])) < 0.7 * len(text[0])
+
+
+def test_end_of_document_is_found(tmp_path: Path) -> None:
+    for name in ("</s>", "<|end_of_text|>"):
+        (tmp_path / "tokenizer.json").write_text(WORDS.to_json().replace(END_OF_DOCUMENT, name))
+        assert Tokenizer.load(tmp_path / "tokenizer.json").end_of_document == 0
+    (tmp_path / "tokenizer.json").write_text(WORDS.to_json().replace(END_OF_DOCUMENT, "<fin>"))
+    with pytest.raises(DataError, match="to end a document"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<fin>"}}))
+    assert Tokenizer.load(tmp_path / "tokenizer.json").end_of_document == 0
+
+
+def test_a_configured_end_survives_a_build(tmp_path: Path) -> None:
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_text(WORDS.to_json().replace(END_OF_DOCUMENT, "<fin>"))
+    (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<fin>"}))
+    (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
+    build(tmp_path / "out", inputs=[tmp_path / "book.txt"], tokenizer=tmp_path / "tok/tokenizer.json", progress=False)
+    words = tokenizer_for(DataConfig(train=[str(tmp_path / "out" / "train")]))
+    assert words.decode([words.end_of_document]) == "<fin>"
+
+
+def unigram() -> Library:
+    """As sentencepiece models are converted: whole-word marks, bytes for what the vocabulary lacks."""
+    pieces = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        ("▁", -2.0),
+        ("▁the", -3.0),
+        ("th", -4.0),
+        *((c, -6.0) for c in "abdehint"),
+    ]
+    pieces += [(f"<0x{b:02X}>", -9.0) for b in range(256)]
+    inner = Library(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    inner.add_special_tokens(["</s>"])
+    inner.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return inner
+
+
+def wordpiece() -> Library:
+    vocabulary = {"[UNK]": 0, "[EOS]": 1, "the": 2, "th": 3, "##ing": 4, "in": 5}
+    inner = Library(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.decoder = decoders.WordPiece()
+    inner.enable_truncation(2)
+    inner.enable_padding(length=8)
+    return inner
+
+
+@pytest.mark.parametrize("make", [unigram, wordpiece])
+def test_other_kinds_of_hugging_face_files(tmp_path: Path, make) -> None:
+    """The ids are the library's own, without what it would add, cut off or fill up."""
+    text = "the thing in the Hat ✓"
+    inner = make()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    inner.no_truncation()
+    inner.no_padding()
+    expected = inner.encode(text, add_special_tokens=False).ids
+    words = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert words.encode(text) == expected
+    assert words.end_of_document == 1
+    assert words.vocab_size == inner.get_vocab_size()
+    tokens, lengths = words.encode_documents([text, "the"])
+    assert tokens[: lengths[0]].tolist() == [*expected, 1]
+    if make is unigram:
+        assert words.decode(expected) == text
+
+
+def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "_SLICE", 50)
+    text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(40)) + "y" * 120
+    ids = WORDS.encode(text)
+    assert WORDS.decode(ids) == text
+    tokens, lengths = WORDS.encode_documents([text, "", text])
+    assert tokens.tolist() == [*ids, 0, 0, *ids, 0]
+    assert lengths.tolist() == [len(ids) + 1, 1, len(ids) + 1]
+    monkeypatch.undo()
+    lines = WORDS.encode("".join(f"def f{i}(x): return x + {i}\n" for i in range(40)))
+    assert ids[: len(lines)] == lines  # slices that end with a line change nothing
+
+
+def test_unusable_files(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "binary.json").write_bytes(b"\xff\x00")
+    for name, says in [("bad.json", "cannot|can be read"), ("binary.json", "can be read"), ("no.json", "not exist")]:
+        with pytest.raises(DataError, match=says):
+            Tokenizer.load(tmp_path / name)
+    with pytest.raises(DataError, match="is a folder"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ConfigError, match="too small"):
+        Tokenizer.train(["a"], 100)
+
+
+def test_where_the_tokenizer_is_looked_for() -> None:
+    assert tokenizer_path(DataConfig(train=["a/b/train", "c"])) == Path("a/b/tokenizer.json")
+    assert tokenizer_path(DataConfig(train=["a/train"], tokenizer="x.json")) == Path("x.json")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
+        tokenizer_path(DataConfig())

@@ -1,0 +1,112 @@
+"""A node's trainers, real ones: what ended them is told by number and word, whatever their logs say."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+import socket
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from megascale.core.grid import Grid
+from megascale.resilience import rules
+from megascale.resilience.agent import trainers
+from megascale.resilience.agent.trainers import Trainers
+from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
+from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.view import RankView, View
+
+
+def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict]:
+    beat = Heartbeat("job", 1, "n0", 1, 0, workers=workers, disks=disks)
+    member = RankView("n0", tuple(w.rank for w in workers), 100.0, beat, deque([(100.0, beat)]))
+    view = View("job", 1, "starting", 100.0, 90.0, [member], Grid(data=len(workers)), 5.0, 1.0, 60.0)
+    return rules.judge(Heartbeat.from_json(beat.to_json()) and view)
+
+
+def ended(tmp_path: Path, words: list[str], ranks: int = 1, port: int = 1, before=None) -> list[Verdict]:
+    """Start ranks with `megascale WORDS`; the verdicts when the first has ended."""
+    (tmp_path / "node").mkdir()
+
+    async def run() -> list[Verdict]:
+        changed = asyncio.Event()
+        mine = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
+        mine.serve()
+        order = {"attempt": 1, "job": "tiny", "ranks": list(range(ranks)), "world": ranks, "words": words}
+        try:
+            async with asyncio.timeout(120):
+                while not mine._ready and mine._server is not None:
+                    changed.clear()
+                    await changed.wait()
+                if before is not None:
+                    before(mine)
+                mine.start(order | {"env": {}, "master": ["127.0.0.1", port]}, "127.0.0.1")
+                while not any(t.status for t in mine.trainers.values()):
+                    changed.clear()
+                    await changed.wait()
+            return judged(mine.workers(), mine.disks())
+        finally:
+            mine.end_server()
+
+    return asyncio.run(run())
+
+
+def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        words = ["train", str(tiny), "--parallel.data=2"]
+        [verdict] = ended(tmp_path, words, ranks=2, port=other.getsockname()[1])
+    assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "respawn", (0,)), verdict.evidence
+
+
+def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path):
+    def fill(mine: Trainers) -> None:
+        # As `faults inject full-disk` does it; ranks inherit it from their fork server.
+        resource.prlimit(mine._server.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        log = tmp_path / "runs" / "tiny" / "logs" / "rank-0.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("x" * 5000 + "\n")
+
+    [verdict] = ended(tmp_path, ["train", str(tiny)], before=fill)
+    assert (verdict.kind, verdict.action) == ("disk_full", "respawn"), verdict.evidence
+    assert "File too large" in verdict.evidence[-1]
+
+
+def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
+    (tmp_path / "broken_trainer.py").write_text("import module_that_is_not_there\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(trainers, "PRELOAD", ("broken_trainer",))
+    verdicts = ended(tmp_path, ["train", "x.toml"], ranks=2)
+    assert [(v.kind, v.action, v.ranks) for v in verdicts] == [("user_error", "stop", (0, 1))]
+    assert "No module named 'module_that_is_not_there'" in " ".join(verdicts[0].evidence)
+
+
+def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
+    def kill_soon(mine: Trainers) -> None:
+        mine._heard = lambda message: os.kill(mine._server.pid, signal.SIGKILL) if "forked" in message else None
+
+    [verdict] = ended(tmp_path, ["train", str(tiny)], before=kill_soon)
+    assert verdict.kind == "process_killed"
+    assert "fork server" in " ".join(verdict.evidence)
+    assert "signal SIGKILL" in " ".join(verdict.evidence)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_long_exception_in_any_script_fits_the_pipe():
+    from megascale.resilience.agent.fork_server import _tell
+
+    read, write = os.pipe()
+    for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
+        _tell(write, OSError(errno.ENOSPC, text))
+        line = os.read(read, 65536)
+        assert line.endswith(b"}\n")
+        assert b'"errno": 28' in line
+    os.close(read)
+    os.close(write)

@@ -1,0 +1,201 @@
+"""Self-checks: a calm machine passes, a broken one is named, and what is absent says so."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from megascale.cli.main import app
+from megascale.errors import DataError
+from megascale.resilience.diagnose import compute, memory_check, nics
+from megascale.resilience.diagnose.alltoall import exchange
+from megascale.resilience.diagnose.check import SelfCheck, guarded
+from megascale.resilience.diagnose.expected import ENOUGH, Expected
+from megascale.resilience.diagnose.pairs import take_part
+from megascale.resilience.diagnose.regroup import Inquiry
+
+
+def test_a_calm_machine_passes_and_learns(tmp_path):
+    file = tmp_path / "expected.json"
+    words = ["diagnose", "--json", "--expected", str(file), "--check", "gemm", "--check", "model", "--check", "memory"]
+    results = [CliRunner().invoke(app, words) for _ in range(2)]
+    assert [r.exit_code for r in results] == [0, 0]
+    reports = [json.loads(r.stdout) for r in results]
+    names = {c["name"]: c for c in reports[1]["checks"]}
+    rate = next(c for name, c in names.items() if name.startswith("gemm rate"))
+    assert rate["measured"] > 0
+    assert rate["passed"]
+    bits = [[c["digest"] for c in report["checks"] if c["digest"]] for report in reports]
+    assert bits[0] == bits[1]
+    assert len(bits[0]) >= 2
+    kind = reports[0]["hardware"]
+    assert all(len(rates) == 2 for rates in json.loads(file.read_text())["rates"][kind].values())
+
+
+def test_hardware_that_is_not_there_is_absent_and_no_failure():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA devices")
+    found = [*memory_check.host_device(), *memory_check.device_pairs()]
+    assert {c.result for c in found} == {"absent"}
+    assert all(c.passed and c.details for c in found)
+
+
+def test_slow_or_different_machines_fail():
+    known = Expected("kind", "2.13")
+    for _ in range(ENOUGH):
+        known.learn(SelfCheck("gemm rate cuda:0", "passed", 100.0, "TFLOP/s"))
+        known.learn(SelfCheck("gemm bits cuda:0", "passed", digest="aa"))
+    assert known.judge(SelfCheck("gemm rate cuda:3", "passed", 95.0, "TFLOP/s")).passed
+    slow = known.judge(SelfCheck("gemm rate cuda:3", "passed", 70.0, "TFLOP/s"))
+    assert (slow.result, slow.expected) == ("failed", 80.0)
+    assert "70" in slow.details
+    assert "100" in slow.details
+    assert not known.judge(SelfCheck("gemm bits cuda:0", "passed", digest="ab")).passed
+    assert (
+        Expected("kind", "2.14", known.rates, known.digests)
+        .judge(SelfCheck("gemm bits cuda:0", "passed", digest="ab"))
+        .passed
+    )
+    assert Expected("other", "2.13", known.rates).judge(SelfCheck("gemm rate cuda:3", "passed", 1.0)).passed
+
+
+def test_what_a_check_raises_is_a_failure():
+    def broken():
+        raise RuntimeError("CUDA error: uncorrectable ECC error\nmore")
+        yield
+
+    (check,) = guarded("gemm", broken)
+    assert not check.passed
+    assert "uncorrectable" in check.details
+
+
+def test_a_matrix_unit_that_errs_once_is_caught(monkeypatch):
+    honest, calls = torch.mm, 0
+
+    def flaky(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        found = honest(*arguments, **options)
+        if calls == 4:
+            found[3, 5] += 1e-3
+        return found
+
+    a = torch.randn(32, 32)
+    assert compute._same_bits(torch.device("cpu"), a, a).passed
+    monkeypatch.setattr(torch, "mm", flaky)
+    assert not compute._same_bits(torch.device("cpu"), a, a).passed
+
+
+def test_a_damaged_file_of_expectations_is_named(tmp_path):
+    file = tmp_path / "expected.json"
+    file.write_text("[1, 2")
+    with pytest.raises(DataError, match=r"expected\.json"):
+        Expected.load(file, "kind", "2.13")
+
+
+def test_loopback_streams_count_their_bytes():
+    found = [c for c in nics.streams() if c.name == "nic loopback lo"]
+    assert [c.result for c in found] == ["passed"]
+    assert found[0].measured > 0
+
+
+def test_all_to_all_between_processes_checks_bits():
+    check = exchange(2, "cpu", 1 << 20)
+    assert check.result == "passed", check.details
+    assert check.measured > 0
+
+
+# regrouping ----------------------------------------------------------------------------------------------------------
+
+
+def inquire(world: int, works) -> tuple[Inquiry, int]:
+    inquiry, rounds = Inquiry(range(world)), 0
+    while pairs := inquiry.next_round():
+        assert len({n for pair in pairs for n in pair}) == 2 * len(pairs), "a node is in two pairs of a round"
+        assert not inquiry.tried & set(pairs), "a pair is tested twice"
+        inquiry.hear((pair, works(*pair)) for pair in pairs)
+        rounds += 1
+    return inquiry, rounds
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_regrouping_names_exactly_the_bad_nodes(data):
+    world = data.draw(st.integers(4, 40))
+    bad = data.draw(st.sets(st.integers(0, world - 1), max_size=max(0, world // 2 - 1)))
+    if world - len(bad) < 3:
+        return
+    inquiry, rounds = inquire(world, lambda a, b: a not in bad and b not in bad)
+    assert inquiry.bad == bad
+    assert inquiry.good == set(range(world)) - bad
+    assert not inquiry.accused
+    assert not inquiry.links
+    if len(bad) <= 1:
+        assert rounds <= 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_bad_link_accuses_no_node(data):
+    world = data.draw(st.integers(4, 40).map(lambda n: n // 2 * 2))
+    first = 2 * data.draw(st.integers(0, world // 2 - 1))
+    inquiry, _ = inquire(world, lambda a, b: (a, b) != (first, first + 1))
+    assert inquiry.bad == set()
+    assert inquiry.links == [(first, first + 1)]
+
+
+def test_two_nodes_that_fail_with_each_other_are_both_suspects():
+    inquiry, _ = inquire(2, lambda a, b: False)
+    assert inquiry.undecided == [0, 1]
+    assert not inquiry.bad
+
+
+@pytest.mark.parametrize("how", ["slow", "silent"])
+def test_nodes_find_the_bad_one_together(how):
+    """Five nodes over a real store; node 3 is slow, or never says a word."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    found = {}
+
+    def measure(pair, node, number):
+        return random.uniform(9, 11) * (0.2 if 3 in pair else 1.0)
+
+    def node(number: int) -> None:
+        mine = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=30), wait_for_workers=False)
+        found[number] = take_part(mine, number, 5, measure, seconds=30.0 if how == "slow" else 1.0)
+
+    nodes = [threading.Thread(target=node, args=(n,)) for n in range(5) if how == "slow" or n != 3]
+    for thread in nodes:
+        thread.start()
+    for thread in nodes:
+        thread.join(60)
+    assert len(found) == len(nodes)
+    assert {f.bad for f in found.values()} == {(3,)}
+    assert found[0].check(0).passed
+    assert not found[0].check(3).passed
+
+
+def test_three_real_nodes_all_reduce(tmp_path):
+    from megascale.core.ports import free_port
+
+    port = free_port()
+    command = [sys.executable, "-m", "megascale.cli.main", "diagnose", "--pairs", f"127.0.0.1:{port}", "--world", "3"]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node", str(n), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for n in range(3)
+    ]
+    results = [node.communicate(timeout=120) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0, 0], results
+    assert all(json.loads(out)["checks"][0]["measured"] > 0 for out, _ in results)

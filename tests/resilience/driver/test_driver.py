@@ -1,0 +1,147 @@
+"""A driver over real sockets with one agent that is played: what it is told leads to the right orders."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megascale.config import load
+from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.driver.driver import Driver
+from megascale.resilience.driver.job_state import JobState, Phase
+from megascale.resilience.driver.journal import Entry
+from megascale.resilience.driver.lasting_journal import LastingJournal
+from megascale.resilience.protocol import agent_channel, contact
+from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
+
+
+class OneNode:
+    """A cluster whose agent is the test's."""
+
+    def places(self) -> list[NodeInfo]:
+        return [NodeInfo("n0", "127.0.0.1", True, True)]
+
+    async def start_agent(self, name: str) -> bool:
+        return True
+
+    async def fence(self, name: str) -> bool:
+        return True
+
+    async def request(self) -> str | None:
+        return None
+
+
+class Played:
+    """The agent: acknowledges stops, each with another port; `started` answers a start. Ends with the job, or when
+    `started` says so by True."""
+
+    def __init__(self, run: Path, epoch: int, attempt: int) -> None:
+        self.run, self.epoch, self.attempt, self.port = run, epoch, attempt, 1000
+        self.starts: list[dict[str, Any]] = []
+        self.sequence = 0
+
+    async def serve(self, started: Callable[[Played, agent_channel.AgentChannel], bool]) -> None:
+        where = contact.read_contact(self.run).agents
+        reader, writer = await asyncio.open_connection(*where)
+        channel = await agent_channel.open_channel(reader, writer, contact.read_token(self.run), driver=False)
+        hello = {
+            "job": "job",
+            "node": "n0",
+            "address": "127.0.0.1",
+            "pod": "",
+            "boot": "b",
+            "version": agent_channel.VERSION,
+        }
+        about = {"epoch": self.epoch, "attempt": self.attempt, "hardware": {}, "versions": {}}
+        channel.tell(do="hello", **hello, **about)
+        while True:
+            order = json.loads((await channel.receive())[1])
+            assert order["epoch"] >= self.epoch
+            self.epoch = order["epoch"]
+            if order["do"] == "stop":
+                self.port += 1
+                channel.tell(do="stopped", order=order["order"], attempt=self.attempt, port=self.port, codes={})
+            elif order["do"] == "start" and order["attempt"] > self.attempt:  # an agent does nothing twice
+                self.attempt = order["attempt"]
+                self.starts.append(order)
+                if started(self, channel):
+                    break
+            elif order["do"] == "leave":
+                break
+        channel.close()
+
+    def beat(self, channel: agent_channel.AgentChannel, **worker: Any) -> None:
+        self.sequence += 1
+        workers = (Worker(**{"rank": 0, "pid": 1, "state": "running"} | worker),)
+        beat = Heartbeat("job", self.attempt, "n0", self.sequence, 1, workers=workers)
+        channel.send(agent_channel.HEARTBEAT, beat.to_json())
+
+
+def driven(
+    run: Path, agent: Played, started: Callable[[Played, agent_channel.AgentChannel], bool], whole: bool = True
+) -> tuple[int, list[Entry], int]:
+    """Run a new job; (exit code, events, epoch at the end). `whole`: to its end, not only until the agent is done."""
+
+    async def serve() -> tuple[int, list[Entry], int]:
+        contact.make_token(run)
+        journal, _ = LastingJournal.take(run, 0.1)
+        driver = Driver(run, load(None, []), OneNode(), [], journal, JobState("job", Phase.WAITING))
+        await driver.open()
+        driver.announce("")
+        async with asyncio.timeout(60):
+            job = asyncio.create_task(driver.run())
+            await agent.serve(started)
+            if whole:
+                code = await job
+            else:
+                code = -1
+                job.cancel()
+                await asyncio.gather(job, return_exceptions=True)
+        events, epoch = journal.events(), contact.read_contact(run).epoch
+        journal.close()
+        return code, events, epoch
+
+    return asyncio.run(serve())
+
+
+def test_a_driver_whose_journal_was_removed_takes_over_what_its_agent_knows(tmp_path):
+    agent = Played(tmp_path, epoch=5, attempt=7)
+    _, events, epoch = driven(tmp_path, agent, lambda played, channel: True, whole=False)
+    assert [(order["attempt"], order["epoch"]) for order in agent.starts] == [(8, 6)]
+    assert epoch == 6
+    told = next(e for e in events if e.kind == "journal_damaged")
+    assert "n0 knows a driver of epoch 5 and attempt 7" in told.evidence[0]
+
+
+def test_each_port_that_is_taken_is_followed_by_another_five_times(tmp_path):
+    def taken(played: Played, channel: agent_channel.AgentChannel) -> bool:
+        error = "ConfigError: rank 0 cannot serve the store"
+        played.beat(channel, state="exited", code=2, errno=errno.EADDRINUSE, error=error)
+        return False
+
+    agent = Played(tmp_path, epoch=0, attempt=0)
+    code, events, _ = driven(tmp_path, agent, taken)
+    ports = [order["master"][1] for order in agent.starts]
+    assert len(ports) == len(set(ports)) == 5
+    assert code != 0
+    kinds = [e.kind for e in events]
+    assert kinds.count("port_taken") == 5
+    assert "user_error" not in kinds
+    assert "5 ports in a row were taken" in next(e for e in events if e.kind == "job_failed").evidence[0]
+
+
+def test_trainers_that_cannot_be_started_for_want_of_room_tell_of_a_full_disk(tmp_path):
+    def full(played: Played, channel: agent_channel.AgentChannel) -> bool:
+        if len(played.starts) == 1:
+            why = "could not start the trainers: No space left on device"
+            channel.tell(do="failed", attempt=played.attempt, why=why, errno=errno.ENOSPC)
+            return False
+        return True
+
+    _, events, _ = driven(tmp_path, Played(tmp_path, 0, 0), full, whole=False)
+    found = next(e for e in events if e.kind == "disk_full")
+    assert (found.action, found.nodes) == ("respawn", ("n0",))

@@ -1,0 +1,29 @@
+"""Stays in a phase: what recurs is usual, what came once hardly counts."""
+
+from __future__ import annotations
+
+import random
+
+from megascale.resilience.driver.phase_durations import PhaseDurations
+
+
+def test_a_pause_that_recurs_is_usual_and_a_single_one_is_not():
+    stays, dice = PhaseDurations(), random.Random(0)
+    for i in range(3000):
+        stays.add("train", 4.0 if i % 100 == 99 else dice.uniform(0.1, 0.3))
+    assert stays.usual()["train"] == 4.0
+    stays.add("train", 60.0)
+    assert stays.usual()["train"] == 0.3 * 60.0
+    calm = PhaseDurations()
+    for _ in range(3000):
+        calm.add("train", 0.2)
+    calm.add("train", 12.0)
+    assert abs(calm.usual()["train"] - 3.6) < 1e-9
+
+
+def test_while_little_was_seen_the_longest_counts():
+    stays = PhaseDurations()
+    for seconds in (0.1, 7.0, 0.2):
+        stays.add("save", seconds)
+    assert stays.usual() == {"save": 7.0}
+    assert PhaseDurations().usual() == {}

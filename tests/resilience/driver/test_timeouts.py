@@ -1,0 +1,35 @@
+"""The one hierarchy of time-outs: each pair in the wrong order is named with both keys and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascale.config import load
+from megascale.errors import ConfigError
+from megascale.resilience.driver.timeouts import check_timeouts
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        (["resilience.interval=3"], ("resilience.interval=3", "resilience.window=5")),
+        (["rendezvous.timeout=4"], ("resilience.window=5", "rendezvous.timeout=4")),
+        (["rendezvous.group_timeout=4"], ("resilience.window=5", "rendezvous.group_timeout=4")),
+        (["rendezvous.group_timeout=8"], ("hang=10", "rendezvous.group_timeout=8")),
+        (["resilience.orphan=9"], ("resilience.window=5", "resilience.orphan=9")),
+        (["resilience.lease=700"], ("resilience.lease=700", "resilience.orphan=600")),
+        (["resilience.first_step=4"], ("resilience.window=5", "resilience.first_step=4")),
+        (["checkpoint.background=true", "checkpoint.linger=4"], ("resilience.window=5", "checkpoint.linger=4")),
+    ],
+)
+def test_a_pair_in_the_wrong_order_is_named(settings, keys):
+    config = load(None, [f"--{setting}" for setting in settings])
+    with pytest.raises(ConfigError) as error:
+        check_timeouts(config)
+    for key in keys:
+        assert key in str(error.value)
+
+
+def test_the_defaults_are_in_order():
+    check_timeouts(load(None, []))
+    check_timeouts(load(None, ["--checkpoint.linger=4"]))  # nobody waits for a service that is not there

@@ -1,0 +1,256 @@
+"""The channel between driver and agents over real sockets: what is forged, repeated, huge or foreign gets nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import struct
+from typing import Any
+
+import pytest
+
+from megascale.resilience.driver.agent_server import Intake
+from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat
+
+TOKEN = b"t" * 64
+HELLO = {"do": "hello", "job": "job", "node": "n0", "address": "127.0.0.1", "pod": "", "boot": "b", "epoch": 0}
+HELLO |= {"attempt": 0, "hardware": {}, "versions": {}, "version": agent_channel.VERSION}
+
+
+class Heard:
+    """A driver that only listens."""
+
+    def __init__(self) -> None:
+        self.beats: list[Heartbeat] = []
+        self.refusals: list[str] = []
+        self.messages: list[dict[str, Any]] = []
+        self.gone = 0
+
+    def joined(self, channel, hello):
+        channel.tell(do="welcome", epoch=1)
+        return ""
+
+    def beat(self, node, channel, heartbeat):
+        self.beats.append(heartbeat)
+
+    def told(self, node, channel, message):
+        self.messages.append(message)
+
+    def left(self, node, channel):
+        self.gone += 1
+
+    def refused(self, peer, node, why):
+        self.refusals.append(why)
+
+
+class Tapped:
+    """A writer that keeps what went through it."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.inner, self.frames = writer, []
+
+    def write(self, data: bytes) -> None:
+        self.frames.append(bytes(data))
+        self.inner.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def beat(sequence: int, **changes: Any) -> str:
+    return Heartbeat(
+        **({"job": "job", "attempt": 1, "node": "n0", "sequence": sequence, "sent_ns": 1} | changes)
+    ).to_json()
+
+
+def scene(play) -> Heard:
+    """Run `play(connect)` against an intake; `connect` gives (channel, tapped writer) after a greeting."""
+
+    async def run() -> Heard:
+        heard = Heard()
+        intake = Intake("job", TOKEN, heard)
+        host, port = await intake.open("127.0.0.1", 0)
+
+        async def connect(token: bytes = TOKEN, **hello: Any):
+            reader, writer = await asyncio.open_connection(host, port)
+            tapped = Tapped(writer)
+            channel = await agent_channel.open_channel(reader, tapped, token, driver=False)
+            channel.tell(**HELLO | hello)
+            answer = json.loads((await channel.receive())[1])
+            return channel, tapped, answer
+
+        async with asyncio.timeout(30):
+            await play(connect, heard, (host, port))
+            await intake.close()
+        return heard
+
+    return asyncio.run(run())
+
+
+async def until(found) -> None:
+    while not found():
+        await asyncio.sleep(0.005)
+
+
+def test_heartbeats_and_messages_arrive_in_order():
+    async def play(connect, heard, _):
+        channel, _, answer = await connect()
+        assert answer == {"do": "welcome", "epoch": 1}
+        for i in range(1, 50):
+            channel.send(agent_channel.HEARTBEAT, beat(i))
+        channel.tell(do="stopped", order=5)
+        await until(lambda: heard.messages)
+        channel.close()
+        await until(lambda: heard.gone)
+
+    heard = scene(play)
+    assert [b.sequence for b in heard.beats] == list(range(1, 50))
+    assert heard.refusals == []
+
+
+def test_a_wrong_token_learns_nothing():
+    async def play(connect, heard, _):
+        with pytest.raises(agent_channel.HandshakeRefused, match="token"):
+            await connect(token=b"x" * 64)
+        await until(lambda: heard.refusals)
+
+    heard = scene(play)
+    assert "token" in heard.refusals[0]
+    assert heard.beats == []
+
+
+def test_a_frame_sent_again_is_refused():
+    async def play(connect, heard, _):
+        channel, tapped, _ = await connect()
+        channel.send(agent_channel.HEARTBEAT, beat(1))
+        await until(lambda: heard.beats)
+        tapped.inner.write(tapped.frames[-1])
+        await until(lambda: heard.refusals)
+
+    heard = scene(play)
+    assert "repeated" in heard.refusals[0]
+    assert len(heard.beats) == 1
+
+
+def test_a_frame_of_another_connection_is_refused():
+    async def play(connect, heard, _):
+        one, tapped_one, _ = await connect()
+        _, tapped_two, _ = await connect()
+        one.send(agent_channel.HEARTBEAT, beat(1))
+        await until(lambda: heard.beats)
+        tapped_two.inner.write(tapped_one.frames[-1])
+        await until(lambda: heard.refusals)
+
+    heard = scene(play)
+    assert "forged" in heard.refusals[0]
+    assert len(heard.beats) == 1
+
+
+def test_a_changed_bit_is_refused():
+    async def play(connect, heard, _):
+        channel, tapped, _ = await connect()
+        channel.send(agent_channel.HEARTBEAT, beat(1))
+        await until(lambda: heard.beats)
+        frame = bytearray(tapped.frames[-1])
+        body = beat(2).encode()
+        key = secrets.token_bytes(32)
+        frame[:] = struct.pack(">I", len(body) + 1) + hmac.digest(key, body, "sha256")[:16] + b"H" + body
+        tapped.inner.write(bytes(frame))
+        await until(lambda: heard.refusals)
+
+    heard = scene(play)
+    assert "forged" in heard.refusals[0]
+    assert len(heard.beats) == 1
+
+
+@pytest.mark.parametrize("size", [0, MAX_BYTES * 2, 2**32 - 1])
+def test_an_enormous_or_empty_frame_is_refused_before_it_is_read(size):
+    async def play(connect, heard, _):
+        _, tapped, _ = await connect()
+        tapped.inner.write(struct.pack(">I", size))
+        await until(lambda: heard.refusals)
+
+    assert f"{size} bytes" in scene(play).refusals[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sequence": 1}, "old one"),
+        ({"sequence": 9, "node": "n1"}, "n1"),
+        ({"sequence": 9, "job": "other"}, "other"),
+    ],
+)
+def test_a_heartbeat_that_is_old_or_in_another_name_ends_the_connection(changes, reason):
+    async def play(connect, heard, _):
+        channel, _, _ = await connect()
+        channel.send(agent_channel.HEARTBEAT, beat(1))
+        channel.send(agent_channel.HEARTBEAT, beat(**changes))
+        await until(lambda: heard.refusals)
+
+    heard = scene(play)
+    assert reason in heard.refusals[0]
+    assert len(heard.beats) == 1
+
+
+def test_malformed_messages_end_the_connection_and_only_it():
+    async def play(connect, heard, _):
+        other, _, _ = await connect(node="n1")
+        for kind, text in (
+            (agent_channel.HEARTBEAT, "{}"),
+            (agent_channel.HEARTBEAT, "[" * 50_000),
+            (agent_channel.MESSAGE, "not json"),
+            (agent_channel.MESSAGE, "[1]"),
+            (agent_channel.MESSAGE, "[" * 50_000),
+        ):
+            channel, _, _ = await connect()
+            before = len(heard.refusals)
+            channel.send(kind, text)
+            await until(lambda n=before: len(heard.refusals) > n)
+        other.send(agent_channel.HEARTBEAT, beat(1, node="n1"))
+        await until(lambda: heard.beats)
+
+    assert len(scene(play).refusals) == 5
+
+
+def test_another_jobs_agent_and_a_bad_greeting_are_turned_away():
+    async def play(connect, heard, _):
+        _, _, answer = await connect(job="other")
+        assert answer["do"] == "refuse"
+        assert "other" in answer["why"]
+        for wrong in ({"node": 5}, {"attempt": "x"}, {"node": "n" * 300}, {"hardware": []}):
+            with pytest.raises(EOFError):
+                await connect(**wrong)
+
+    heard = scene(play)
+    assert len(heard.refusals) == 5
+
+
+def test_an_agent_of_another_version_is_refused_by_name():
+    async def play(connect, heard, address):
+        for version in ("0.0.9 (form 2)", None, 7):
+            _, _, answer = await connect(node="n7", version=version)
+            assert answer["do"] == "refuse"
+            assert "node n7" in answer["why"]
+        await until(lambda: len(heard.refusals) == 3)
+
+    heard = scene(play)
+    assert "MegaScale 0.0.9 (form 2), this driver is " + agent_channel.VERSION in heard.refusals[0]
+    assert not heard.beats
+
+
+def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
+    monkeypatch.setattr("megascale.resilience.driver.agent_server.PROOF_SECONDS", 0.3)
+
+    async def play(connect, heard, place):
+        silent = [await asyncio.open_connection(*place) for _ in range(50)]
+        channel, _, _ = await connect()
+        channel.send(agent_channel.HEARTBEAT, beat(1))
+        await until(lambda: heard.beats and len(heard.refusals) == 50)
+        for _, writer in silent:
+            writer.close()
+
+    assert len(scene(play).beats) == 1

@@ -1,0 +1,114 @@
+"""FLOPs, bytes and rates against hand counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megascale.config import ModelConfig
+from megascale.core import flops
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.kernel_times import (
+    attention_rate,
+    gemm_seconds,
+    layer_times,
+    logits_seconds,
+    padding,
+    wave_efficiency,
+)
+from megascale.simulate.network import RingNetwork
+from megascale.simulate.software import MEGASCALE, MEGATRON_2023
+from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case
+
+
+@pytest.mark.parametrize("model", [GPT_13B, GPT_175B, ModelConfig(activation="swiglu", kv_heads=2, vocab_size=1000)])
+def test_flops_are_the_one_count(model):
+    """Without a window the case counts what megascale.core.flops counts."""
+    one = case(1, 1, 1, 1, 1, 8, MEGATRON_2023, model)
+    expected = flops.flops_per_token(model).training * model.sequence_length * 8
+    assert float(one.flops) == pytest.approx(expected, rel=1e-12)
+
+
+def test_windowed_flops_are_the_one_count():
+    model = GPT_175B.model_copy(update={"window": MEGASCALE.window})
+    expected = flops.flops_per_token(model).training * 2048 * 256
+    assert float(case(data=4, batch=256).flops) == pytest.approx(expected, rel=1e-12)
+
+
+def test_waves():
+    """108 processors, tiles of 256 x 128: 108 tiles are one whole wave, one more is a second."""
+    assert wave_efficiency(256 * 9, 128 * 12, 108) == pytest.approx(1.0)
+    assert wave_efficiency(256 * 109, 128, 108) < 0.95
+    assert wave_efficiency(1, 1, 108) < 1e-3
+    rows = np.arange(1, 4000, 37)
+    assert np.all(wave_efficiency(rows, 4096, 132) <= 1.0 + 1e-12)
+
+
+def test_a_large_product_runs_at_the_sustained_rate():
+    cluster = load_cluster("a100-roce")
+    seconds = float(gemm_seconds(cluster, 8192, 8192, 8192))
+    assert 2 * 8192**3 / seconds == pytest.approx(312e12 * cluster.kernels.gemm_sustained, rel=1e-9)
+
+
+def test_a_thin_product_runs_at_memory_speed():
+    cluster = load_cluster("a100-roce")
+    seconds = float(gemm_seconds(cluster, 16, 16384, 16384))
+    assert seconds >= 2.0 * 16384 * 16384 / (2039e9 * 0.86)
+
+
+def test_accumulating_costs_memory_traffic():
+    cluster = load_cluster("a100-roce")
+    plain, added = (float(gemm_seconds(cluster, 12288, 6144, 2048, a)) for a in (None, 4))
+    traffic = cluster.kernels.accumulate_exposed * 8.0 * 12288 * 6144 / (2039e9 * 0.86)
+    assert added - plain == pytest.approx(traffic, rel=1e-9)
+
+
+def test_attention_rates_interpolate_and_pad():
+    cluster = load_cluster("h200-host")
+    assert float(attention_rate(cluster, "cudnn", 2048)) == pytest.approx(391e12)
+    assert 391e12 < float(attention_rate(cluster, "cudnn", 4096)) < 545e12
+    assert float(padding("flash1", 96)) == pytest.approx(128 / 96)
+    assert float(padding("flash2", 96)) == 1.0
+
+
+def test_windows_cost_what_was_measured():
+    """FlashAttention-2 windows on the H200 host, 20 heads x 4 at 2,048 and 32 heads at 8,192: within 12%."""
+    cluster = load_cluster("h200-host")
+    for sequence, window, ratio in (
+        (2048, 1024, 1.060 / 1.374),
+        (8192, 1024, 2.096 / 6.830),
+        (8192, 4096, 5.287 / 6.893),
+    ):
+        share = flops.window_share(sequence, window)
+        full, part = (float(attention_rate(cluster, "flash2", s)) for s in (sequence, sequence * share))
+        assert share * full / part == pytest.approx(ratio, rel=0.12)
+
+
+def test_techniques_shorten_a_layer():
+    cluster = load_cluster("a100-roce")
+    before, after = (layer_times(cluster, case(software=s)) for s in (MEGATRON_2023, MEGASCALE))
+    assert float(after.forward + after.backward) < float(before.forward + before.backward)
+    assert float(after.attention_forward) < 0.5 * float(before.attention_forward)
+
+
+def test_logits_of_175b_are_a_few_percent_of_a_stage():
+    """The research note's 3.1 ms at peak against 107 ms of products a stage."""
+    cluster = load_cluster("a100-roce")
+    forward, backward = logits_seconds(cluster, case())
+    stage = 12 * (layer_times(cluster, case()).gemm_forward + layer_times(cluster, case()).gemm_backward)
+    assert 0.025 < float((forward + backward) / stage) < 0.05
+
+
+def test_ring_collectives():
+    cluster = load_cluster("a100-roce")
+    net = RingNetwork(cluster)
+    assert float(net.collective(1e9, 1, 1)) == 0.0
+    inside = float(net.collective(1e9, 8, 8))
+    assert inside == pytest.approx(1e9 * 7 / 8 / 150e9 + (20 + 7 * 1.5) * 1e-6)
+    # Four ranks, one a host: each ring passes one NIC.
+    apart = float(net.collective(1e9, 4, 1))
+    assert apart == pytest.approx(1e9 * 3 / 4 / 20e9 + (20 + 3 * 6) * 1e-6)
+    # Sixteen ranks on two hosts share eight NICs, but never beat NVLink.
+    both = float(net.collective(1e9, 16, 8))
+    assert both == pytest.approx(1e9 * 15 / 16 / 150e9 + (20 + 15 * 6) * 1e-6)
+    assert float(RingNetwork(cluster, 0.4).collective(1e9, 4, 1)) > apart

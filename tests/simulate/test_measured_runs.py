@@ -1,0 +1,375 @@
+"""Run folders as measurements, search, and the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from megascale import config as configuration
+from megascale.cli.main import app
+from megascale.errors import ConfigError, DataError, FitError
+from megascale.simulate.calibrating import calibrate
+from megascale.simulate.calibration import Calibration, Constants, load_calibration
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.measured_runs import load_predictions, matching, measure, measures
+from megascale.simulate.search import best, divisors, fewest, search, sensitivities
+from megascale.simulate.series import parse_vary
+from megascale.simulate.software import MEGASCALE, stack, switch
+from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.validation.validation_report import check_runs
+
+EXAMPLE = "examples/gpt-175b.toml"
+SMALL = ["model.preset=gpt-1.3b", "train.micro_batch=4", "train.global_batch=64"]
+ONE_GPU = ["--gpus", "8", "--parallel.tensor=1", "--parallel.pipeline=1", "--parallel.virtual_stages=1"]
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
+
+
+def write_run(folder, settings, seconds, world, steps=20):
+    folder.mkdir(parents=True)
+    config = configuration.load(None, settings)
+    (folder / "config.toml").write_text(config.to_toml())
+    if world:
+        (folder / "events.jsonl").write_text(json.dumps({"event": "run_started", "world": world}) + "\n")
+    lines = [{"step": i + 1, "seconds": 9.0 if i < 5 else seconds} for i in range(steps)]
+    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": ')
+    return folder
+
+
+def test_measure_takes_the_median_after_the_warm_up(tmp_path):
+    folder = write_run(
+        tmp_path / "r", ["model.preset=gpt-1.3b", "train.micro_batch=4", "train.global_batch=64"], 2.0, 1
+    )
+    measured = measure(folder)
+    assert (measured.seconds, measured.steps, measured.gpus) == (2.0, 15, 1)
+    with pytest.raises(DataError, match="at least"):
+        measure(write_run(tmp_path / "short", ["model.preset=gpt-1.3b"], 2.0, 1, steps=7))
+    silent = write_run(tmp_path / "silent", SMALL, 2.0, None)
+    with pytest.raises(DataError, match="how many GPUs"):
+        measure(silent)
+    assert measure(silent, 2).gpus == 2
+    (silent / "events.jsonl").write_text('{"event": "run_started", "world": 4}\n{"event": "active"}\n{"ev')
+    assert measure(silent).gpus == 4
+    with pytest.raises(DataError, match="no run folder"):
+        measure(tmp_path / "nothing")
+
+
+def test_a_bench_is_a_measurement_too(tmp_path, megascale):
+    file = tmp_path / "tiny.json"
+    settings = ["--model.block=parallel", "--train.global_batch=1", "--model.layers=2", "--model.sequence_length=32"]
+    settings += ["--train.micro_batch=1", "--train.device=cpu"]
+    done = megascale("bench", "train", "tiny", *settings, "--steps", "4", "--warmup", "1", "--out", str(file))
+    assert done.returncode == 0, done.stderr
+    measured = measure(file)
+    assert (measured.gpus, measured.steps) == (1, 4)
+    assert (measured.config.model.block, measured.config.model.layers) == ("parallel", 2)
+    assert measured.seconds == json.loads(file.read_text())["step_seconds"]
+    rows = json.loads(megascale("simulate", "compare", file, "--json").stdout)
+    assert rows[0]["value"] == measured.seconds
+    told = json.loads(file.read_text())
+    # All that `bench targets` has timed on links as they are.
+    run = {"told": told, "command": "megascale bench train tiny"}
+    slow, failed = {**run, "command": "NCCL_P2P_DISABLE=1 megascale bench train tiny"}, {**run, "told": None}
+    traced = {**run, "told": {"ranks": []}}
+    cases = {"T1": {"0": run, "1": run}, "T4": {"0": slow}, "T5": {"0": traced}, "F1": {"1": failed}}
+    every = tmp_path / "all.json"
+    every.write_text(json.dumps({"gpus": 1, "cases": cases}))
+    assert [one.folder.name for one in measures(every)] == [f"all.json, T1, repeat {n}" for n in (1, 2)]
+    every.write_text(json.dumps({"gpus": 1, "cases": {"T4": {"0": slow}}}))
+    with pytest.raises(DataError, match="holds no timed run"):
+        measures(every)
+    assert measures(file) == [measured]
+    for damage in ({"all_step_seconds": [1.0]}, {"settings": {"model": {"layers": -1}}}, {"processes": None}):
+        file.write_text(json.dumps(told | damage))
+        with pytest.raises(DataError, match=r"tiny\.json"):
+            measure(file)
+
+
+def test_calibrate_from_runs_recovers_the_constant(tmp_path):
+    """Runs made by the model itself with compute 1.23."""
+    cluster = load_cluster("h200-host")
+    folders = []
+    for name, tensor, micro in (("a", 1, 4), ("b", 2, 8), ("c", 2, 4), ("d", 1, 2)):
+        settings = [
+            "model.preset=gpt-1.3b",
+            f"parallel.tensor={tensor}",
+            f"train.micro_batch={micro}",
+            "train.global_batch=64",
+        ]
+        config = configuration.load(None, settings)
+        truth = Calibration("t", "h200-host", Constants(compute=1.23))
+        software = own_software(config, stack("megascale-h200"))
+        seconds = run(Scenario(config, tensor, cluster, truth, software)).seconds
+        folders.append(write_run(tmp_path / name, settings, seconds, tensor))
+    found, table = calibrate(folders, None, "h200-host", None, "compute", None, None)
+    assert found.constants.compute == pytest.approx(1.23, rel=1e-3)
+    assert len(found.rows) == len(table) == 4
+    assert not found.warnings
+    one, _ = calibrate(folders[:1], None, "h200-host", None, "compute,fixed", None, None)
+    assert any("cannot decide" in w for w in one.warnings)
+    with pytest.raises(ConfigError, match="nothing to fit"):
+        calibrate([], None, "h200-host", None, "compute", None, None)
+    with pytest.raises(ConfigError, match="no constant"):
+        calibrate(folders, None, "h200-host", None, "warp", None, None)
+
+
+def test_predictions_were_made_for_configurations_that_lay_out():
+    made, said = load_predictions("h200")
+    assert "before" in made
+    assert len({p.name for p in said}) == len(said) >= 10
+    for p in said:
+        config = p.config()
+        assert config.train.name == p.name
+        scenario = Scenario(
+            config,
+            p.gpus,
+            load_cluster("h200-host"),
+            load_calibration(None, "h200-host"),
+            own_software(config, stack(p.software)),
+        )
+        assert scenario.memory_gib() < 139
+        assert p.low < p.seconds < p.high
+        assert p.low < run(scenario).seconds < p.high
+
+
+def test_own_runs_are_compared(tmp_path):
+    _, said = load_predictions("h200")
+    for p, factor in zip(said[:2], (1.02, 1.2), strict=True):
+        write_run(tmp_path / p.name, p.settings, p.seconds * factor, p.gpus)
+    check, second = check_runs(tmp_path)
+    assert second.skipped
+    assert check.passed is False
+    assert len(check.rows) == 2
+    assert any("not measured" in note for note in check.notes)
+    write_run(tmp_path / said[2].name, [*said[2].settings, "parallel.tensor=2"], 1.0, 2)
+    with pytest.raises(DataError, match="parallel"):
+        matching(said, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def scenario():
+    config = configuration.load(EXAMPLE)
+    cluster = load_cluster("a100-roce")
+    return Scenario(config, 12288, cluster, load_calibration(None, "a100-roce"), own_software(config, MEGASCALE))
+
+
+def test_search_finds_layouts_that_fit(scenario):
+    found = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
+    assert (found.tensor * found.pipeline * found.data == found.gpus).all()
+    results = best(found, scenario.config, scenario, 3072)
+    seconds = [r.seconds for r in results]
+    assert seconds == sorted(seconds)
+    assert all(r.memory_gib <= 80 and r.scenario.gpus == 3072 for r in results)
+    # The paper's own layout is among what was searched and is no faster than the best.
+    paper = run(Scenario(**{**vars(scenario), "gpus": 3072}))
+    assert seconds[0] <= paper.seconds * 1.0001
+
+
+def test_search_takes_long_rounds_where_the_network_is_slow():
+    words = ["model.preset=gpt-13b", "train.precision=bfloat16", "parallel.reduce_dtype=bfloat16"]
+    config = configuration.load(None, [*words, "train.global_batch=64", "parallel.recompute=selective"])
+    fast = load_cluster("h200-host")
+    slow = fast.model_copy(update={"inside": fast.inside.model_copy(update={"bus": [[2, 11.2]], "p2p_gbs": 11.0})})
+    for cluster, wanted in ((fast, False), (slow, True)):
+        found = search(
+            config, cluster, load_calibration("h200-engine", "h200-host"), own_software(config, MEGASCALE), 8, 8
+        )
+        long = found.round_size > 0
+        # PP2 in five chunks and DP4: fits, and gains a fifth where links are slow.
+        same = (found.tensor == 1) & (found.pipeline == 2) & (found.virtual == 5) & (found.micro == 2)
+        assert (same & ~long).sum() == 1
+        assert (same & long).any() == wanted
+        if wanted:
+            assert found.seconds[same & long][0] < 0.85 * found.seconds[same & ~long][0]
+        one_stage = long & (found.pipeline == 1)
+        assert one_stage.any()
+        assert (found.round_size[one_stage] * found.micro[one_stage] * found.data[one_stage] == 64).all()
+    scenario = Scenario(config, 8, slow, load_calibration("h200-engine", "h200-host"), own_software(config, MEGASCALE))
+    assert any(r.scenario.config.parallel.round_size for r in best(found, config, scenario, 8, count=20))
+
+
+def test_fewest_meets_the_deadline(scenario):
+    found = search(scenario.config, scenario.cluster, scenario.calibration, scenario.software, 64, 12288)
+    few = fewest(found, scenario.config, scenario, 300e9, 5.0)
+    assert few.days(300e9) <= 5.0
+    longer = fewest(found, scenario.config, scenario, 300e9, 10.0)
+    assert longer.scenario.gpus < few.scenario.gpus
+    with pytest.raises(FitError, match="cannot be done"):
+        fewest(found, scenario.config, scenario, 300e9, 0.5)
+
+
+def test_sensitivities_have_the_right_sign(scenario):
+    changes = sensitivities(scenario)
+    assert next(iter(changes)) == "GPU peak"
+    for name in ("GPU peak", "NIC bandwidth", "NVLink bandwidth", "HBM bandwidth"):
+        assert changes[name][0] >= 0 >= changes[name][1]
+
+
+def test_divisors():
+    assert divisors(96) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+
+
+def test_switches_undo_themselves():
+    off = switch(MEGASCALE, ["tp-overlap", "window"], False)
+    assert not off.tp_overlap
+    assert off.window is None
+    assert switch(off, ["tp-overlap", "window"], True) == MEGASCALE
+    with pytest.raises(ConfigError, match="unknown"):
+        switch(MEGASCALE, ["magic"], True)
+
+
+def test_the_configuration_decides_what_it_names():
+    config = configuration.load(EXAMPLE)
+    software = own_software(config, MEGASCALE)
+    assert software.parallel_block
+    assert software.window == config.model.window
+    assert software.tp_overlap
+    plain = ["overlap.tensor=off", "overlap.data=false", "kernels.mode=reference", "kernels.attention=flash"]
+    off = own_software(configuration.load(EXAMPLE, [*plain, "parallel.zero=0", "model.block=serial"]), MEGASCALE)
+    assert (off.tp_overlap, off.dp_overlap, off.fused_operators, off.parallel_block) == (False,) * 4
+    assert off.attention == "flash2"
+    assert not off.distributed_optimizer
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [("gpus=256:1024", [256, 512, 1024]), ("a.b=1,2.5,x", [1, 2.5, "x"]), ("gpus=3:4", [3])],
+)
+def test_vary(text, points):
+    assert parse_vary(text)[1] == points
+
+
+def test_step_sets_both_stacks_beside_each_other(tmp_path):
+    result = invoke(
+        "step",
+        EXAMPLE,
+        "--gpus",
+        "12288",
+        "--json",
+        "--csv",
+        str(tmp_path / "s.csv"),
+        "--plot",
+        str(tmp_path / "s.png"),
+    )
+    first, second = json.loads(result.stdout)
+    assert (first["label"], second["label"]) == ("megatron-2023", "megascale")
+    assert second["seconds"] < first["seconds"]
+    for record in (first, second):
+        assert sum(record["parts"].values()) == pytest.approx(record["seconds"])
+        assert record["p10"] < record["seconds"] < record["p90"]
+    assert (tmp_path / "s.csv").read_text().count("\n") == 3
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    table = invoke("step", EXAMPLE, "--gpus", "12288")
+    assert "where the step goes" in table.stdout
+    (tmp_path / "a.json").write_text(result.stdout)
+    compared = invoke("compare", str(tmp_path / "a.json"), str(tmp_path / "a.json"), "--json")
+    assert all(row["difference, s"] == 0 for row in json.loads(compared.stdout))
+
+
+def test_event_level_writes_a_trace(tmp_path):
+    file = tmp_path / "t.json"
+    result = invoke(
+        "step", EXAMPLE, "--gpus", "256", "--train.global_batch=64", "--trace", str(file), "--against", "none"
+    )
+    assert "events in" in result.stdout
+    events = json.loads(file.read_text())["traceEvents"]
+    work = [e for e in events if e["ph"] == "X"]
+    assert {e["pid"] for e in work} == set(range(8))
+    assert {"forward", "backward", "send_forward", "reduce_grads"} <= {e["name"] for e in work}
+    assert all(e["dur"] > 0 for e in work)
+
+
+def test_ablate_sweep_search_effective(tmp_path):
+    rungs = json.loads(invoke("ablate", EXAMPLE, "--gpus", "256", "--train.global_batch=256", "--json").stdout)
+    mfu = [r["seconds"] for r in rungs["cumulative"]]
+    assert mfu == sorted(mfu, reverse=True)
+    assert len(mfu) == 8
+    swept = invoke(
+        "sweep", EXAMPLE, "--vary", "gpus=256:1024", "--vary", "cluster.between.gbs=12.5,25", "--json",
+        "--train.global_batch=768", "--plot", str(tmp_path / "w.png"),
+    )  # fmt: skip
+    rows = json.loads(swept.stdout)["rows"]
+    assert len(rows) == 6
+    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3]["seconds"]
+    found = json.loads(invoke("search", EXAMPLE, "--gpus", "1024:4096", "--days", "9", "--json").stdout)
+    assert found["layouts"][0]["gpus"] <= 4096
+    spent = json.loads(invoke("effective", EXAMPLE, "--gpus", "12288", "--trials", "40", "--json").stdout)
+    assert 0.3 < spent["effective_p10"] <= spent["effective"] <= 1
+
+
+def test_compare_explains_a_run(tmp_path):
+    folder = write_run(tmp_path / "mine", SMALL, 2.6, 1)
+    rows = json.loads(invoke("compare", str(folder), "--json").stdout)
+    assert rows[0]["value"] == 2.6
+    closing = [r for r in rows if "closes the gap" in str(r["remark"])]
+    assert any("compute" in r["what"] for r in closing)
+    everything = json.loads(invoke("compare", "--runs", str(tmp_path), "--json").stdout)
+    assert all(row["measured, s"] == "not measured" for row in everything)
+
+
+def test_validate_prints_pass_or_miss():
+    result = invoke("validate", "--only", "A3,A7", "--rows")
+    assert result.exit_code == 0
+    assert "pass" in result.stdout
+    assert "skipped" in result.stdout
+    assert "held out" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["step", EXAMPLE, "--gpus", "100"], 3, "cannot be laid out"),
+        (["step", EXAMPLE, *ONE_GPU], 3, "GiB"),
+        (["step", EXAMPLE, "--gpus", "256", "--cluster", "moon"], 2, "neither a shipped cluster"),
+        (["step", EXAMPLE, "--gpus", "256", "--software", "magic"], 2, "unknown"),
+        (["step", EXAMPLE, "--gpus", "256", "--level", "deep"], 2, "closed or event"),
+        (["search", EXAMPLE, "--gpus", "7"], 3, "no layout"),
+        (["sweep", EXAMPLE, "--vary", "gpus"], 2, "KEY=VALUES"),
+        (["compare"], 2, "give two JSON files"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_exits_with_the_reason(words, code, says):
+    program = (
+        "import sys; from megascale.cli.main import main; sys.argv = ['megascale', 'simulate', *sys.argv[1:]]; main();"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+
+
+def test_no_torch():
+    """The simulator runs where torch is not."""
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from megascale.cli.main import app\n"
+        "from typer.testing import CliRunner\n"
+        f"r = CliRunner().invoke(app, ['simulate', 'step', {EXAMPLE!r}, '--gpus', '12288', '--level', 'event'])\n"
+        "assert r.exit_code == 0, r.output\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_predictions_are_written_before_and_read_after(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f'[[run]]\nname = "first"\ngpus = 1\nsettings = {json.dumps(SMALL)}\n')
+    out = tmp_path / "said.toml"
+    done = invoke("predict", str(plan), "--calibration", "h200-engine", "--note", "nothing measured", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    made, (said,) = load_predictions(str(out))
+    assert "h200-engine" in made
+    assert "nothing measured" in made
+    assert (said.name, said.gpus) == ("first", 1)
+    assert said.low < said.seconds < said.high
+    write_run(tmp_path / "runs" / "first", list(said.settings), said.seconds * 1.1, 1)
+    rows = json.loads(invoke("compare", "--runs", str(tmp_path / "runs"), "--predictions", str(out), "--json").output)
+    assert len(rows) == 1
+    plan.write_text("[[run]]\nname = 'first'\n")
+    with pytest.raises(ConfigError, match="gpus"):
+        invoke("predict", str(plan))
