@@ -109,19 +109,19 @@ def test_any_override_text_is_accepted_or_refused_with_a_message(text):
 
 
 @pytest.mark.parametrize(
-    ("products", "hidden", "micro_batch", "beside"),
+    ("gemms", "hidden", "micro_batch", "on_side_stream"),
     [
         ("auto", 5120, 2, True), ("auto", 5120, 3, False), ("auto", 2048, 1, False), ("on", 2048, 8, True),
         ("off", 5120, 1, False), (True, 2048, 8, True), (False, 5120, 1, False),
     ],
 )  # fmt: skip
-def test_products_run_beside_each_other_where_it_pays_or_as_told(products, hidden, micro_batch, beside):
+def test_gemms_share_two_streams_where_it_pays_or_as_told(gemms, hidden, micro_batch, on_side_stream):
     told = {
         "model": {"hidden": hidden, "heads": 16, "sequence_length": 2048},
         "train": {"micro_batch": micro_batch, "global_batch": micro_batch},
-        "overlap": {"products": products},
+        "overlap": {"gemms": gemms},
     }
-    assert config.from_tree(told).products_beside is beside
+    assert config.from_tree(told).gemms_on_side_stream is on_side_stream
 
 
 def test_lamb_has_its_own_rate():

@@ -29,12 +29,12 @@ from megascale.core.schedule import (
     st.integers(0, 2**32),
     st.none() | st.integers(1, 45),
 )
-def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, overlap, seed, round_size):
-    schedule = pipeline_schedule(p, v, m, reduce_each, round_size)
+def test_no_deadlock_for_random_message_timing(p, v, m, reduce_each, overlap, seed, micro_batch_group_size):
+    schedule = pipeline_schedule(p, v, m, reduce_each, micro_batch_group_size)
     schedule = schedule if overlap else without_overlap(schedule)
     report = check(schedule, seed=seed)
     assert report.messages == (2 * (p * v - 1) * m if p > 1 else 0)
-    assert report.in_flight == tuple(in_flight_bound(p, v, m, s, round_size) for s in range(p))
+    assert report.in_flight == tuple(in_flight_bound(p, v, m, s, micro_batch_group_size) for s in range(p))
     assert report == check(schedule)
 
 

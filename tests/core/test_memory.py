@@ -169,7 +169,7 @@ def test_bytes_a_parameter(zero, precision):
 
 
 @pytest.mark.parametrize(("zero", "sent"), [(1, 1), (2, 2)])
-def test_rounded_gradients_are_held_beside_the_full_ones(zero, sent):
+def test_rounded_gradients_are_held_with_the_full_ones(zero, sent):
     """A copy of two bytes of what is on the wire: all of a stage's, or both of ZeRO-2's buffers."""
     model, train = {"preset": "gpt-1.3b"}, {"micro_batch": 1, "global_batch": 8, "precision": "bfloat16"}
     plain, rounded = (
@@ -284,7 +284,7 @@ def test_several_chunks_on_one_stage_hold_what_one_does():
     """A tied embedding is there once, and what one chunk gives is what the next keeps as its input."""
     train = {"micro_batch": 1, "global_batch": 6}
     one, four = (
-        memory_of(configure(SMALL, {"virtual_stages": v, "round_size": size}, train), 2, 0)
+        memory_of(configure(SMALL, {"virtual_stages": v, "micro_batch_group_size": size}, train), 2, 0)
         for v, size in ((1, None), (4, 3))
     )
     assert (one.weights, one.gradients, one.optimizer) == (four.weights, four.gradients, four.optimizer)
@@ -297,7 +297,7 @@ def test_several_chunks_on_one_stage_hold_what_one_does():
 def test_messages_that_wait_for_their_turn_take_memory():
     """In a round of eight on two stages six results wait where they crossed the ring's end."""
     train = {"micro_batch": 1, "global_batch": 8}
-    layouts = [{"pipeline": 2, "virtual_stages": 2, "round_size": size} for size in (2, 8)]
+    layouts = [{"pipeline": 2, "virtual_stages": 2, "micro_batch_group_size": size} for size in (2, 8)]
     for stage in (0, 1):
         short, long = (memory_of(configure(SMALL, parallel, train), 2, stage) for parallel in layouts)
         assert long.pipeline_buffers - short.pipeline_buffers == 6 * 128 * 64 * 4
@@ -311,13 +311,13 @@ def test_messages_that_wait_for_their_turn_take_memory():
         ("gpt-13b", {"pipeline": 2}, 2, 0.2), ("llama-8b", {}, 1, 0.3), ("gpt-1.3b", {}, 8, 0.4),
     ],
 )  # fmt: skip
-def test_what_products_beside_others_keep_is_counted(preset, layout, micro_batch, gib):
+def test_what_gemms_on_a_side_stream_keep_is_counted(preset, layout, micro_batch, gib):
     told = {"preset": preset, "layers": 8, "vocab_size": 50304}
     config = configure(told, layout, {"micro_batch": micro_batch, "global_batch": micro_batch, "precision": "bfloat16"})
     grid = lay_out(config, layout.get("tensor", 1) * layout.get("pipeline", 1))
     both = [
-        stage_memory(config.model, config.parallel, grid.grid, grid.schedule(), 0, micro_batch, "bfloat16", beside)
-        for beside in (False, True)
+        stage_memory(config.model, config.parallel, grid.grid, grid.schedule(), 0, micro_batch, "bfloat16", side_stream)
+        for side_stream in (False, True)
     ]
     more = (both[1].total - both[0].total) / 2**30
     assert gib - 0.05 <= more <= gib + 0.5

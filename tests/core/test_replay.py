@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.replay import LANES, Graph, replay, what_if
+from megascale.core.replay import STREAMS, Graph, replay, what_if
 from megascale.core.schedule import (
     SEND_SLOTS,
     Action,
@@ -37,10 +37,10 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
     while changed:
         changed = False
         for s, actions in enumerate(lists):
-            last_compute, lane, gathered, sent = 0.0, {}, set(), {}
+            last_compute, stream, gathered, sent = 0.0, {}, set(), {}
             for action in actions:
                 kind, chunk, i = action
-                awaits = [last_compute, lane.get(kind, 0.0) if not kind.is_compute else 0.0]
+                awaits = [last_compute, stream.get(kind, 0.0) if not kind.is_compute else 0.0]
                 if kind.is_compute:
                     forward = kind == ActionKind.FORWARD
                     receive = Action(ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD, chunk, i)
@@ -72,7 +72,7 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
                 if kind.is_compute:
                     last_compute = done
                 else:
-                    lane[kind] = done
+                    stream[kind] = done
                 if abs(done - end[s, action]) > 1e-12:
                     end[s, action], changed = done, True
     return end
@@ -176,7 +176,7 @@ def test_replicas_replay_as_if_alone(sizes, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(SMALL, SEEDS)
-def test_lanes_run_one_thing_at_a_time(sizes, seed):
+def test_streams_run_one_thing_at_a_time(sizes, seed):
     schedule = pipeline_schedule(*sizes)
     graph = Graph.of(schedule)
     timeline = replay(graph, random_durations(graph, seed))
@@ -209,13 +209,13 @@ def test_gathers_and_reductions_are_exposed_at_the_ends_only():
     assert waits["reduce"].max() == pytest.approx(2.5)
 
 
-def test_lane_time_and_overlap():
+def test_stream_time_and_overlap():
     graph = Graph.of(one_f_one_b(2, 4))
     durations = graph.durations(1.0, 2.0, 0.5, 0.25, gather=3.0, reduce=1.0)
     timeline = replay(graph, durations)
-    assert timeline.lane_time("compute").tolist() == [12.0, 12.0]
-    assert timeline.lane_time("send").tolist() == [4 * 0.5, 4 * 0.25]
-    assert timeline.lane_time("gather").tolist() == [3.0, 3.0]
+    assert timeline.stream_time("compute").tolist() == [12.0, 12.0]
+    assert timeline.stream_time("send").tolist() == [4 * 0.5, 4 * 0.25]
+    assert timeline.stream_time("gather").tolist() == [3.0, 3.0]
     # The only gather delays the first forward, so it lies under no compute; no reduction does either.
     assert timeline.overlap("gather", "compute").sum() == 0
     assert timeline.overlap("reduce", "compute").sum() == 0
@@ -226,10 +226,10 @@ def test_lane_time_and_overlap():
     times = np.linspace(0, float(timeline.makespan), 20001)[:-1] + 1e-4
     for stage in range(2):
         covered = {}
-        for lane in ("send", "compute"):
-            mine = (graph.stage == stage) & (graph.lane == LANES.index(lane)) & ~np.isin(graph.kind, (3, 5))
+        for stream in ("send", "compute"):
+            mine = (graph.stage == stage) & (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, (3, 5))
             inside = (timeline.moving[mine, None] <= times) & (times < timeline.end[mine, None])
-            covered[lane] = inside.any(axis=0)
+            covered[stream] = inside.any(axis=0)
         both = (covered["send"] & covered["compute"]).mean() * float(timeline.makespan)
         assert under[graph.stage == stage].sum() == pytest.approx(both, abs=0.02)
 

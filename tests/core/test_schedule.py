@@ -71,9 +71,9 @@ def test_receives_are_posted_one_compute_slot_early(sizes):
 
 @settings(deadline=None)
 @given(SIZES, st.none() | st.integers(1, 45))
-def test_no_send_waits_long_for_its_receiver(sizes, round_size):
+def test_no_send_waits_long_for_its_receiver(sizes, micro_batch_group_size):
     """With equal computes at most p of them, however long a round is: all that time it holds a part of the device."""
-    graph = Graph.of(pipeline_schedule(*sizes, False, round_size))
+    graph = Graph.of(pipeline_schedule(*sizes, False, micro_batch_group_size))
     timeline = replay(graph, graph.durations(1.0, 1.0))
     sends = np.isin(graph.kind, (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD))
     assert (timeline.moving - timeline.start)[sends].max(initial=0.0) <= sizes[0]
@@ -197,12 +197,12 @@ def test_the_paper_s_175b_schedule():
 
 @settings(deadline=None)
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 30), st.integers(1, 30))
-def test_long_rounds_take_as_many_microbatches_of_a_chunk_in_turn(p, v, m, round_size):
-    sizes = round_sizes(p, m, round_size)
+def test_long_rounds_take_as_many_microbatches_of_a_chunk_in_turn(p, v, m, micro_batch_group_size):
+    sizes = round_sizes(p, m, micro_batch_group_size)
     assert sum(sizes) == m
     assert max(sizes) - min(sizes) <= 1
-    assert min(sizes) >= min(m, max(p, round_size))
-    forwards = [a for a in pipeline_schedule(p, v, m, False, round_size)[0] if a.kind == ActionKind.FORWARD]
+    assert min(sizes) >= min(m, max(p, micro_batch_group_size))
+    forwards = [a for a in pipeline_schedule(p, v, m, False, micro_batch_group_size)[0] if a.kind == ActionKind.FORWARD]
     assert [a.microbatch for a in forwards[: sizes[0]]] == list(range(sizes[0]))
     assert all(a.chunk == i // sizes[0] for i, a in enumerate(forwards[: v * sizes[0]]))
 

@@ -91,16 +91,29 @@ HARD = {
         2, 4, 1, virtual=3, microbatches=5, model={"layers": 12, "block": "parallel"}
     ),
     "one round of all micro-batches": case(
-        1, 2, 2, virtual=3, microbatches=5, model={"layers": 6}, parallel={"round_size": 5}
+        1, 2, 2, virtual=3, microbatches=5, model={"layers": 6}, parallel={"micro_batch_group_size": 5}
     ),
     "rounds longer than the pipeline, transfers exposed": case(
-        1, 2, 2, virtual=2, microbatches=7, zero=2, parallel={"round_size": 3}, overlap={"pipeline": False}
+        1, 2, 2, virtual=2, microbatches=7, zero=2, parallel={"micro_batch_group_size": 3}, overlap={"pipeline": False}
     ),
     "three chunks on one stage, one round": case(
-        2, 1, 4, virtual=3, microbatches=3, model={"layers": 5}, parallel={"round_size": 3, "bucket_elements": 700}
+        2,
+        1,
+        4,
+        virtual=3,
+        microbatches=3,
+        model={"layers": 5},
+        parallel={"micro_batch_group_size": 3, "bucket_elements": 700},
     ),
     "two chunks on one stage, two rounds, untied": case(
-        1, 1, 2, virtual=2, microbatches=5, zero=0, model={"tied_embeddings": False}, parallel={"round_size": 2}
+        1,
+        1,
+        2,
+        virtual=2,
+        microbatches=5,
+        zero=0,
+        model={"tied_embeddings": False},
+        parallel={"micro_batch_group_size": 2},
     ),
     "uneven rounds, transfers exposed": case(
         1, 2, 2, virtual=2, microbatches=5, model={"layers": 5}, overlap={"pipeline": False}
@@ -220,7 +233,9 @@ def cases(draw: st.DrawFn) -> Case:
         zero=pick(0, 1) if virtual > pipeline == 1 else pick(0, 1, 2),
         parallel={
             "layer_split": split,
-            "round_size": None if virtual == 1 else pick(*([None] if pipeline > 1 else []), pipeline + 1, 7),
+            "micro_batch_group_size": None
+            if virtual == 1
+            else pick(*([None] if pipeline > 1 else []), pipeline + 1, 7),
             "bucket_elements": pick(40_000_000, 900),
             "recompute": pick("none", "norms", "activation", "selective", "full"),
         },

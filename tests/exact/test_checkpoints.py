@@ -74,8 +74,8 @@ PAIRS = {
     "tensor to pipeline": (layout(2, 1, 2, zero=2, tied=False), layout(1, 4, 2, zero=1, tied=False)),
     "pipeline to data": (layout(1, 2, 2, 3, tied=True), layout(1, 1, 4, zero=2, tied=True, bucket_elements=900)),
     "chunks on one stage to pipeline": (
-        layout(2, 1, 2, 3, tied=True, round_size=2, bucket_elements=700),
-        layout(1, 2, 2, 3, tied=True, round_size=2),
+        layout(2, 1, 2, 3, tied=True, micro_batch_group_size=2, bucket_elements=700),
+        layout(1, 2, 2, 3, tied=True, micro_batch_group_size=2),
     ),
     "another split of layers and buckets": (
         layout(2, 2, 1, 2, tied=False, bucket_elements=500, layer_split=[0, 4, 1, 1]),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megascale.config import from_tree
 from tests.exact.cases import HARD, Case, cases
 from tests.exact.compare import assert_equal
-from tests.exact.training import STEPS, late_products, train
+from tests.exact.training import STEPS, late_gemms, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -24,7 +24,7 @@ PARTS = 4
 
 def check(case: Case, pool, one_process, late: bool = False) -> None:
     config = from_tree(case.tree)
-    found = pool.run(train, case.world, case.tree, STEPS, late_products if late else nullcontext)
+    found = pool.run(train, case.world, case.tree, STEPS, late_gemms if late else nullcontext)
     assert_equal(one_process(case.twin), found, config.model)
 
 

@@ -21,7 +21,7 @@ from megascale.parallel.vocabulary import vocabulary_loss
 from tests.exact.cases import case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
 from tests.exact.pool import JobFailed
-from tests.exact.training import Late, late_products, train
+from tests.exact.training import Late, late_gemms, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -80,8 +80,8 @@ def padding_has_a_probability() -> Iterator[None]:
 
 
 @contextmanager
-def gradients_are_read_before_products_end() -> Iterator[None]:
-    with late_products(), mock.patch.object(Late, "settle"):
+def gradients_are_read_before_gemms_end() -> Iterator[None]:
+    with late_gemms(), mock.patch.object(Late, "settle"):
         yield
 
 
@@ -106,7 +106,7 @@ FAULTS = {
         "step 1 loss on rank 0",
     ),
     "unsettled": (
-        gradients_are_read_before_products_end,
+        gradients_are_read_before_gemms_end,
         case(1, 1, 2, microbatches=2),
         "step 1 gradient layers.0.attention.query.weight",
         MATRIX,

@@ -62,7 +62,7 @@ class Late(side_stream.InOrder):
         self.open.append(work)
         self._close(side_stream.UNDER_WAY)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._close(0)
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class Late(side_stream.InOrder):
 
 
 @contextmanager
-def late_products() -> Iterator[None]:
+def late_gemms() -> Iterator[None]:
     """Products that run beside others run as late as they may."""
     with mock.patch.object(side_stream, "InOrder", Late):
         yield

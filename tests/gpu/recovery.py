@@ -85,16 +85,20 @@ def recover(folder: Path, arguments: argparse.Namespace, settings: list[str]) ->
         for number in range(arguments.kills):
             before = last_step(run)
             wait(job, log, lambda before=before: last_step(run) >= before + 4)
-            step, struck = last_step(run), time.time()
+            step, injected = last_step(run), time.time()
             inject(run, "kill-rank", Options(rank=arguments.rank))
-            wait(job, log, lambda struck=struck: any(e.kind == "first_step" and e.time > struck for e in events(run)))
-            told = [e for e in events(run) if e.time > struck]
+            wait(
+                job,
+                log,
+                lambda injected=injected: any(e.kind == "first_step" and e.time > injected for e in events(run)),
+            )
+            told = [e for e in events(run) if e.time > injected]
             row = {"kill": number, "last step before": step, "events": []}
             for e in told:
-                row["events"].append({"seconds": e.time - struck, "kind": e.kind, "action": e.action, "text": str(e)})
-                print(f"  {e.time - struck:7.2f} s  {e.kind:16s} {e.action or '':10s} {e.evidence[:1]}", flush=True)
+                row["events"].append({"seconds": e.time - injected, "kind": e.kind, "action": e.action, "text": str(e)})
+                print(f"  {e.time - injected:7.2f} s  {e.kind:16s} {e.action or '':10s} {e.evidence[:1]}", flush=True)
             wait(job, log, lambda step=step: last_step(run) > step)
-            row["new step recorded"] = time.time() - struck
+            row["new step recorded"] = time.time() - injected
             print(
                 f"kill {number}: at step {step}, newer step on record after {row['new step recorded']:.2f} s",
                 flush=True,

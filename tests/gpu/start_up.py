@@ -161,7 +161,7 @@ def steps(groups: Any, device: Any, arguments: argparse.Namespace) -> dict[str, 
         for group in (groups.data_reduce, groups.model, groups.stage):
             if group is not None:
                 dist.all_reduce(flat, group=group)
-        lanes(groups, a)
+        p2p_channels(groups, a)
         # As training does: a flag of the world, read on the host.
         flag = torch.zeros(1, device=device)
         if groups.grid.world > 1:
@@ -176,7 +176,7 @@ def steps(groups: Any, device: Any, arguments: argparse.Namespace) -> dict[str, 
     return {name: 1e3 * value for name, value in ms.items()}
 
 
-def lanes(groups: Any, tensor: Any) -> None:
+def p2p_channels(groups: Any, tensor: Any) -> None:
     """A transfer on every lane."""
     import torch
     import torch.distributed as dist

@@ -128,7 +128,8 @@ def both_ways_of_any_size(theirs, folder: Path) -> None:
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_model_gives_the_same_logits_or_names_the_key(from_theirs, data):
-    """Over all families, what is drawn has the outcome that belongs to it; see megascale.bench.model.huggingface_cases."""
+    """Over all families, what is drawn has the outcome that belongs to it; see
+    megascale.bench.model.huggingface_cases."""
     with tempfile.TemporaryDirectory() as folder:
         found = case(transformers, lambda values: data.draw(st.sampled_from(list(values))), from_theirs, Path(folder))
     assert found.held, f"{found.name}: {found.outcome}"

@@ -250,7 +250,7 @@ def test_processes_outweigh_records():
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 5), st.lists(st.sampled_from("gra"), min_size=2, max_size=6), st.data())
-def test_whoever_stays_behind_is_named(world, guilty, ops, data):
+def test_whoever_remains_behind_is_named(world, guilty, ops, data):
     """Ranks of one group that all make the same calls; one stops somewhere, the others wait at the next call."""
     guilty %= world
     usual = "".join(ops)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.ops import dispatch
-from megascale.ops.activation import Again, gelu, swiglu
-from megascale.ops.fused_projection import split_wide
+from megascale.ops.activation import RecomputedActivation, gelu, swiglu
+from megascale.ops.fused_projection import split_fused_projection
 from megascale.ops.rope import apply_rotary, apply_rotary_reference, packed, rotary_tables, split_qkv
 from megascale.parallel.collectives import ALONE
 from megascale.parallel.tensor import linear_scatter
@@ -122,7 +122,7 @@ def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
 
     def split(wide, bias):
         mlp, whole = (None, bias) if has_bias == "wide" else (bias, None)
-        *parts, inner, _ = split_wide(wide * 1.0, N, G, D, activation, mlp, *tables, True, whole)
+        *parts, inner, _ = split_fused_projection(wide * 1.0, N, G, D, activation, mlp, *tables, True, whole)
         return torch.cat([_joined(parts), 4 * inner], dim=-1)
 
     compare(split, split, (x, bias), 2 * TOLERANCE[dtype])
@@ -155,9 +155,9 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
             b.main_grad = torch.ones(b.shape)
         places = (None, b) if has_bias == "wide" else (b, None)
         parts = (x * 1.0, N, G, D, activation, places[0], *tables, True, places[1])
-        *qkv, inner, produce = split_wide(*parts, again)
+        *qkv, inner, produce = split_fused_projection(*parts, again)
         assert (produce is not None) == again
-        y = linear_scatter(ALONE, inner, w, produces=(produce,))
+        y = linear_scatter(ALONE, inner, w, recompute_fns=(produce,))
         (y.square().sum() + _joined(qkv).square().sum()).backward()
         return [y.detach(), x.grad, w.grad, None if b is None else b.main_grad if collected else b.grad]
 
@@ -168,16 +168,16 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
-def test_the_activation_of_a_product_of_its_own_made_again(kind, added):
+def test_the_activation_of_a_gemm_of_its_own_recomputed(kind, added):
     weight = torch.randn(12, 20)
 
     def run(again: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
         x = torch.randn(5, 2, 40 if kind == "swiglu" else 20).requires_grad_()
         w, b = weight.clone().requires_grad_(), torch.randn(x.shape[-1]).requires_grad_()
-        activate = Again(kind, b, added)
+        activate = RecomputedActivation(kind, b, added)
         if again:
-            y = linear_scatter(ALONE, x, w, produces=(activate,))
+            y = linear_scatter(ALONE, x, w, recompute_fns=(activate,))
         else:
             y = linear_scatter(ALONE, (swiglu if kind == "swiglu" else gelu)(x, b, added=added), w)
         y.square().sum().backward()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megascale.ops import dispatch, norm
 from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
-from megascale.ops.fused_projection import split_wide
+from megascale.ops.fused_projection import split_fused_projection
 from megascale.ops.norm import (
     add_norm,
     add_norm_reference,
@@ -180,7 +180,11 @@ def test_gradients_go_straight_to_main_grad(kind, dtype):
         elif kind == "wide added":
             used = [parameter(6 * width, dtype=dtype, main=main)]
             y = torch.cat(
-                [part.flatten(2) for part in split_wide(x * 1.0, 2, 1, width, "swiglu", wide_bias=used[0])[:4]], -1
+                [
+                    part.flatten(2)
+                    for part in split_fused_projection(x * 1.0, 2, 1, width, "swiglu", wide_bias=used[0])[:4]
+                ],
+                -1,
             )
         else:
             both = parameter(2 * width, dtype=dtype, main=main)
@@ -188,7 +192,7 @@ def test_gradients_go_straight_to_main_grad(kind, dtype):
             if "swiglu" in kind:
                 y = swiglu(x, both, added)
             else:
-                y = split_wide(x, 2, 1, width, "swiglu", both)[3]
+                y = split_fused_projection(x, 2, 1, width, "swiglu", both)[3]
         y.float().square().sum().backward()
         assert all(len(p.told) == 1 and p.grad is None for p in used) if main else all(p.grad is not None for p in used)
         return [p.main_grad - 3.0 if main else p.grad.float() for p in used], x.grad

@@ -70,8 +70,8 @@ def optimizer(on_device: bool) -> None:
 
 
 def again(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    *_, inner, produce = fused_projection.split_wide(x, 40, 40, 128, "gelu", wide_bias=bias, again=True)
-    return linear_scatter(ALONE, inner, weight, produces=(produce,))
+    *_, inner, produce = fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", wide_bias=bias, again=True)
+    return linear_scatter(ALONE, inner, weight, recompute_fns=(produce,))
 
 
 def add_norm(width: int) -> None:
@@ -112,7 +112,7 @@ CASES: dict[str, Callable[[], None]] = {
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),
     "split wide": lambda: both_passes(
-        lambda x, b: fused_projection.split_wide(x, 40, 40, 128, "gelu", b)[:4],
+        lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", b)[:4],
         zeros(8, 2, 15360 + 20480),
         zeros(20480),
     ),
@@ -120,7 +120,7 @@ CASES: dict[str, Callable[[], None]] = {
         lambda x, b: activation.gelu(x, b, added=True), zeros(8, 2, 20480), collecting(20480)
     ),
     "split wide, its product's bias": lambda: both_passes(
-        lambda x, b: fused_projection.split_wide(x, 40, 40, 128, "gelu", wide_bias=b)[:4],
+        lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", wide_bias=b)[:4],
         zeros(8, 2, 15360 + 20480),
         collecting(15360 + 20480),
     ),
@@ -131,7 +131,7 @@ CASES: dict[str, Callable[[], None]] = {
         zeros(5120, 20480),
     ),
     "swiglu again": lambda: both_passes(
-        lambda x, w: linear_scatter(ALONE, x, w, produces=(activation.Again("swiglu"),)),
+        lambda x, w: linear_scatter(ALONE, x, w, recompute_fns=(activation.RecomputedActivation("swiglu"),)),
         zeros(8, 2, 28672),
         zeros(4096, 14336),
     ),

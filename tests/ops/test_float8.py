@@ -84,7 +84,7 @@ def test_a_cast_there_and_back_is_off_by_half_a_step(seed, kind, dtype, size):
 
 @MANY
 @given(kinds, st.floats(-(2.0**99), 2.0**99, width=32), magnitudes)
-def test_what_is_too_large_is_clamped_and_counted_and_what_is_not_finite_stays_so(kind, value, scale):
+def test_what_is_too_large_is_clamped_and_counted_and_what_is_not_finite_remains_so(kind, value, scale):
     x = torch.tensor([value, math.inf, -math.inf, math.nan, 0.0])
     counts = torch.zeros(2, dtype=torch.int64)
     q = quantise_reference(x, torch.tensor(scale), kind, counts)

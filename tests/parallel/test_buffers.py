@@ -80,7 +80,7 @@ def backward(flat: FlatChunk, last: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{"block": "serial"}, {"block": "parallel", "tied_embeddings": False}])
-def test_a_steps_first_products_write_their_gradients(options):
+def test_a_steps_first_gemms_write_their_gradients(options):
     """They are never made zero, whatever the step before left there; all else is."""
     flat = FlatChunk(chunk(Axis(), **options), torch.device("cpu"))
     for p in flat.parameters:
@@ -96,8 +96,8 @@ def test_a_steps_first_products_write_their_gradients(options):
     assert torch.equal(*twice)
     torch.testing.assert_close(twice[0], 2 * once[0])
     flat.zero_grads()
-    products = sum(p.numel() for block in flat.module.blocks for p in block.parameters() if p.dim() == 2)
-    assert flat.grads.isnan().sum() == products
+    gemms = sum(p.numel() for block in flat.module.blocks for p in block.parameters() if p.dim() == 2)
+    assert flat.grads.isnan().sum() == gemms
     # A step in which nothing comes to them.
     flat.begin_backward(True)
     flat.end_backward(True)

@@ -39,19 +39,19 @@ class Device:
         self.put("side", lambda: to[:half].copy_(source[:half]))
         self.put("side", lambda: to[half:].copy_(source[half:]))
 
-    def tell(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int) -> None:
         self.put("side", lambda: self.flags.__setitem__((peer, self.rank), number))
 
-    def hear(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int) -> None:
         self.put("side", lambda: None, lambda: self.flags.get((self.rank, peer), 0) >= number)
 
-    def mark(self, queue: str) -> dict[str, bool]:
+    def record_event(self, queue: str) -> dict[str, bool]:
         point = {"reached": False}
         self.put(queue, lambda: point.update(reached=True))
         return point
 
-    def follow(self, queue: str, mark: dict[str, bool]) -> None:
-        self.put(queue, lambda: None, lambda: mark["reached"])
+    def stream_wait(self, queue: str, record_event: dict[str, bool]) -> None:
+        self.put(queue, lambda: None, lambda: record_event["reached"])
 
 
 def run(devices: list[Device], rng: random.Random) -> None:
@@ -70,7 +70,7 @@ OPS = ("gather", "consume", "consume and keep", "scatter", "scatter now")
 
 
 def play(
-    size: int, program: list[str], lag: int, seed: int, beside: bool = False
+    size: int, program: list[str], lag: int, seed: int, on_side_stream: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run a program of calls on `size` ranks, results that may be waited for later `lag` calls later.
 
@@ -80,7 +80,9 @@ def play(
     memory = [torch.zeros(Exchange.bytes_needed(size, nbytes), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, int], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
-    exchanges = [Exchange(rank, size, memory, nbytes, devices[rank], beside=beside) for rank in range(size)]
+    exchanges = [
+        Exchange(rank, size, memory, nbytes, devices[rank], on_side_stream=on_side_stream) for rank in range(size)
+    ]
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(size, size, *SHAPE, generator=generator, dtype=torch.float64) for _ in program]
@@ -134,9 +136,9 @@ def play(
     st.booleans(),
 )
 def test_every_order_of_queues_gives_the_right_sums_and_parts(
-    size: int, program: list[str], lag: int, seed: int, beside: bool
+    size: int, program: list[str], lag: int, seed: int, on_side_stream: bool
 ) -> None:
-    for found, expected in play(size, program, lag, seed, beside):
+    for found, expected in play(size, program, lag, seed, on_side_stream):
         torch.testing.assert_close(found, expected)
 
 

@@ -139,7 +139,7 @@ def test_an_old_snapshot_does_not_bring_back_old_values(redis_server, opened):
     assert a.add("n", 0) == 2
 
 
-def test_a_server_that_stays_away_is_named_in_time(redis_server, opened):
+def test_a_server_that_does_not_come_back_is_named_in_time(redis_server, opened):
     server = redis_server()
     a, b = opened(server), opened(server, seconds=1.5)
     thread, answers = wait_in_thread(b, "never")

@@ -56,9 +56,9 @@ def test_edges_come_in_few_rounds_without_a_stage_twice(stages, ring):
     assert every == sorted(chain + ([(stages - 1, 0)] if ring and stages > 1 else []))
 
 
-def test_two_stages_in_a_ring_have_four_separate_lanes():
-    lanes = [s.name for s in plan_groups(Grid(pipeline=2), virtual_stages=2) if s.kind in ("forward", "backward")]
-    assert sorted(lanes) == ["backward/0-1", "backward/1-0", "forward/0-1", "forward/1-0"]
+def test_two_stages_in_a_ring_have_four_separate_channels():
+    channels = [s.name for s in plan_groups(Grid(pipeline=2), virtual_stages=2) if s.kind in ("forward", "backward")]
+    assert sorted(channels) == ["backward/0-1", "backward/1-0", "forward/0-1", "forward/1-0"]
 
 
 def test_the_papers_job_is_planned_quickly_and_completely():

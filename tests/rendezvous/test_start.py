@@ -214,14 +214,14 @@ def test_redis_killed_at_any_moment_of_the_start(ranks, redis_server):
     server = redis_server()
     stop = threading.Event()
 
-    def trouble() -> None:
+    def problem() -> None:
         for pause in (0.02, 0.05, 0.08, 0.11, 0.15, 0.2):
             if stop.wait(pause):
                 return
             server.restart()
 
     overrides = ["parallel.tensor=2", "parallel.pipeline=2", f"rendezvous.url={server.url}"]
-    thread = threading.Thread(target=trouble)
+    thread = threading.Thread(target=problem)
     thread.start()
     ranks.start(use_groups, range(4), 4, overrides)
     try:
@@ -277,7 +277,7 @@ def test_one_process_needs_no_address(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     groups = start(0, 1, [])
-    assert groups.lanes() == []
+    assert groups.channels() == []
     assert groups.tensor is groups.data_reduce is groups.model is None
     shutdown(groups)
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):

@@ -30,7 +30,7 @@ def pair(request):
     yield opened(server), opened(server)
 
 
-def settle(store: dist.Store) -> None:
+def finish(store: dist.Store) -> None:
     """All that `store` sent has reached the server.
 
     TCPStore's set, append and push do not wait for an answer: another client's request may overtake them.
@@ -60,7 +60,7 @@ def test_add_counts_across_clients_and_reads_as_text(pair):
     assert a.get("n") == b"-2"
     assert b.add("n", 0) == -2
     a.set("given", "41")
-    settle(a)
+    finish(a)
     assert b.add("given", 1) == 42
 
 
@@ -85,7 +85,7 @@ def test_check_and_delete(pair):
     a, b = pair
     a.set("x", "1")
     a.set("y", "2")
-    settle(a)
+    finish(a)
     assert b.check(["x", "y"])
     assert b.check([])
     assert not b.check(["x", "missing"])
@@ -99,7 +99,7 @@ def test_num_keys_and_list_keys(pair):
     before = a.num_keys()
     for i in range(5):
         a.set(f"key{i}", "v")
-    settle(a)
+    finish(a)
     b.add("counter", 1)
     assert b.num_keys() == before + 6
     a.delete_key("key0")
@@ -112,9 +112,9 @@ def test_append_multi_get_multi_set(pair):
     a, b = pair
     assert a.has_extended_api()
     a.append("log", "one ")
-    settle(a)
+    finish(a)
     b.append("log", "two")
-    settle(b)
+    finish(b)
     assert a.get("log") == b"one two"
     a.multi_set(["p", "q"], ["1", "2"])
     assert b.multi_get(["q", "p", "log"]) == [b"2", b"1", b"one two"]

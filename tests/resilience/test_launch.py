@@ -41,7 +41,7 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     exit_ = job.until("process_killed")
     assert (exit_.action, exit_.nodes, exit_.ranks) == ("respawn", ("n1",), (1,))
     assert "SIGKILL" in exit_.evidence[0]
-    assert job.until("ladder").action == "retry"
+    assert job.until("recovery_action").action == "retry"
     job.until("first_step", attempt=2)
 
     job.process.kill()
@@ -54,11 +54,11 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     assert [job.pid(0), job.pid(1)] == pids  # the trainers never noticed
 
     job.kill_agent("n0")
-    lost = job.until("ladder", nodes=("n0",))
+    lost = job.until("recovery_action", nodes=("n0",))
     assert lost.action == "respawn"
     job.until("first_step", attempt=3)
     job.kill_agent("n1", down=True)
-    assert job.until("ladder", nodes=("n1",)).action == "spare"
+    assert job.until("recovery_action", nodes=("n1",)).action == "spare"
     started = job.until("attempt_started")
     assert started.nodes == ("n0", "n2")
     assert job.finish() == 0, job.story()
@@ -90,7 +90,7 @@ def test_interrupt_saves_and_the_same_command_goes_on(launch):
 
 def test_pause_evict_and_resume_through_the_commands(launch, megascale):
     words = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0"]
-    job = launch("steered", *words, "--resilience.test_spares=true", "--resilience.patience=120")
+    job = launch("steered", *words, "--resilience.test_spares=true", "--resilience.grace_period=120")
     job.until("first_step")
     tested = job.until("node_diagnosed")  # the spare, while training goes on
     assert (tested.nodes, tested.action) == (("n2",), "none"), tested.evidence
@@ -116,7 +116,7 @@ def test_pause_evict_and_resume_through_the_commands(launch, megascale):
     assert unknown.returncode == 2
     assert "n0, n1, n2" in unknown.stderr
     story = megascale("events", job.run, "--all").stdout
-    for part in ("noisy", "lunch", "ladder", "checkpoint_saved"):
+    for part in ("noisy", "lunch", "recovery_action", "checkpoint_saved"):
         assert part in story
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 130
@@ -152,8 +152,8 @@ def test_without_spares_or_new_nodes_data_parallelism_shrinks(launch):
     job.until("first_step")
     job.until_step(25)
     job.kill_agent("n1", down=True)
-    job.until("ladder", nodes=("n1",))
-    shrink = job.until("ladder", action="shrink")
+    job.until("recovery_action", nodes=("n1",))
+    shrink = job.until("recovery_action", action="shrink")
     assert "from 2 to 1" in shrink.evidence[0]
     assert job.until("attempt_started").nodes == ("n0",)
     assert job.finish() == 0, job.story()

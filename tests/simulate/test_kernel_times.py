@@ -44,13 +44,13 @@ def test_waves():
     assert np.all(wave_efficiency(rows, 4096, 132) <= 1.0 + 1e-12)
 
 
-def test_a_large_product_runs_at_the_sustained_rate():
+def test_a_large_gemm_runs_at_the_sustained_rate():
     cluster = load_cluster("a100-roce")
     seconds = float(gemm_seconds(cluster, 8192, 8192, 8192))
     assert 2 * 8192**3 / seconds == pytest.approx(312e12 * cluster.kernels.gemm_sustained, rel=1e-9)
 
 
-def test_a_thin_product_runs_at_memory_speed():
+def test_a_thin_gemm_runs_at_memory_speed():
     cluster = load_cluster("a100-roce")
     seconds = float(gemm_seconds(cluster, 16, 16384, 16384))
     assert seconds >= 2.0 * 16384 * 16384 / (2039e9 * 0.86)

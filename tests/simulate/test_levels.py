@@ -125,7 +125,7 @@ def test_long_rounds_hide_a_slow_network_on_both_levels(pipeline):
     one = case(1, pipeline, 5, 8 // pipeline, 2, 8 * 2 * 8 // pipeline, model=GPT_13B)
     fast = calm("h200-host")
     slow = with_part(fast, "inside", bus=[[2, 11.2]], p2p_gbs=11.0)
-    longer = [replace(one, round_size=size) for size in (pipeline, 4, 8)]
+    longer = [replace(one, micro_batch_group_size=size) for size in (pipeline, 4, 8)]
     for level in (lambda net, c: simulate(net, c).seconds, lambda net, c: float(step_parts(net, c).total)):
         a, b, c = (level(slow, case) for case in longer)
         assert a > 1.05 * b > 1.05 * 1.05 * c

@@ -180,7 +180,7 @@ def test_search_takes_long_rounds_where_the_network_is_slow():
         found = search(
             config, cluster, load_calibration("h200-engine", "h200-host"), own_software(config, MEGASCALE), 8, 8
         )
-        long = found.round_size > 0
+        long = found.micro_batch_group_size > 0
         # PP2 in five chunks and DP4: fits, and gains a fifth where links are slow.
         same = (found.tensor == 1) & (found.pipeline == 2) & (found.virtual == 5) & (found.micro == 2)
         assert (same & ~long).sum() == 1
@@ -189,9 +189,9 @@ def test_search_takes_long_rounds_where_the_network_is_slow():
             assert found.seconds[same & long][0] < 0.85 * found.seconds[same & ~long][0]
         one_stage = long & (found.pipeline == 1)
         assert one_stage.any()
-        assert (found.round_size[one_stage] * found.micro[one_stage] * found.data[one_stage] == 64).all()
+        assert (found.micro_batch_group_size[one_stage] * found.micro[one_stage] * found.data[one_stage] == 64).all()
     scenario = Scenario(config, 8, slow, load_calibration("h200-engine", "h200-host"), own_software(config, MEGASCALE))
-    assert any(r.scenario.config.parallel.round_size for r in best(found, config, scenario, 8, count=20))
+    assert any(r.scenario.config.parallel.micro_batch_group_size for r in best(found, config, scenario, 8, count=20))
 
 
 def test_fewest_meets_the_deadline(scenario):
@@ -245,7 +245,7 @@ def test_vary(text, points):
     assert parse_vary(text)[1] == points
 
 
-def test_step_sets_both_stacks_beside_each_other(tmp_path):
+def test_step_compares_both_stacks(tmp_path):
     result = invoke(
         "step",
         EXAMPLE,
@@ -286,8 +286,8 @@ def test_event_level_writes_a_trace(tmp_path):
 
 
 def test_ablate_sweep_search_effective(tmp_path):
-    rungs = json.loads(invoke("ablate", EXAMPLE, "--gpus", "256", "--train.global_batch=256", "--json").stdout)
-    mfu = [r["seconds"] for r in rungs["cumulative"]]
+    actions = json.loads(invoke("ablate", EXAMPLE, "--gpus", "256", "--train.global_batch=256", "--json").stdout)
+    mfu = [r["seconds"] for r in actions["cumulative"]]
     assert mfu == sorted(mfu, reverse=True)
     assert len(mfu) == 8
     swept = invoke(

@@ -57,7 +57,7 @@ def test_table_targets(cluster):
     assert [used for *_, used in checks["A3"].rows] == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4
 
 
-def test_ladder_and_weak_scaling_targets(cluster):
+def test_ablation_and_weak_scaling_targets(cluster):
     checks = {c.key: c for c in check_mfu(cluster)}
     assert checks["A5"].passed, checks["A5"].figures
     assert checks["A6"].passed, checks["A6"].figures

@@ -133,7 +133,7 @@ def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path, monkeyp
     assert (tmp_path / "runs" / "tiny" / "checkpoints").is_dir()
 
 
-class _Nodes(recovery.Mending):
+class _Nodes(recovery.Recovery):
     """Starts agents that come a few turns of the loop later."""
 
     def __init__(self, dead: set[str]) -> None:

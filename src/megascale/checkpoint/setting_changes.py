@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, Section, from_tree
+from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, Section, from_tree, migrate
 from megascale.errors import ConfigError
 
 # Of the model, but without influence on one that has its weights.
@@ -49,6 +49,7 @@ def read_saved(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
     It is not judged: a value that is no longer allowed stands as it was saved.
     """
     try:
+        tree = migrate(tree)
         return from_tree(tree), []
     except ConfigError:
         pass

@@ -50,7 +50,9 @@ def register(app: typer.Typer) -> None:
         node: str = typer.Option(None, help="Which node, such as n1.", show_default=False),
         seconds: float = typer.Option(None, help="How long it lasts, or a slow rank's delay a step."),
         step: int = typer.Option(0, help="First step at which a trainer strikes itself; 0: the next."),
-        stays: bool = typer.Option(False, help="Strike again after every restart (a broken machine or program)."),
+        persistent: bool = typer.Option(
+            False, "--persistent", "--stays", help="Strike again after every restart (a broken machine or program)."
+        ),
         group: str = typer.Option("data_reduce", help="mismatch: world, tensor, data_gather or data_reduce."),
     ) -> None:
         """Break one thing in a run.
@@ -61,12 +63,12 @@ def register(app: typer.Typer) -> None:
 
           megascale faults inject kill-node --run runs/stdlib --node n2
 
-          megascale faults inject slow-rank --run runs/stdlib --node n1 --seconds 0.3 --stays
+          megascale faults inject slow-rank --run runs/stdlib --node n1 --seconds 0.3 --persistent
         """
         from megascale.resilience.faults.inject import Options
         from megascale.resilience.faults.inject import inject as strike
 
-        for line in strike(run, kind, Options(rank, node, seconds, step, stays, group)):
+        for line in strike(run, kind, Options(rank, node, seconds, step, persistent, group)):
             typer.echo(line)
 
     app.add_typer(faults, name="faults")

@@ -98,7 +98,7 @@ def _show_layout(plan: LayoutCost, console: Console) -> None:
         f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}, {grid.hosts:,} {hosts} of "
         f"{parallel.gpus_per_host}",
     )
-    rounds = f", rounds of {parallel.round_size} micro-batches" if parallel.round_size else ""
+    rounds = f", rounds of {parallel.micro_batch_group_size} micro-batches" if parallel.micro_batch_group_size else ""
     table.add_row(
         "pipeline",
         f"{plan.schedule.name}, {plan.schedule.virtual} chunks a stage, {layers} layers a chunk{rounds}",

@@ -226,10 +226,10 @@ def ablate(
     """
     from megascale.simulate import render, simulation_plots
     from megascale.simulate.series import cumulative, leave_one_out
-    from megascale.simulate.software import LADDER
+    from megascale.simulate.software import TECHNIQUES
 
     scenario = _scenario(_config(context, file), gpus, cluster, calibration, None)
-    names = [n.strip() for n in off.split(",")] if off else list(LADDER)
+    names = [n.strip() for n in off.split(",")] if off else list(TECHNIQUES)
     up = cumulative(_baseline(scenario, None), scenario, names, _level(level))
     down = leave_one_out(scenario, names, _level(level))
     if as_json:
@@ -241,12 +241,12 @@ def ablate(
         )
     else:
         console = _console()
-        render.ladder(up, f"one after another, {gpus:,} GPUs", "time saved", console)
-        render.ladder(down, "each left out of the whole", "slower by", console)
+        render.ablation_chart(up, f"one after another, {gpus:,} GPUs", "time saved", console)
+        render.ablation_chart(down, "each left out of the whole", "slower by", console)
     if csv is not None:
         _write_csv([{"technique": n, **r.as_dict()} for n, r, _ in [*up, *down]], csv)
     if plot is not None:
-        simulation_plots.ladder([n for n, _, _ in up], [100 * r.mfu for _, r, _ in up], plot)
+        simulation_plots.ablation_chart([n for n, _, _ in up], [100 * r.mfu for _, r, _ in up], plot)
 
 
 def sweep(

@@ -189,6 +189,6 @@ def validate(
                 simulation_plots.scatter(check.rows, plot / f"{check.key.lower()}.png", f"{check.key}: {check.what}")
             if check.bars:
                 names, printed, predicted = zip(*check.bars, strict=True)
-                simulation_plots.ladder(names, predicted, plot / f"{check.key.lower()}-mfu.png", printed)
+                simulation_plots.ablation_chart(names, predicted, plot / f"{check.key.lower()}-mfu.png", printed)
     if any(check.passed is False for check in checks):
         raise typer.Exit(1)

@@ -49,7 +49,7 @@ def layout_rows(config: Config, world: int) -> list[tuple[str, str]]:
     found = []
     if world > 1:
         chunks = f", {parallel.virtual_stages} chunks a stage" if parallel.virtual_stages > 1 else ""
-        chunks += f" in rounds of {parallel.round_size}" if parallel.round_size else ""
+        chunks += f" in rounds of {parallel.micro_batch_group_size}" if parallel.micro_batch_group_size else ""
         sizes = f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}{chunks}"
         found.append(("layout", f"{sizes}; ZeRO-{parallel.zero}, recompute {parallel.recompute}"))
     if grid.pipeline > 1:

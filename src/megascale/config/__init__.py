@@ -1,11 +1,13 @@
 """The one typed tree of settings: sections as typed models, loading with overrides, migration of old keys.
 
-Every package may import this one; it imports nothing of ours but the errors. A key exists here only if some code obeys it.
+Every package may import this one; it imports nothing of ours but the errors. A key exists here only if some code
+obeys it.
 """
 
 from megascale.config.base import DEEP, MOST, Section
 from megascale.config.data_section import DataConfig
 from megascale.config.loading import from_tree, load, preset, presets
+from megascale.config.migration import migrate
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
 from megascale.config.resilience_section import ResilienceConfig
@@ -36,6 +38,7 @@ __all__ = [
     "TrainConfig",
     "from_tree",
     "load",
+    "migrate",
     "preset",
     "presets",
     "split_password",

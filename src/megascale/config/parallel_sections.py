@@ -15,7 +15,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, le=1_000_000, description="tensor-parallel ranks (with sequence parallelism)")
     pipeline: int = Field(1, ge=1, le=DEEP, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, le=1000, description="model chunks a stage (interleaved 1F1B when above 1)")
-    round_size: int | None = Field(
+    micro_batch_group_size: int | None = Field(
         None,
         ge=1,
         le=MOST,
@@ -69,7 +69,7 @@ class OverlapConfig(Section):
         True, description="send results to the next stage while computing on, instead of waiting until they arrived"
     )
     data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
-    products: Literal["auto", "on", "off"] = Field(
+    gemms: Literal["auto", "on", "off"] = Field(
         "auto",
         description="on: products that do not depend on each other run on two streams, so that each fills the "
         "multiprocessors that the other's last wave leaves idle (GPUs); auto: where that was measured to pay, layers "
@@ -86,9 +86,9 @@ class OverlapConfig(Section):
         12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"
     )
 
-    @field_validator("products", mode="before")
+    @field_validator("gemms", mode="before")
     @classmethod
-    def _products(cls, told: Any) -> Any:
+    def _gemms(cls, told: Any) -> Any:
         # It was a switch once: records and configurations of older runs have true or false.
         return {True: "on", False: "off"}[told] if isinstance(told, bool) else told
 

@@ -27,7 +27,7 @@ class ResilienceConfig(Section):
     interval: float = Field(1.0, gt=0, description="seconds between an agent's heartbeats")
     window: float = Field(5.0, gt=0, description="seconds without a heartbeat after which a node counts as lost")
     first_step: float = Field(600.0, gt=0, description="seconds that start, loading and the first step may take")
-    patience: float = Field(60.0, gt=0, description="seconds that trainers get to save when they are asked to stop")
+    grace_period: float = Field(60.0, gt=0, description="seconds that trainers get to save when they are asked to stop")
     orphan: float = Field(
         600.0, gt=0, description="seconds an agent lets training go on without a driver before it stops it"
     )
@@ -40,7 +40,7 @@ class ResilienceConfig(Section):
         600.0, ge=0, description="seconds to wait for new nodes when no spare is left; 0: do not ask for any"
     )
     min_data: int = Field(1, ge=1, le=1_000_000, description="data parallelism may shrink to this when nodes stay away")
-    starts_without_progress: int = Field(
+    no_progress_limit: int = Field(
         5, ge=1, le=MOST, description="starts in a row without one new step after which the job stops for a person"
     )
     listen: str = Field("127.0.0.1", description="address where the driver takes agents and the API")

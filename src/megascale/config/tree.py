@@ -36,11 +36,11 @@ class Config(Section):
     resilience: ResilienceConfig = ResilienceConfig()
 
     @property
-    def products_beside(self) -> bool:
-        """Whether independent products run on two streams: overlap.products with auto resolved."""
+    def gemms_on_side_stream(self) -> bool:
+        """Whether independent products run on two streams: overlap.gemms with auto resolved."""
         tokens = self.model.sequence_length * self.train.micro_batch
         pays = self.model.hidden >= WIDE and tokens <= FEW_TOKENS
-        return self.overlap.products == "on" or (self.overlap.products == "auto" and pays)
+        return self.overlap.gemms == "on" or (self.overlap.gemms == "auto" and pays)
 
     @property
     def run_folder(self) -> Path:

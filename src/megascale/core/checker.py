@@ -260,7 +260,7 @@ class Machine:
         here = at[stage]
         return here < self.lengths[stage] and all(done[comm] >= n for comm, n in self.needs[stage][here])
 
-    def can_deliver(self, at: list[int], done: list[int], comm: int) -> bool:
+    def can_complete(self, at: list[int], done: list[int], comm: int) -> bool:
         """Whether a send faces a receive at the heads of both ends. ScheduleError if they are not one message."""
         head = done[comm]
         if len(self.ends[comm]) < 2:
@@ -294,7 +294,7 @@ class Machine:
                 if comm >= 0:
                     ready.append(~comm)
             else:
-                if not self.can_deliver(at, done, ~what):
+                if not self.can_complete(at, done, ~what):
                     continue
                 done[~what] += 1
                 ready.append(what)
@@ -345,7 +345,7 @@ def explore(
     while todo:
         at, done = todo.pop()
         moves = [s for s in range(stages) if machine.can_step(at, done, s)]
-        moves += [~c for c in range(len(done)) if machine.can_deliver(at, done, c)]
+        moves += [~c for c in range(len(done)) if machine.can_complete(at, done, c)]
         if not moves:
             outcomes.add(machine.finished(at, done))
         for what in moves:

@@ -47,7 +47,7 @@ class Event(StrEnum):
     MISSED_HEARTBEAT = "missed_heartbeat"
     AGENT_RESTARTED = "agent_restarted"
     START_TOO_SLOW = "start_too_slow"
-    LADDER = "ladder"
+    RECOVERY_ACTION = "recovery_action"
     FATAL_STEP = "fatal_step"
     PAUSED = "paused"
     CONTINUED = "continued"
@@ -79,3 +79,12 @@ class Event(StrEnum):
     THROUGHPUT_DROP = "throughput_drop"
     SLOW_NODE = "slow_node"
     CHECKSUM_MISMATCH = "checksum_mismatch"
+
+
+# Names in journals and events.jsonl of older versions.
+RENAMED = {"ladder": Event.RECOVERY_ACTION.value}
+
+
+def current_name(name: str) -> str:
+    """Today's name of an event that was written under this one."""
+    return RENAMED.get(name, name)

@@ -38,7 +38,7 @@ class Layout:
             parallel.virtual_stages,
             self.microbatches,
             reduce_each=parallel.zero == 2,
-            round_size=parallel.round_size,
+            micro_batch_group_size=parallel.micro_batch_group_size,
         )
         return schedule if self.config.overlap.pipeline else without_overlap(schedule)
 
@@ -53,15 +53,17 @@ def lay_out(config: Config, world: int) -> Layout:
     faults = _tensor_faults(config.model, parallel.tensor)
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)
-    if parallel.round_size is not None and parallel.virtual_stages == 1:
+    if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
-            f"parallel.round_size={parallel.round_size} orders the chunks of a stage, and each has one; leave it out "
+            f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "
+            "a stage, and each has one; leave it out "
             "or set --parallel.virtual_stages=2 or more"
         )
-    elif parallel.round_size is not None and parallel.round_size < parallel.pipeline:
+    elif parallel.micro_batch_group_size is not None and parallel.micro_batch_group_size < parallel.pipeline:
         faults.append(
-            f"parallel.round_size={parallel.round_size} is less than parallel.pipeline={parallel.pipeline}: a round "
-            f"shorter than the pipeline deadlocks; set --parallel.round_size={parallel.pipeline} or more"
+            f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} is less than "
+            f"parallel.pipeline={parallel.pipeline}: a round "
+            f"shorter than the pipeline deadlocks; set --parallel.micro_batch_group_size={parallel.pipeline} or more"
         )
     grid = layers = microbatches = None
     try:
@@ -100,9 +102,10 @@ def _one_stage_faults(parallel: ParallelConfig) -> list[str]:
     """What several chunks on a single stage, which are there for long rounds, do not go with."""
     chunks = f"parallel.virtual_stages={parallel.virtual_stages} with parallel.pipeline=1"
     faults = []
-    if parallel.round_size is None:
+    if parallel.micro_batch_group_size is None:
         faults.append(
-            f"{chunks} gains nothing in rounds of one micro-batch; set --parallel.round_size to the micro-batches of "
+            f"{chunks} gains nothing in rounds of one micro-batch; set --parallel.micro_batch_group_size to "
+            "the micro-batches of "
             "a step, or --parallel.virtual_stages=1"
         )
     if parallel.zero == 2:

@@ -188,7 +188,7 @@ def stage_memory(
     stage: int,
     micro_batch: int,
     precision: str,
-    beside: bool = False,
+    side_stream: bool = False,
 ) -> MemoryEstimate:
     """Memory of a rank of pipeline stage `stage` at its peak, in bytes by kind.
 
@@ -224,7 +224,7 @@ def stage_memory(
     inside = attention + mlp if model.block == "parallel" else max(attention, mlp)
     # Two of them may be under way, whose factors then live on (ops/side_stream.py): the two with the widest.
     wide = (q + 2 * k if model.block == "parallel" else 0) + f * (2 if model.gated else 1)
-    factors = (h + wide) + (h + f) if beside else 0
+    factors = (h + wide) + (h + f) if side_stream else 0
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
     return MemoryEstimate(

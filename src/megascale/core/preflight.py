@@ -144,7 +144,7 @@ def _memory_faults(
 ) -> list[str]:
     memory, schedule, train = {}, layout.schedule(), config.train
     for stage in stages:
-        about = (layout.grid, schedule, stage, train.micro_batch, train.precision, config.products_beside)
+        about = (layout.grid, schedule, stage, train.micro_batch, train.precision, config.gemms_on_side_stream)
         memory[stage] = stage_memory(config.model, config.parallel, *about)
     faults = []
     fullest = max(memory.values(), key=lambda m: m.total)

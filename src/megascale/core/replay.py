@@ -22,8 +22,8 @@ import numpy as np
 
 from megascale.core.schedule import SEND_SLOTS, Action, ActionKind, Schedule
 
-LANES = ("compute", "send", "gather", "reduce")
-_LANE_OF_KIND = np.array([0, 0, 1, 1, 1, 1, 2, 3])
+STREAMS = ("compute", "send", "gather", "reduce")
+_STREAM_OF_KIND = np.array([0, 0, 1, 1, 1, 1, 2, 3])
 _SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 _RECEIVES = (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
 
@@ -82,9 +82,9 @@ class Graph:
         return len(self.kind)
 
     @cached_property
-    def lane(self) -> np.ndarray:
+    def stream(self) -> np.ndarray:
         """Index into LANES of each action."""
-        return _LANE_OF_KIND[self.kind]
+        return _STREAM_OF_KIND[self.kind]
 
     def durations(
         self,
@@ -126,12 +126,12 @@ class Timeline:
     @cached_property
     def busy(self) -> np.ndarray:
         """Compute time of each stage: [stages] or [stages, replicas]."""
-        return self.lane_time("compute")
+        return self.stream_time("compute")
 
-    def lane_time(self, lane: str) -> np.ndarray:
+    def stream_time(self, stream: str) -> np.ndarray:
         """Time during which a lane of each stage works (transfers count at the sender): [stages, ...]."""
         graph = self.graph
-        mine = (graph.lane == LANES.index(lane)) & ~np.isin(graph.kind, _RECEIVES)
+        mine = (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, _RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
         np.add.at(total, graph.stage[mine], (self.end - self.moving)[mine])
         return total
@@ -172,8 +172,8 @@ class Timeline:
         out["bubble"] += self.makespan - reduced
         return out
 
-    def overlap(self, lane: str, other: str) -> np.ndarray:
-        """For each action on `lane`, the time during which `other` of the same stage works: [actions], 0 elsewhere.
+    def overlap(self, stream: str, other: str) -> np.ndarray:
+        """For each action on `stream`, the time during which `other` of the same stage works: [actions], 0 elsewhere.
 
         What a model of mutual slow-down needs: stretch durations by it and replay again. One replica only.
         """
@@ -182,8 +182,8 @@ class Timeline:
         real = ~np.isin(graph.kind, _RECEIVES)
         for s in range(graph.schedule.stages):
             here = (graph.stage == s) & real
-            mine = np.flatnonzero(here & (graph.lane == LANES.index(lane)))
-            theirs = np.flatnonzero(here & (graph.lane == LANES.index(other)))
+            mine = np.flatnonzero(here & (graph.stream == STREAMS.index(stream)))
+            theirs = np.flatnonzero(here & (graph.stream == STREAMS.index(other)))
             if len(mine) and len(theirs):
                 out[mine] = _busy_between(self.moving[theirs], self.end[theirs], self.moving[mine], self.end[mine])
         return out
@@ -226,10 +226,10 @@ def what_if(graph: Graph, durations: np.ndarray) -> dict[str, np.ndarray]:
     """Exposed time of each lane but compute: how much sooner the step ends if that lane's work took no time."""
     base = replay(graph, durations).makespan
     out = {}
-    for index, lane in enumerate(LANES[1:], start=1):
+    for index, stream in enumerate(STREAMS[1:], start=1):
         without = durations.copy()
-        without[graph.lane == index] = 0.0
-        out[lane] = base - replay(graph, without).makespan
+        without[graph.stream == index] = 0.0
+        out[stream] = base - replay(graph, without).makespan
     return out
 
 

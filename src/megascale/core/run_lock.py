@@ -26,7 +26,7 @@ from pathlib import Path
 from megascale.errors import ConfigError, TrainingError
 
 TRAINERS, DRIVERS = "trainer.lock", "driver.lock"
-PATIENCE = 5.0  # seconds for a holder that was just killed to be gone
+GRACE_PERIOD = 5.0  # seconds for a holder that was just killed to be gone
 _LOOK = 0.05  # seconds between two looks
 _BUSY = (errno.EAGAIN, errno.EACCES)  # NFS says the second
 
@@ -114,19 +114,19 @@ def _drop_all() -> None:
 os.register_at_fork(after_in_child=_drop_all)
 
 
-def take(folder: Path, what: str, patience: float = PATIENCE) -> RunLock:
+def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """The right to train in a folder (of a run, or of checkpoints), or to change what is there.
 
     Args:
         folder: made if it is not there.
         what: the command, for those who come second.
-        patience: seconds to wait for a holder to go.
+        grace_period: seconds to wait for a holder to go.
 
     Raises:
         Busy: somebody else trains there, or a driver holds the run for its job; says who, and what to do.
         TrainingError: an older attempt of the job that this process belongs to still runs; or no file can be made.
     """
-    lock = _claim(folder, patience)
+    lock = _claim(folder, grace_period)
     before, host = _read(folder / TRAINERS), socket.gethostname()
     if not started_by_driver() and before.host not in ("", host) and not lock.warning:
         lock.warning = (
@@ -137,20 +137,20 @@ def take(folder: Path, what: str, patience: float = PATIENCE) -> RunLock:
     return lock
 
 
-def check(folder: Path, patience: float = PATIENCE) -> None:
+def check(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
     """Raise what `take` would, before anything is started."""
     if (folder / TRAINERS).exists() or (folder / DRIVERS).exists():
-        _claim(folder, patience).drop()
+        _claim(folder, grace_period).drop()
 
 
-def _claim(folder: Path, patience: float) -> RunLock:
-    lock, driven = _lock(folder / TRAINERS, fcntl.LOCK_EX, patience), started_by_driver()
+def _claim(folder: Path, grace_period: float) -> RunLock:
+    lock, driven = _lock(folder / TRAINERS, fcntl.LOCK_EX, grace_period), started_by_driver()
     if lock is None:
         holder = _read(folder / TRAINERS)
         if driven and holder.driver:
             raise TrainingError(
                 f"{folder} is still held by {holder}, which an older attempt of this job has left and which did not "
-                f"end within {patience:g} seconds; end it if it hangs"
+                f"end within {grace_period:g} seconds; end it if it hangs"
             )
         raise _busy(folder, holder)
     if not driven and (folder / DRIVERS).exists():
@@ -162,13 +162,13 @@ def _claim(folder: Path, patience: float) -> RunLock:
     return lock
 
 
-def take_for_driver(folder: Path, what: str, patience: float = PATIENCE) -> RunLock:
+def take_for_driver(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """A driver's hold on its run; others of the same job may hold it too, and trainers of that job may be running.
 
     Raises Busy if somebody trains there who belongs to no driver.
     """
-    deadline = time.monotonic() + patience
-    lock = _lock(folder / DRIVERS, fcntl.LOCK_SH, patience)
+    deadline = time.monotonic() + grace_period
+    lock = _lock(folder / DRIVERS, fcntl.LOCK_SH, grace_period)
     if lock is None:  # held exclusively by somebody who only looks: not for long
         raise _busy(folder, _read(folder / TRAINERS))
     lock.sign(_me(what, driver=True))
@@ -187,9 +187,9 @@ def take_for_driver(folder: Path, what: str, patience: float = PATIENCE) -> RunL
     return lock
 
 
-def _lock(path: Path, kind: int, patience: float) -> RunLock | None:
+def _lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
     """A lock on the file that is at `path` in the end; None if others held it all the time."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + grace_period
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

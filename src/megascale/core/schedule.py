@@ -225,14 +225,14 @@ def one_f_one_b(stages: int, microbatches: int, reduce_each: bool = False) -> Sc
 
 
 def interleaved_1f1b(
-    stages: int, virtual: int, microbatches: int, reduce_each: bool = False, round_size: int | None = None
+    stages: int, virtual: int, microbatches: int, reduce_each: bool = False, micro_batch_group_size: int | None = None
 ) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021) for any number of micro-batches.
 
-    The micro-batches form rounds (`round_sizes`; of p, or about `round_size`). In a round each chunk takes the round's
-    micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest round, stage s warms up
-    with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1)
-    chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, results that cross the
+    The micro-batches form rounds (`round_sizes`; of p, or about `micro_batch_group_size`). In a round each chunk takes
+    the round's micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest round, stage
+    s warms up with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) +
+    1) chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, results that cross the
     ring's end come g - p forwards before stage 0 turns to them, and are received then.
 
     Long rounds are for slow networks: the reduction of a chunk's gradients hides under the g backwards of each chunk
@@ -240,31 +240,31 @@ def interleaved_1f1b(
     schedule of Lamy-Poirier (2022).
     """
     _positive(stages, virtual, microbatches)
-    group = max(round_sizes(stages, microbatches, round_size))
+    group = max(round_sizes(stages, microbatches, micro_batch_group_size))
     warmup = [(virtual - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
-    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, round_size)
+    return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, micro_batch_group_size)
 
 
-def round_sizes(stages: int, microbatches: int, round_size: int | None = None) -> list[int]:
-    """Micro-batches of each round of interleaved 1F1B: p each when p divides m; with `round_size` that many, where
-    they divide m.
+def round_sizes(stages: int, microbatches: int, micro_batch_group_size: int | None = None) -> list[int]:
+    """Micro-batches of each round of interleaved 1F1B: p each when p divides m; with `micro_batch_group_size` that
+    many, where they divide m.
 
     A remainder is spread over the rounds, so that none is smaller than p (unless m is). A smaller last round would
     save memory but deadlocks: its second chunk waits for the ring while the backwards that the ring waits for are
     listed behind it (the checker shows this for p = 4, v = 3, m = 5).
     """
-    rounds = max(1, microbatches // max(stages, round_size or 0))
+    rounds = max(1, microbatches // max(stages, micro_batch_group_size or 0))
     size, larger = divmod(microbatches, rounds)
     return [size + 1] * larger + [size] * (rounds - larger)
 
 
 def pipeline_schedule(
-    stages: int, virtual: int, microbatches: int, reduce_each: bool = False, round_size: int | None = None
+    stages: int, virtual: int, microbatches: int, reduce_each: bool = False, micro_batch_group_size: int | None = None
 ) -> Schedule:
     """The schedule that a layout trains with: 1F1B for one chunk a stage, else interleaved 1F1B."""
     if virtual == 1:
         return one_f_one_b(stages, microbatches, reduce_each)
-    return interleaved_1f1b(stages, virtual, microbatches, reduce_each, round_size)
+    return interleaved_1f1b(stages, virtual, microbatches, reduce_each, micro_batch_group_size)
 
 
 def without_overlap(schedule: Schedule) -> Schedule:
@@ -276,11 +276,13 @@ def without_overlap(schedule: Schedule) -> Schedule:
     return replace(schedule, exposed=True)
 
 
-def in_flight_bound(stages: int, virtual: int, microbatches: int, stage: int, round_size: int | None = None) -> int:
+def in_flight_bound(
+    stages: int, virtual: int, microbatches: int, stage: int, micro_batch_group_size: int | None = None
+) -> int:
     """Closed form of `pipeline_schedule(...).in_flight(stage)`, in chunk-forwards."""
     if virtual == 1:
         return min(microbatches, stages - stage)
-    group = max(round_sizes(stages, microbatches, round_size))
+    group = max(round_sizes(stages, microbatches, micro_batch_group_size))
     return min(virtual * microbatches, (virtual - 1) * group + 2 * (stages - 1 - stage) + 1)
 
 
@@ -300,12 +302,12 @@ def _positive(stages: int, virtual: int, microbatches: int) -> None:
 
 
 def _orders(
-    stages: int, virtual: int, microbatches: int, round_size: int | None = None
+    stages: int, virtual: int, microbatches: int, micro_batch_group_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of all forwards and of all backwards of a stage in order: two arrays [v m, 3] of (chunk, microbatch, how many
     computes of its direction before it turns to a message that crossed the ring's end it can be there)."""
     forward, start = [], 0
-    for size in round_sizes(stages, microbatches, round_size):
+    for size in round_sizes(stages, microbatches, micro_batch_group_size):
         batch = np.arange(start, start + size)
         start += size
         chunk = np.repeat(np.arange(virtual), len(batch))
@@ -324,10 +326,10 @@ def _assemble(
     m: int,
     warmup: list[int],
     reduce_each: bool,
-    round_size: int | None = None,
+    micro_batch_group_size: int | None = None,
 ) -> Schedule:
     """Lay forwards and backwards into slots and the transfers around them."""
-    forwards, backwards = _orders(p, v, m, round_size)
+    forwards, backwards = _orders(p, v, m, micro_batch_group_size)
     tables = tuple(_stage(s, p, v, min(warmup[s], v * m), forwards, backwards, reduce_each) for s in range(p))
     return Schedule(name, p, v, m, tables)
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from megascale.config import ModelConfig
 from megascale.core.tensors import Piece
-from megascale.ops.activation import Again
+from megascale.ops.activation import RecomputedActivation
 from megascale.ops.attention import attention
 from megascale.ops.dispatch import use_fused
 from megascale.ops.dropout import dropout_add, dropout_key
-from megascale.ops.fused_projection import split_wide
+from megascale.ops.fused_projection import split_fused_projection
 from megascale.ops.norm import NormKind, add_norm, layer_norm, rms_norm
 from megascale.ops.rope import split_qkv
 from megascale.parallel.collectives import Axis
@@ -74,7 +74,7 @@ class Norm(nn.Module):
             return rms_norm(x_SBH, self.weight, self.eps)
         return layer_norm(x_SBH, self.weight, self.bias, self.eps)
 
-    def of(self, x: torch.Tensor | Unadded) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, x: torch.Tensor | DeferredResidualAdd) -> tuple[torch.Tensor, torch.Tensor]:
         """x and the norm of it; a sum that is still to be taken is taken and normed in one pass each way."""
         if isinstance(x, torch.Tensor):
             return x, self(x)
@@ -83,7 +83,7 @@ class Norm(nn.Module):
 
 
 @dataclass(frozen=True)
-class Unadded:
+class DeferredResidualAdd:
     """A residual sum that its reader takes: residual + y + bias."""
 
     y_SBH: torch.Tensor
@@ -113,12 +113,14 @@ class ColumnLinear(nn.Module):
         self.weight = parameter((columns, hidden), Spec(pieces, init_std=std), dtype)
         self.bias = column_bias(parts, axis, dtype) if bias else None
 
-    def forward(self, x_SBH: torch.Tensor, again: Norm | None = None, reader_sums: bool = False) -> torch.Tensor:
-        """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `again` the product is of again(x), which is
-        computed again in backward instead of being kept. With `reader_sums` whoever reads the result makes the bias's
-        gradient, which is its own gradient's sum over the rows."""
-        bias = self.bias.detach() if reader_sums and self.bias is not None else self.bias
-        return gather_linear(x_SBH, self.weight, bias, self.axis, again)
+    def forward(
+        self, x_SBH: torch.Tensor, recompute_fn: Norm | None = None, fused_bias_gradient: bool = False
+    ) -> torch.Tensor:
+        """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `recompute_fn` the product is of again(x), which
+        is computed again in backward instead of being kept. With `fused_bias_gradient` whoever reads the result makes
+        the bias's gradient, which is its own gradient's sum over the rows."""
+        bias = self.bias.detach() if fused_bias_gradient and self.bias is not None else self.bias
+        return gather_linear(x_SBH, self.weight, bias, self.axis, recompute_fn)
 
 
 def column_bias(parts: Sequence[tuple[str, int]], axis: Axis, dtype: torch.dtype) -> nn.Parameter:
@@ -153,11 +155,11 @@ class Block(nn.Module):
         ]
         into = [(f"{name}.mlp.gate", model.ffn)] if model.gated else []
         into.append((f"{name}.mlp.in", model.ffn))
-        self.one_product = model.block == "parallel" and model.parallel_norms == 1
+        self.fuses_projections = model.block == "parallel" and model.parallel_norms == 1
         self.norm1 = Norm(model, f"{name}.norm1", dtype)
-        self.norm2 = None if self.one_product else Norm(model, f"{name}.norm2", dtype)
+        self.norm2 = None if self.fuses_projections else Norm(model, f"{name}.norm2", dtype)
         self.qkv_bias = self.mlp_in_bias = None
-        if self.one_product:
+        if self.fuses_projections:
             both = model.attention_bias and model.mlp_bias
             self.into = ColumnLinear(h, qkv + into, both, model.init_std, axis, dtype)
             # One wide product has one bias; a model with a bias on one half only (GPT-J) adds it to that half.
@@ -176,70 +178,70 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | Unadded,
+        x: torch.Tensor | DeferredResidualAdd,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         step: ForwardContext,
-        later: bool = False,
-    ) -> torch.Tensor | Unadded:
-        """[s/t, b, h] -> [s/t, b, h]. With `later` the last residual sum may be left to the next norm."""
+        defer_add: bool = False,
+    ) -> torch.Tensor | DeferredResidualAdd:
+        """[s/t, b, h] -> [s/t, b, h]. With `defer_add` the last residual sum may be left to the next norm."""
         if self.model.block == "serial":
             assert self.norm2 is not None
             x_SBH, qkv = self._into(self.qkv, self.norm1, x)
             y = linear_scatter(self.axis, self._attend(self._split(qkv, rotary), step), self.attention_out)
             between = self._add(y, x_SBH, 0, step, True, self.attention_out_bias)
-            x_SBH, inner = self._into(self.mlp_in, self.norm2, between, self._sums_bias(y))
-            return self._add(self._out(inner), x_SBH, 1, step, later, self.mlp_out_bias)
-        if self.one_product:
+            x_SBH, inner = self._into(self.mlp_in, self.norm2, between, self._fuses_bias_gradient(y))
+            return self._add(self._out(inner), x_SBH, 1, step, defer_add, self.mlp_out_bias)
+        if self.fuses_projections:
             in_parts = self.qkv_bias is not None
-            x_SBH, wide = self._into(self.into, self.norm1, x, not in_parts and self._sums_bias(x))
+            x_SBH, wide = self._into(self.into, self.norm1, x, not in_parts and self._fuses_bias_gradient(x))
             if in_parts:
                 width = (self.heads + 2 * self.kv_heads) * self.model.head_size
                 parts = self._split(_biased(wide[..., :width], self.qkv_bias), rotary)
                 y = self._out(wide[..., width:], self._attend(parts, step))
             else:
-                y = self._from_wide(wide, rotary, step)
+                y = self._from_fused_projection(wide, rotary, step)
         else:
             assert self.norm2 is not None
             x_SBH, qkv = self._into(self.qkv, self.norm1, x)
-            _, inner = self._into(self.mlp_in, self.norm2, x_SBH, self._sums_bias(x_SBH))
+            _, inner = self._into(self.mlp_in, self.norm2, x_SBH, self._fuses_bias_gradient(x_SBH))
             y = self._out(inner, self._attend(self._split(qkv, rotary), step))
-        return self._add(y, x_SBH, 0, step, later, self.attention_out_bias, self.mlp_out_bias)
+        return self._add(y, x_SBH, 0, step, defer_add, self.attention_out_bias, self.mlp_out_bias)
 
-    def _again(self, what: str) -> bool:
+    def _recomputes(self, what: str) -> bool:
         """Whether backward computes "norms" or the "activation" again instead of keeping them."""
         return self.recompute in (what, "selective") and torch.is_grad_enabled()
 
-    def _sums_bias(self, x: torch.Tensor | Unadded) -> bool:
+    def _fuses_bias_gradient(self, x: torch.Tensor | DeferredResidualAdd) -> bool:
         """Whether the activation makes the gradient of its product's bias: where it is fused. A plain one would take a
         pass more for it."""
-        name = "split wide" if self.one_product else "swiglu" if self.model.gated else "gelu"
+        name = "split wide" if self.fuses_projections else "swiglu" if self.model.gated else "gelu"
         return use_fused(name, x if isinstance(x, torch.Tensor) else x.y_SBH)
 
     def _into(
-        self, product: ColumnLinear, norm: Norm, x: torch.Tensor | Unadded, reader_sums: bool = False
+        self, linear: ColumnLinear, norm: Norm, x: torch.Tensor | DeferredResidualAdd, fused_bias_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream as it enters, and the product of its norm."""
-        if self._again("norms"):
+        if self._recomputes("norms"):
             x_SBH = x if isinstance(x, torch.Tensor) else x.total()
-            return x_SBH, product(x_SBH, norm, reader_sums)
+            return x_SBH, linear(x_SBH, norm, fused_bias_gradient)
         x_SBH, normed = norm.of(x)
-        return x_SBH, product(normed, None, reader_sums)
+        return x_SBH, linear(normed, None, fused_bias_gradient)
 
     def _out(self, inner: torch.Tensor, attended: torch.Tensor | None = None) -> torch.Tensor:
         """The MLP's output product, with the attention's in the same sum in a parallel block."""
         first = () if attended is None else (attended, self.attention_out)
         activation = self._activation(inner)
-        if self._again("activation"):
-            produces = (activation,) if attended is None else (None, activation)
-            return linear_scatter(self.axis, *first, inner, self.mlp_out, produces=produces)
+        if self._recomputes("activation"):
+            recompute_fns = (activation,) if attended is None else (None, activation)
+            return linear_scatter(self.axis, *first, inner, self.mlp_out, recompute_fns=recompute_fns)
         return linear_scatter(self.axis, *first, activation(inner), self.mlp_out)
 
-    def _from_wide(
+    def _from_fused_projection(
         self, wide: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: ForwardContext
     ) -> torch.Tensor:
         """The parallel block's one wide product, split in one pass, to its one sum of products."""
         cos, sin = rotary or (None, None)
-        q, k, v, inner, activation = split_wide(
+        q, k, v, inner, activation = split_fused_projection(
             wide,
             self.heads,
             self.kv_heads,
@@ -249,11 +251,13 @@ class Block(nn.Module):
             cos,
             sin,
             self.model.rotary_interleaved,
-            self.into.bias if self._sums_bias(wide) else None,
-            self._again("activation"),
+            self.into.bias if self._fuses_bias_gradient(wide) else None,
+            self._recomputes("activation"),
         )
         attended = self._attend((q, k, v), step)
-        return linear_scatter(self.axis, attended, self.attention_out, inner, self.mlp_out, produces=(None, activation))
+        return linear_scatter(
+            self.axis, attended, self.attention_out, inner, self.mlp_out, recompute_fns=(None, activation)
+        )
 
     def _split(
         self, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
@@ -272,13 +276,13 @@ class Block(nn.Module):
             step.cache.layers[self.layer] = (k, v)
         return attention(q, k, v, window=self.window)
 
-    def _activation(self, x: torch.Tensor) -> Again:
+    def _activation(self, x: torch.Tensor) -> RecomputedActivation:
         """The MLP's, for the result x of its own product or of one half of a wide one."""
         # The MLP's own product has added its bias, and what is left is its gradient; that of one half of a wide product
         # is added here.
-        added = not self.one_product and self._sums_bias(x)
+        added = not self.fuses_projections and self._fuses_bias_gradient(x)
         bias = self.mlp_in.bias if added else self.mlp_in_bias
-        return Again(self.model.activation, bias, added)
+        return RecomputedActivation(self.model.activation, bias, added)
 
     def _add(
         self,
@@ -286,16 +290,16 @@ class Block(nn.Module):
         residual: torch.Tensor,
         site: int,
         step: ForwardContext,
-        later: bool,
+        defer_add: bool,
         *biases: nn.Parameter | None,
-    ) -> torch.Tensor | Unadded:
-        """residual + dropout(y + biases): in one pass where fused, or left to its reader with `later`."""
+    ) -> torch.Tensor | DeferredResidualAdd:
+        """residual + dropout(y + biases): in one pass where fused, or left to its reader with `defer_add`."""
         given = [bias for bias in biases if bias is not None]
         bias = sum(given[1:], given[0]) if given else None
         p = self.model.dropout if step.dropout_key is not None else 0.0
         if not p:
-            unadded = Unadded(y_SBH, residual, bias)
-            return unadded if later else unadded.total()
+            deferred = DeferredResidualAdd(y_SBH, residual, bias)
+            return deferred if defer_add else deferred.total()
         key = dropout_key(step.dropout_key or 0, self.layer, site)
         return dropout_add(y_SBH, bias, residual, p, key, self.axis.rank * y_SBH.shape[0], step.sample_start)
 

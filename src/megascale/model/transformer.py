@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
 from megascale.core.tensors import Box, Piece
-from megascale.model.block import EVALUATION, Block, ForwardContext, Norm, Unadded
+from megascale.model.block import EVALUATION, Block, DeferredResidualAdd, ForwardContext, Norm
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
 from megascale.parallel.collectives import ALONE, Axis
@@ -72,11 +72,11 @@ class Chunk(nn.Module):
                 (model.padded_vocab // axis.size,), Spec(self._vocabulary_pieces("head.bias", (model.vocab,))), dtype
             )
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.arrive: Callable[[int], None] = lambda unit: None
+        self.pre_forward_gather: Callable[[int], None] = lambda unit: None
 
     def units(self) -> list[list[nn.Parameter]]:
-        """Parameters in the order in which forward needs them. `arrive(i)` is called before unit i is used, so that
-        parameters can still be on their way when forward begins; the last unit has all that is left."""
+        """Parameters in the order in which forward needs them. `pre_forward_gather(i)` is called before unit i is
+        used, so that parameters can still be on their way when forward begins; the last unit has all that is left."""
         blocks = [list(block.parameters()) for block in self.blocks]
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
@@ -106,20 +106,20 @@ class Chunk(nn.Module):
         Returns:
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
-        self.arrive(0)
+        self.pre_forward_gather(0)
         if self.first:
             x = self._embed(x, step)
         rotary = self._rotary(x.shape[0] * self.axis.size, x.device, step)
         whole_layers = self.recompute == "full" and torch.is_grad_enabled()
-        flow: torch.Tensor | Unadded = x
+        flow: torch.Tensor | DeferredResidualAdd = x
         for i, block in enumerate(self.blocks):
-            self.arrive(i + 1)
+            self.pre_forward_gather(i + 1)
             if whole_layers:
                 flow = checkpoint(block, flow, rotary, step, use_reentrant=False, preserve_rng_state=False)
             else:
                 # Every sum but the last is followed by a norm that takes it.
-                flow = block(flow, rotary, step, later=self.last or i + 1 < len(self.blocks))
-        self.arrive(len(self.blocks) + 1)
+                flow = block(flow, rotary, step, defer_add=self.last or i + 1 < len(self.blocks))
+        self.pre_forward_gather(len(self.blocks) + 1)
         if not self.last:
             assert isinstance(flow, torch.Tensor)
             return flow

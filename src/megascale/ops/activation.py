@@ -1,10 +1,9 @@
 """GeLU and SwiGLU with the bias of the projection before them, forward and backward.
 
-Only the projection's output is kept; the backward kernel reads it with the gradient, writes the input's gradient
-and sums the bias's on the way, in a fixed order. A bias that the projection has `added` already is summed here too:
-its gradient is in registers, and a pass over the wide gradient is saved. A result that was not kept (`Again`) comes
-out of the same pass: it costs one write.
-"""
+Only the projection's output is kept; the backward kernel reads it with the gradient, writes the input's gradient and
+sums the bias's on the way, in a fixed order. A bias that the projection has `added` already is summed here too: its
+gradient is in registers, and a pass over the wide gradient is saved. A result that was not kept
+(`RecomputedActivation`) comes out of the same pass: it costs one write."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
-from megascale.ops.reduce import add_parts, deliver, flat_rows, split_rows
+from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]
 
@@ -68,7 +67,7 @@ def _gelu_kernel(
     bias_ptr,
     dy_ptr,
     out_ptr,
-    again_ptr,
+    recomputed_ptr,
     part_ptr,
     rows,
     width,
@@ -81,7 +80,7 @@ def _gelu_kernel(
     HAS_BIAS: tl.constexpr,
     ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
-    AGAIN: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -100,8 +99,8 @@ def _gelu_kernel(
         if HAS_BIAS and not ADDED:
             x += bias[None, :]
         value, slope = _gelu(x, TANH, NARROW)
-        if AGAIN:
-            tl.store(again_ptr + row_64 * width + column[None, :], value, mask=inside)
+        if RECOMPUTE:
+            tl.store(recomputed_ptr + row_64 * width + column[None, :], value, mask=inside)
         if BACKWARD:
             dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             value = dy * slope
@@ -118,7 +117,7 @@ def _swiglu_kernel(
     bias_ptr,
     dy_ptr,
     out_ptr,
-    again_ptr,
+    recomputed_ptr,
     part_ptr,
     rows,
     width,
@@ -129,7 +128,7 @@ def _swiglu_kernel(
     HAS_BIAS: tl.constexpr,
     ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
-    AGAIN: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -154,8 +153,8 @@ def _swiglu_kernel(
             gate += bias_g[None, :]
             up += bias_u[None, :]
         half = tl.sigmoid(gate)
-        if AGAIN:
-            tl.store(again_ptr + row_64 * width + column[None, :], gate * half * up, mask=inside)
+        if RECOMPUTE:
+            tl.store(recomputed_ptr + row_64 * width + column[None, :], gate * half * up, mask=inside)
         if BACKWARD:
             dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             d_gate = dy * up * half * (1.0 + gate * (1.0 - half))
@@ -184,7 +183,7 @@ def _run(
     tile: tuple[int, int, int, int],
     added: bool,
     main: Tensor | None,
-    again: Tensor | None,
+    recompute: Tensor | None,
     **meta: Any,
 ) -> Tensor | None:
     """Launch over [T, width] tiles; returns the bias gradient where there is one and a dy, unless `main` takes it."""
@@ -197,12 +196,12 @@ def _run(
     if bias is not None and dy_TF is not None:
         partial = torch.empty((parts, x_TF.shape[1]), dtype=torch.float32, device=x_TF.device)
     kernel[(columns, parts)](
-        *(x_TF, bias, dy_TF, out_TF, again, partial, T, width, x_TF.stride(0)),
+        *(x_TF, bias, dy_TF, out_TF, recompute, partial, T, width, x_TF.stride(0)),
         *(0 if dy_TF is None else dy_TF.stride(0), out_TF.stride(0), a_part),
         HAS_BIAS=bias is not None,
         ADDED=added,
         BACKWARD=dy_TF is not None,
-        AGAIN=again is not None,
+        RECOMPUTE=recompute is not None,
         BLOCK_R=rows,
         BLOCK_C=block,
         num_warps=warps,
@@ -213,7 +212,7 @@ def _run(
     if main is not None:
         add_parts(partial, main)
         return None
-    return deliver(partial, bias)[0]
+    return accumulate_gradients(partial, bias)[0]
 
 
 Kind = Literal["gelu", "gelu_tanh", "swiglu"]
@@ -227,7 +226,7 @@ def run_activation(
     out_TF: Tensor,
     added: bool = False,
     main: Tensor | None = None,
-    again: Tensor | None = None,
+    recompute: Tensor | None = None,
 ) -> Tensor | None:
     """Fused activation (or, with dy, its gradient) of rows into rows, strided as they come; returns the bias gradient.
 
@@ -235,15 +234,15 @@ def run_activation(
     the bias in it, whose gradient alone is wanted. main: float32, as wide as x; the bias gradient is added to it.
     again: with dy_TF, contiguous [T, F]: the result is written there as well.
     """
-    assert again is None or (dy_TF is not None and again.is_contiguous())
+    assert recompute is None or (dy_TF is not None and recompute.is_contiguous())
     if kind == "swiglu":
-        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main, again)
+        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main, recompute)
     meta = {"TANH": kind == "gelu_tanh", "NARROW": x_TF.element_size() < 4}
     tile = TILE_WITHOUT_SUMS if dy_TF is None else TILE_GELU_BACKWARD
-    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, again, **meta)
+    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, recompute, **meta)
 
 
-def credit_bias(x: Tensor, bias: Tensor) -> Tensor:
+def fuse_bias_gradient(x: Tensor, bias: Tensor) -> Tensor:
     """x, which has `bias` in it without autograd knowing: the same numbers, and bias gets its gradient."""
     return x + (bias - bias.detach())
 
@@ -283,7 +282,7 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none
     if x.numel() and use_fused("gelu", x, bias):
         return _Activation.apply(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu", added)
     if added and bias is not None:
-        x, bias = credit_bias(x, bias), None
+        x, bias = fuse_bias_gradient(x, bias), None
     return gelu_reference(x, bias, approximate)
 
 
@@ -292,12 +291,12 @@ def swiglu(x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor
     if x.numel() and use_fused("swiglu", x, bias):
         return _Activation.apply(x, bias, "swiglu", added)
     if added and bias is not None:
-        x, bias = credit_bias(x, bias), None
+        x, bias = fuse_bias_gradient(x, bias), None
     return swiglu_reference(x, bias)
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputedActivation:
     """An activation whose result backward makes again, in the pass that makes its gradient, instead of keeping it.
 
     Attributes:
@@ -327,10 +326,10 @@ class Again:
         y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows = flat_rows(x), self.bias, flat_rows(dy), flat_rows(dx)
-        self.credit(run_activation(self.kind, *rows, self.added, again=flat_rows(y)))
+        self.accumulate(run_activation(self.kind, *rows, self.added, recompute=flat_rows(y)))
         return y, dx
 
-    def credit(self, d_bias: Tensor | None) -> None:
+    def accumulate(self, d_bias: Tensor | None) -> None:
         """Give the bias a gradient that its main_grad did not take."""
         if d_bias is not None and self.bias is not None:
             self.bias.grad = d_bias if self.bias.grad is None else self.bias.grad + d_bias

@@ -291,7 +291,7 @@ def _accumulator(parameter: Tensor) -> Tensor:
     return torch.zeros(parameter.shape, dtype=wide, device=parameter.device)
 
 
-def _deliver(parameter: Tensor | None, grad: Tensor | None) -> Tensor | None:
+def _accumulate_gradient(parameter: Tensor | None, grad: Tensor | None) -> Tensor | None:
     """What autograd is told of a parameter's gradient: nothing if it already went to main_grad."""
     if parameter is None or grad is None:
         return None
@@ -340,7 +340,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for part in head.chunks:
                 head.gradients(part, lse_T[part], scale_T[part])
         dx = head.dx_TH.view(ctx.x_shape) if head.dx_TH is not None else None
-        return dx, _deliver(ctx.weight, head.dw), _deliver(ctx.bias, head.db), None, None
+        return dx, _accumulate_gradient(ctx.weight, head.dw), _accumulate_gradient(ctx.bias, head.db), None, None
 
 
 def linear_cross_entropy(

@@ -2,7 +2,7 @@
 
 Slicing the product would make autograd pad each slice's gradient to the full width and add them up. Here the
 backward pass allocates the wide gradient once and every part is written into its place. The gradient of the product's
-own bias is summed here too, the MLP's part of it while that is still in registers. With `again` the
+own bias is summed here too, the MLP's part of it while that is still in registers. With `recompute` the
 activation is its reader's, which makes it again in backward and writes its gradient into that place as well.
 """
 
@@ -14,14 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.ops.activation import Again, Kind, activation_reference, credit_bias, run_activation
+from megascale.ops.activation import (
+    Kind,
+    RecomputedActivation,
+    activation_reference,
+    fuse_bias_gradient,
+    run_activation,
+)
 from megascale.ops.dispatch import use_fused
 from megascale.ops.reduce import column_sum, finish, flat_rows
 from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
 
 
-def split_wide_reference(
-    wide_SBC: Tensor,
+def split_fused_projection_reference(
+    fused_SBC: Tensor,
     heads: int,
     groups: int,
     head_size: int,
@@ -31,10 +37,10 @@ def split_wide_reference(
     sin: Tensor | None,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Plain PyTorch of `split_wide`, out of place."""
+    """Plain PyTorch of `split_fused_projection`, out of place."""
     width = (heads + 2 * groups) * head_size
-    q, k, v = split_qkv_reference(wide_SBC[..., :width], heads, groups, cos, sin, interleaved)
-    return q, k, v, activation_reference(activation, wide_SBC[..., width:], mlp_bias)
+    q, k, v = split_qkv_reference(fused_SBC[..., :width], heads, groups, cos, sin, interleaved)
+    return q, k, v, activation_reference(activation, fused_SBC[..., width:], mlp_bias)
 
 
 @dataclass
@@ -57,19 +63,19 @@ class _Place:
         return self.whole
 
     def activation(
-        self, kind: Kind, mlp_bias: Tensor | None, x_TF: Tensor, dy_TF: Tensor, again: Tensor | None = None
+        self, kind: Kind, mlp_bias: Tensor | None, x_TF: Tensor, dy_TF: Tensor, recompute: Tensor | None = None
     ) -> Tensor | None:
         """Fill the MLP's columns from the gradient of its activation; returns mlp_bias's as run_activation does."""
         assert self.whole is not None
         dx_TF = self.whole.flatten(0, 1)[:, self.width :]
         if self.total is None:
-            return run_activation(kind, x_TF, mlp_bias, dy_TF, dx_TF, again=again)
+            return run_activation(kind, x_TF, mlp_bias, dy_TF, dx_TF, recompute=recompute)
         main = self.total[self.width :]
-        return run_activation(kind, x_TF, self.bias, dy_TF, dx_TF, added=True, main=main, again=again)
+        return run_activation(kind, x_TF, self.bias, dy_TF, dx_TF, added=True, main=main, recompute=recompute)
 
 
 @dataclass(frozen=True)
-class _WideAgain(Again):
+class _FusedRecomputedActivation(RecomputedActivation):
     """The activation of a wide product's last columns; its gradient goes into their place."""
 
     place: _Place = field(kw_only=True)
@@ -78,7 +84,7 @@ class _WideAgain(Again):
         d_wide = self.place.open(x)
         y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
         d_bias = self.place.activation(self.kind, self.bias, x.flatten(0, 1), flat_rows(dy), y.flatten(0, 1))
-        self.credit(d_bias)
+        self.accumulate(d_bias)
         return y, d_wide[..., self.place.width :]
 
 
@@ -86,7 +92,7 @@ class _SplitWide(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        wide_SBC: Tensor,
+        fused_SBC: Tensor,
         mlp_bias: Tensor | None,
         wide_bias: Tensor | None,
         cos: Tensor | None,
@@ -95,20 +101,20 @@ class _SplitWide(torch.autograd.Function):
         activation: Kind,
         interleaved: bool,
         place: _Place,
-        again: bool,
+        recompute: bool,
     ) -> tuple[Tensor, ...]:
         heads, groups, head_size = sizes
-        qkv = wide_SBC[..., : place.width].unflatten(-1, (-1, head_size))
+        qkv = fused_SBC[..., : place.width].unflatten(-1, (-1, head_size))
         parts = rotate_parts(qkv, heads, groups, (cos, sin), interleaved)
         ctx.mlp_bias, ctx.wide_bias = mlp_bias, wide_bias  # the parameters themselves carry main_grad
-        ctx.head_size, ctx.place, ctx.again = head_size, place, again
+        ctx.head_size, ctx.place, ctx.recompute = head_size, place, recompute
         ctx.activation, ctx.interleaved = activation, interleaved
-        x_TF = wide_SBC.flatten(0, 1)[:, place.width :]
-        if again:
+        x_TF = fused_SBC.flatten(0, 1)[:, place.width :]
+        if recompute:
             ctx.save_for_backward(None, cos, sin)
-            return *parts, wide_SBC[..., place.width :]
+            return *parts, fused_SBC[..., place.width :]
         columns = x_TF.shape[1] // 2 if activation == "swiglu" else x_TF.shape[1]
-        y = torch.empty((*wide_SBC.shape[:2], columns), dtype=wide_SBC.dtype, device=wide_SBC.device)
+        y = torch.empty((*fused_SBC.shape[:2], columns), dtype=fused_SBC.dtype, device=fused_SBC.device)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1))
         ctx.save_for_backward(x_TF, cos, sin)
         return *parts, y
@@ -118,10 +124,12 @@ class _SplitWide(torch.autograd.Function):
         x_TF, cos, sin = ctx.saved_tensors
         place, bias, d_mlp_bias = ctx.place, ctx.wide_bias, None
         width, d_wide = place.width, place.open(grads[3])
-        if not ctx.again:
+        if not ctx.recompute:
             d_mlp_bias = place.activation(ctx.activation, ctx.mlp_bias, x_TF, flat_rows(grads[3]))
         # Else the reader has filled those columns already.
-        assert not ctx.again or grads[3].data_ptr() == d_wide[..., width:].data_ptr(), "the activation's reader changed"
+        assert not ctx.recompute or grads[3].data_ptr() == d_wide[..., width:].data_ptr(), (
+            "the activation's reader changed"
+        )
         d_qkv = d_wide[..., :width].unflatten(-1, (-1, ctx.head_size))
         gather_gradients(grads[:3], d_qkv, (cos, sin), ctx.interleaved)
         total, place.whole, place.total = place.total, None, None
@@ -135,8 +143,8 @@ class _SplitWide(torch.autograd.Function):
         return d_wide, d_mlp_bias, d_bias, *(None,) * 7
 
 
-def split_wide(
-    wide_SBC: Tensor,
+def split_fused_projection(
+    fused_SBC: Tensor,
     heads: int,
     groups: int,
     head_size: int,
@@ -146,8 +154,8 @@ def split_wide(
     sin: Tensor | None = None,
     interleaved: bool = False,
     wide_bias: Tensor | None = None,
-    again: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Again | None]:
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, RecomputedActivation | None]:
     """Queries, keys, values (as `rope.split_qkv`) and the activated MLP input of the parallel block's wide product.
 
     wide_SBC: [S, B, (heads + 2 groups) x head_size + F], F doubled for swiglu; mlp_bias: of the MLP part, or None.
@@ -159,15 +167,19 @@ def split_wide(
     """
     width = (heads + 2 * groups) * head_size
     if cos is not None and sin is not None:
-        cos, sin = check_tables(cos, sin, wide_SBC.shape[0])
-    if wide_SBC.numel() and wide_SBC.is_contiguous() and use_fused("split wide", wide_SBC, mlp_bias, cos, wide_bias):
-        sizes, place = (heads, groups, head_size), _Place(wide_SBC.shape, width, wide_bias)
-        parts = _SplitWide.apply(wide_SBC, mlp_bias, wide_bias, cos, sin, sizes, activation, interleaved, place, again)
-        return *parts, _WideAgain(activation, mlp_bias, place=place) if again else None
+        cos, sin = check_tables(cos, sin, fused_SBC.shape[0])
+    if fused_SBC.numel() and fused_SBC.is_contiguous() and use_fused("split wide", fused_SBC, mlp_bias, cos, wide_bias):
+        sizes, place = (heads, groups, head_size), _Place(fused_SBC.shape, width, wide_bias)
+        parts = _SplitWide.apply(
+            fused_SBC, mlp_bias, wide_bias, cos, sin, sizes, activation, interleaved, place, recompute
+        )
+        return *parts, _FusedRecomputedActivation(activation, mlp_bias, place=place) if recompute else None
     if wide_bias is not None:
-        wide_SBC = credit_bias(wide_SBC, wide_bias)
-    if not again:
-        parts = split_wide_reference(wide_SBC, heads, groups, head_size, activation, mlp_bias, cos, sin, interleaved)
+        fused_SBC = fuse_bias_gradient(fused_SBC, wide_bias)
+    if not recompute:
+        parts = split_fused_projection_reference(
+            fused_SBC, heads, groups, head_size, activation, mlp_bias, cos, sin, interleaved
+        )
         return *parts, None
-    qkv = split_qkv_reference(wide_SBC[..., :width], heads, groups, cos, sin, interleaved)
-    return *qkv, wide_SBC[..., width:], Again(activation, mlp_bias)
+    qkv = split_qkv_reference(fused_SBC[..., :width], heads, groups, cos, sin, interleaved)
+    return *qkv, fused_SBC[..., width:], RecomputedActivation(activation, mlp_bias)

@@ -70,8 +70,8 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor]
 
     if main is None:
         return torch.mm(*factors())
-    unset = getattr(weight, "grad_unset", False)
-    weight.grad_unset = False  # type: ignore[attr-defined]  # that it has one says that a product makes its gradient
+    unset = getattr(weight, "overwrite_main_grad", False)
+    weight.overwrite_main_grad = False  # type: ignore[attr-defined]  # that it has one says that a product makes its gradient
     side_stream.current.run(lambda: accumulate_mm(main, *factors(), unset), after)
     finish(weight)
     return None
@@ -88,7 +88,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy = grads[0]
-        ready = side_stream.current.mark()
+        ready = side_stream.current.record_event()
         dx = dy @ weight if ctx.needs_input_grad[0] else None
         dw = weight_gradient(ctx.weight, dy, x, ready) if ctx.needs_input_grad[1] else None
         db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None

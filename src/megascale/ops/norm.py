@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
-from megascale.ops.reduce import PARTS, bias_gradient, deliver, flat_rows, split_rows
+from megascale.ops.reduce import PARTS, accumulate_gradients, bias_gradient, flat_rows, split_rows
 
 NormKind = Literal["layernorm", "rmsnorm"]
 
@@ -378,7 +378,7 @@ def _backward(
     add_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Launch; returns the gradients of what was normed (plus d_total), and of weight, bias and the bias that was added
-    before, as `deliver` does."""
+    before, as `accumulate_gradients` does."""
     T, H = x_TH.shape
     dx = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
     block, rest, rows, warps = _tile(H)
@@ -404,10 +404,10 @@ def _backward(
     else:
         _backward_kernel[(parts,)](*given, **meta, ROWS=rows, BLOCK=block, num_warps=warps)
     if added is not None and add_bias is not None:
-        d_add_bias = deliver(added, add_bias)[0]
+        d_add_bias = accumulate_gradients(added, add_bias)[0]
     else:
         d_add_bias = bias_gradient(add_bias, dx)
-    return dx, *deliver(partial, weight, bias), d_add_bias
+    return dx, *accumulate_gradients(partial, weight, bias), d_add_bias
 
 
 class _Norm(torch.autograd.Function):

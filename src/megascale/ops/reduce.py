@@ -1,8 +1,7 @@
 """Column sums in float32 and a fixed order: gradients of biases and norm weights, the same bits every run.
 
-Backward kernels write partial sums [parts, C]; `sum_parts` adds them, `deliver` adds them straight to the gradients
-of parameters. `column_sum` does both for a plain matrix.
-"""
+Backward kernels write partial sums [parts, C]; `sum_parts` adds them, `accumulate_gradients` adds them straight to the
+gradients of parameters. `column_sum` does both for a plain matrix."""
 
 from __future__ import annotations
 
@@ -103,7 +102,9 @@ def finish(parameter: Tensor) -> None:
         ready()
 
 
-def deliver(parts_PC: Tensor, first: Tensor, second: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+def accumulate_gradients(
+    parts_PC: Tensor, first: Tensor, second: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of one or two parameters from their partial sums, which lie side by side in float32.
 
     Added to `main_grad` where the parameters have it, and None returned for them; else returned in their type.

@@ -2,7 +2,7 @@
 
 A product rarely fills its last wave of multiprocessors: 1,024 x 5,120 in tiles of 128 x 256 are 160 tiles for 132 of
 them, two waves for the work of 1.2. A weight's gradient is needed only when gradients are summed, so it may run in
-what the products after it leave idle. Whoever reads or writes gradients calls `settle` first.
+what the products after it leave idle. Whoever reads or writes gradients calls `synchronize` first.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ UNDER_WAY = 2  # works that may be beside at once: each keeps its inputs in memo
 class InOrder:
     """No second stream: each work runs where it is asked for."""
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """This point of the main stream, for `run`."""
 
     def run(self, work: Callable[[], Any], after: Any = None) -> None:
         """Run `work`, which only writes into memory that is there already, after the mark or else after all so far."""
         work()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """The main stream goes on only when all works are done."""
 
 
-class Beside(InOrder):
+class SideStream(InOrder):
     """A CUDA stream of `device` beside the main one, which is the caller's current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._open: deque[tuple[Callable[[], Any], torch.cuda.Event]] = deque()
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         """See InOrder."""
         event = torch.cuda.Event()
         event.record()
@@ -47,12 +47,12 @@ class Beside(InOrder):
         """See InOrder. What `work` refers to lives until the main stream has waited for it."""
         while len(self._open) >= UNDER_WAY:
             self._close()
-        self._stream.wait_event(self.mark() if after is None else after)
+        self._stream.wait_event(self.record_event() if after is None else after)
         with torch.cuda.stream(self._stream):
             work()
-            self._open.append((work, self.mark()))
+            self._open.append((work, self.record_event()))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See InOrder."""
         while self._open:
             self._close()
@@ -64,16 +64,16 @@ class Beside(InOrder):
 
 
 current: InOrder = InOrder()
-_made: dict[torch.device, Beside] = {}  # one a device: cuBLAS has a workspace for each stream
+_made: dict[torch.device, SideStream] = {}  # one a device: cuBLAS has a workspace for each stream
 
 
 def configure(wanted: bool, device: torch.device) -> str:
     """Choose for this process; what was chosen, in words."""
     global current
-    current.settle()
+    current.synchronize()
     if wanted and device.type == "cuda":
         if device not in _made:
-            _made[device] = Beside(device)
+            _made[device] = SideStream(device)
         current = _made[device]
         return "on a second stream"
     current = InOrder()

@@ -103,16 +103,16 @@ class ShardedOptimizer:
         self,
         learning_rate: float,
         step: int,
-        riders: torch.Tensor | None = None,
+        piggybacked_scalars: torch.Tensor | None = None,
         updated: Callable[[FlatShard], None] = lambda shard: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip and update in place; a step whose norm is not finite changes nothing. `updated` hears of each shard.
 
         Returns, on the device, the norm of the whole model's gradient before clipping, and the sum over ranks of
-        `riders` (a float64 vector that travels in the same message).
+        `piggybacked_scalars` (a float64 vector that travels in the same message).
         """
         config = self.config
-        norm, riders = self._summed(riders)
+        norm, piggybacked_scalars = self._summed(piggybacked_scalars)
         scale = None
         if config.clip:
             scale = (config.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -138,7 +138,7 @@ class ShardedOptimizer:
                 updated(s.shard)
         else:
             self._lamb(learning_rate, step, scale, skip, updated)
-        return norm, riders
+        return norm, piggybacked_scalars
 
     def _lamb(
         self,
@@ -183,7 +183,7 @@ class ShardedOptimizer:
             )
             updated(s.shard)
 
-    def _summed(self, riders: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _summed(self, piggybacked_scalars: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """2-norm of the whole model's gradient (0-d, float64), every parameter counted once, and the summed riders."""
         squares = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
         counted = [s.shard.grads[a:b] for s in self.states for a, b in s.counted]
@@ -191,9 +191,9 @@ class ShardedOptimizer:
             # All in a few launches: a launch a shard leaves the device idle between them.
             squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
         squares *= self.norm_weight
-        packed = squares if riders is None else torch.cat([squares, riders])
+        packed = squares if piggybacked_scalars is None else torch.cat([squares, piggybacked_scalars])
         packed = all_reduce(packed, self.norm_axis).wait()
-        return packed[0].sqrt(), None if riders is None else packed[1:]
+        return packed[0].sqrt(), None if piggybacked_scalars is None else packed[1:]
 
     def copy_to_params(self) -> None:
         """Write the weights in use from the master weights (after loading)."""

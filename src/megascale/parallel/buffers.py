@@ -184,7 +184,7 @@ class FlatChunk:
         if not hasattr(self.module, "units"):
             return []
         number = {id(p): i for i, p in enumerate(self.parameters)}
-        self.module.arrive = self._arrive  # type: ignore[assignment]
+        self.module.pre_forward_gather = self._pre_forward_gather  # type: ignore[assignment]
         return [sorted({self._bucket_of[number[id(p)]] for p in unit}) for unit in self.module.units()]  # type: ignore[operator]
 
     def _member(self, p: nn.Parameter, spec: Spec) -> BufferMember:
@@ -200,7 +200,7 @@ class FlatChunk:
 
     def zero_grads(self) -> None:
         """Forget the gradients of the step before."""
-        side_stream.current.settle()
+        side_stream.current.synchronize()
         if self.zero == 2:
             self.sums.zero_()
             return
@@ -208,11 +208,13 @@ class FlatChunk:
             self._learn_who_writes()
         torch._foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
         for i in self._unset:
-            self.parameters[i].grad_unset = True  # type: ignore[attr-defined]
+            self.parameters[i].overwrite_main_grad = True  # type: ignore[attr-defined]
 
     def _learn_who_writes(self) -> None:
         """Weights with one gradient a micro-batch, made by a product (ops/linear.py), need no zeros to add it to."""
-        self._unset = [i for i, p in enumerate(self.parameters) if self._calls[i] == 1 and hasattr(p, "grad_unset")]
+        self._unset = [
+            i for i, p in enumerate(self.parameters) if self._calls[i] == 1 and hasattr(p, "overwrite_main_grad")
+        ]
         self._zeroed, at = [], 0
         spans = [(self.layout.starts[i], self.layout.starts[i] + self.parameters[i].numel()) for i in self._unset]
         for start, stop in [*sorted(spans), (self.layout.size, self.layout.size)]:
@@ -237,11 +239,11 @@ class FlatChunk:
         self._reduces = False
         if not last and self.zero < 2:
             return
-        side_stream.current.settle()
+        side_stream.current.synchronize()
         for i in self._unset:
-            if self.parameters[i].grad_unset:  # type: ignore[attr-defined]  # no product came to it in this step
+            if self.parameters[i].overwrite_main_grad:  # type: ignore[attr-defined]  # no product came to it in this step
                 self.parameters[i].main_grad.zero_()  # type: ignore[attr-defined]
-                self.parameters[i].grad_unset = False  # type: ignore[attr-defined]
+                self.parameters[i].overwrite_main_grad = False  # type: ignore[attr-defined]
         start, stop = self.layout.shared
         # Each tensor-parallel rank saw its part of the sequence only.
         all_reduce(self.grads[start:stop], self.axes.tensor).wait()
@@ -292,7 +294,7 @@ class FlatChunk:
         return self.axes.tensor.size > 1 and start <= self.layout.buckets[bucket].start < stop
 
     def _reduce(self, bucket: int) -> None:
-        side_stream.current.settle()
+        side_stream.current.synchronize()
         span = self.layout.buckets[bucket]
         whole = self.grads[span.start : span.stop]
         if self.zero and self.wire is not None and self.wire != whole.dtype:
@@ -327,7 +329,7 @@ class FlatChunk:
         if not self._needs:
             self.finish_gather()
 
-    def _arrive(self, unit: int) -> None:
+    def _pre_forward_gather(self, unit: int) -> None:
         if self._gathering:
             for bucket in self._needs[unit]:
                 if pending := self._gathering.pop(bucket, None):

@@ -204,7 +204,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
         return Pending(whole)
     part = whole.view(axis.size, -1)[axis.rank]
     sent = whole.to(dtype)
-    got = _room_beside(whole, axis, dtype)
+    got = _room_on_side_stream(whole, axis, dtype)
     call = calls.current.begin(axis.name, "all_to_all", sent.nbytes)
     work = dist.all_to_all_single(got, sent, group=axis.group, async_op=True)
 
@@ -216,7 +216,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
     return Pending(part, work, call, add)
 
 
-def _room_beside(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
+def _room_on_side_stream(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
     """Memory for as many elements of `dtype`: the half of `whole` without this rank's slice, if a half suffices."""
     count, slice_ = whole.numel(), whole.numel() // axis.size
     narrow = whole.view(dtype)

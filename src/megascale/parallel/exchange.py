@@ -34,19 +34,19 @@ class Streams(Protocol):
         """Copy on side."""
         ...
 
-    def tell(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int) -> None:
         """On side: set the flag that this rank has at `peer`."""
         ...
 
-    def hear(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int) -> None:
         """On side: wait until the flag of `peer` here has reached `number`."""
         ...
 
-    def mark(self, queue: str) -> Any:
+    def record_event(self, queue: str) -> Any:
         """A point in a queue that others can wait for."""
         ...
 
-    def follow(self, queue: str, mark: Any) -> None:
+    def stream_wait(self, queue: str, record_event: Any) -> None:
         """The queue goes on only after the mark."""
         ...
 
@@ -72,9 +72,9 @@ class Exchange:
         shard_bytes: int,
         streams: Streams,
         keep: Any = None,
-        beside: bool = False,
+        on_side_stream: bool = False,
     ) -> None:
-        self._keep, self.beside = keep, beside
+        self._keep, self.on_side_stream = keep, on_side_stream
         self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
         self._memory, self._streams = memory, streams
         self._number = self._gathers = self._scatters = 0
@@ -107,10 +107,10 @@ class Exchange:
 
     def _end(self, scattered: int | None = None, queue: str = "side") -> Any:
         """The call's last point; by then every peer has been heard, so that it has done its copies before."""
-        mark = self._streams.mark(queue)
-        self._free |= dict.fromkeys(self._open, mark)
+        record_event = self._streams.record_event(queue)
+        self._free |= dict.fromkeys(self._open, record_event)
         self._open = set() if scattered is None else {scattered}
-        return mark
+        return record_event
 
     # gather ---------------------------------------------------------------------------------------------------------
 
@@ -121,24 +121,24 @@ class Exchange:
         self._gathers += 1
         streams.copy(parts[self.rank], x)
         for step in range(1, self.size):
-            streams.tell((self.rank - step) % self.size, number)  # who needs it first, first
+            streams.signal((self.rank - step) % self.size, number)  # who needs it first, first
         return number, parts
 
     def gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         """All-gather x [n, ...] on dimension 0, beside what comes next; the function returned waits for it."""
         streams = self._streams
         whole = x.new_empty((self.size, *x.shape))
-        streams.follow("side", streams.mark("main"))
+        streams.stream_wait("side", streams.record_event("main"))
         number, parts = self._send(x)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
-            streams.hear(peer, number)
+            streams.wait_for(peer, number)
             streams.copy(whole[peer], parts[peer])
         streams.copy(whole[self.rank], x)
         last = self._end()
 
         def wait(kept: torch.Tensor = x) -> torch.Tensor:  # x must live until it was copied
-            streams.follow("main", last)
+            streams.stream_wait("main", last)
             return whole.flatten(0, 1)
 
         return wait
@@ -152,21 +152,21 @@ class Exchange:
         """
         streams = self._streams
         whole = x.new_empty((self.size, *x.shape))
-        streams.follow("side", streams.mark("main"))
+        streams.stream_wait("side", streams.record_event("main"))
         streams.compute(lambda: consume(x, self.rank))  # needs no wire
         number, parts = self._send(x)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
-            streams.hear(peer, number)
+            streams.wait_for(peer, number)
             streams.copy(whole[peer], parts[peer])
-            queue = "beside" if self.beside and step % 2 else "main"
-            streams.follow(queue, streams.mark("side"))
+            queue = "beside" if self.on_side_stream and step % 2 else "main"
+            streams.stream_wait(queue, streams.record_event("side"))
             streams.compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
         if keep:
             streams.copy(whole[self.rank], x)
-        if self.beside:
-            streams.follow("main", streams.mark("beside"))
-        streams.follow("main", self._end())
+        if self.on_side_stream:
+            streams.stream_wait("main", streams.record_event("beside"))
+        streams.stream_wait("main", self._end())
         return whole.flatten(0, 1)
 
     # scatter --------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Exchange:
         if turn in self._owed:
             raise RuntimeError("a scatter's result must be waited for before the next scatter but one")
         if turn in self._free:
-            self._streams.follow("main", self._free.pop(turn))
+            self._streams.stream_wait("main", self._free.pop(turn))
         return number, turn, self._parts(False, turn, shape, dtype)
 
     def scatter(
@@ -193,12 +193,12 @@ class Exchange:
         mine = parts[self.rank]
         got = like.new_empty((self.size, *shape) if self.size > 2 else (1, *shape))
         streams.compute(lambda: make(mine))
-        streams.follow("side", streams.mark("main"))
+        streams.stream_wait("side", streams.record_event("main"))
         for step in range(1, self.size):
-            streams.tell((self.rank + step) % self.size, number)
+            streams.signal((self.rank + step) % self.size, number)
         for step in range(1, self.size):
             source = (self.rank - step) % self.size
-            streams.hear(source, number)
+            streams.wait_for(source, number)
             streams.copy(got[source if self.size > 2 else 0], parts[source][self.rank])
         if self.size > 2:
             streams.copy(got[self.rank], mine[self.rank])
@@ -207,7 +207,7 @@ class Exchange:
 
         def wait() -> torch.Tensor:
             self._owed.discard(turn)
-            streams.follow("main", last)
+            streams.stream_wait("main", last)
             if self.size > 2:
                 return self._sum(got)
             streams.compute(lambda: torch.add(mine[self.rank], got[0], out=got[0]))
@@ -229,10 +229,10 @@ class Exchange:
         number, turn, parts = self._room(shape, like.dtype)
         out = like.new_empty(tuple(shape))
         streams.compute(lambda: make(parts[self.rank]))
-        streams.follow("side", streams.mark("main"))
-        streams.tell(peer, number)
-        streams.hear(peer, number)
-        streams.follow("main", streams.mark("side"))
+        streams.stream_wait("side", streams.record_event("main"))
+        streams.signal(peer, number)
+        streams.wait_for(peer, number)
+        streams.stream_wait("main", streams.record_event("side"))
         mine, others = parts[self.rank][self.rank], parts[peer][self.rank]
         streams.compute(lambda: torch.add(mine, others, out=out))
         self._end(turn, "main")

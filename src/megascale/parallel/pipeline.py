@@ -37,7 +37,7 @@ class P2PStream:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class P2PStreams:
     """The lanes of a stage; None where there is no neighbour."""
 
     send_forward: P2PStream | None = None
@@ -79,13 +79,13 @@ class PipelineExecutor:
         self,
         schedule: Schedule,
         stage: int,
-        lanes: Lanes,
+        streams: P2PStreams,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         recorder: Recorder | None = None,
     ) -> None:
-        self.schedule, self.stage, self.lanes = schedule, stage, lanes
+        self.schedule, self.stage, self.streams = schedule, stage, streams
         self.shape, self.dtype, self.device = shape, dtype, device
         self.actions = schedule[stage]
         self.recorder = recorder or NoRecorder()
@@ -184,22 +184,22 @@ class PipelineExecutor:
         while len(queue) > under_way:
             queue.popleft()[1].wait()
 
-    def _lane(self, kind: ActionKind) -> P2PStream:
-        lane: P2PStream | None = getattr(self.lanes, kind.label)
-        assert lane is not None, f"stage {self.stage} has no lane for {kind.label}"
-        return lane
+    def _stream(self, kind: ActionKind) -> P2PStream:
+        stream: P2PStream | None = getattr(self.streams, kind.label)
+        assert stream is not None, f"stage {self.stage} has no lane for {kind.label}"
+        return stream
 
     def _receive(self, kind: ActionKind) -> tuple[torch.Tensor, Any]:
-        lane = self._lane(kind)
+        stream = self._stream(kind)
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        call = calls.current.begin(lane.name, "recv", self.bytes)
-        return buffer, Pending(buffer, dist.irecv(buffer, lane.peer, group=lane.group), call)
+        call = calls.current.begin(stream.name, "recv", self.bytes)
+        return buffer, Pending(buffer, dist.irecv(buffer, stream.peer, group=stream.group), call)
 
     def _send(self, kind: ActionKind, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        lane = self._lane(kind)
+        stream = self._stream(kind)
         tensor = tensor.contiguous()
-        call = calls.current.begin(lane.name, "send", self.bytes)
-        return tensor, Pending(tensor, dist.isend(tensor, lane.peer, group=lane.group), call)
+        call = calls.current.begin(stream.name, "send", self.bytes)
+        return tensor, Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), call)
 
     @staticmethod
     def _arrived(

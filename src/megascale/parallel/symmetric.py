@@ -22,7 +22,7 @@ _NUMBERS = 1 << 32
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
-def prepare(axis: Axis, shard_bytes: int, device: torch.device, beside: bool = False) -> Exchange | str:
+def prepare(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool = False) -> Exchange | str:
     """The group's exchange, made collectively; or why it cannot be had, on every rank alike.
 
     Args:
@@ -35,7 +35,7 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device, beside: bool = F
         return f"{device.type} tensors have no symmetric memory"
     reason, exchange = "", None
     try:
-        exchange = _exchange(axis, shard_bytes, device, beside)
+        exchange = _exchange(axis, shard_bytes, device, on_side_stream)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     # All or none: a rank that exchanged alone would wait for ever.
@@ -45,7 +45,7 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device, beside: bool = F
     return exchange if said is None and exchange is not None else str(said)
 
 
-def _exchange(axis: Axis, shard_bytes: int, device: torch.device, beside: bool) -> Exchange:
+def _exchange(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool) -> Exchange:
     from torch.distributed import _symmetric_memory as symmetric
 
     shard_bytes = -(-shard_bytes // 512) * 512
@@ -58,7 +58,7 @@ def _exchange(axis: Axis, shard_bytes: int, device: torch.device, beside: bool) 
     memory = [handle.get_buffer(r, whole.shape, torch.uint8) for r in range(axis.size)]
     flags = [part.data_ptr() + space for part in memory]
     streams = CudaStreams(axis.rank, flags, device)
-    return Exchange(axis.rank, axis.size, memory, shard_bytes, streams, (whole, handle), beside)
+    return Exchange(axis.rank, axis.size, memory, shard_bytes, streams, (whole, handle), on_side_stream)
 
 
 class CudaStreams:
@@ -74,7 +74,7 @@ class CudaStreams:
     def __init__(self, rank: int, flags: list[int], device: torch.device) -> None:
         self._rank, self._flags, self._device = rank, flags, device.index
         self._side = torch.cuda.Stream(device, priority=-1).cuda_stream  # from torch's pool, which keeps it
-        self._beside = torch.cuda.Stream(device)
+        self._side_stream = torch.cuda.Stream(device)
         self._driver = _Driver()
         self._idle: list[int] = []  # events for which nobody holds a mark
         own = flags[rank] + FLAG * rank
@@ -87,35 +87,35 @@ class CudaStreams:
         if queue == "main":
             work()
         else:
-            with torch.cuda.stream(self._beside):
+            with torch.cuda.stream(self._side_stream):
                 work()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """See Streams."""
         self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._side)
 
-    def tell(self, peer: int, number: int) -> None:
+    def signal(self, peer: int, number: int) -> None:
         """See Streams."""
         self._driver.write(self._side, self._flags[peer] + FLAG * self._rank, number % _NUMBERS)
 
-    def hear(self, peer: int, number: int) -> None:
+    def wait_for(self, peer: int, number: int) -> None:
         """See Streams."""
         self._driver.wait(self._side, self._flags[self._rank] + FLAG * peer, number % _NUMBERS)
 
-    def mark(self, queue: str) -> Mark:
+    def record_event(self, queue: str) -> Mark:
         """See Streams."""
         event = self._idle.pop() if self._idle else self._driver.event()
         self._driver.record(event, self._stream(queue))
         return Mark(event, self._idle)
 
-    def follow(self, queue: str, mark: Mark) -> None:
+    def stream_wait(self, queue: str, record_event: Mark) -> None:
         """See Streams."""
-        self._driver.follow(self._stream(queue), mark.event)
+        self._driver.stream_wait(self._stream(queue), record_event.event)
 
     def _stream(self, queue: str) -> int:
         if queue == "main":
             return torch._C._cuda_getCurrentRawStream(self._device)
-        return self._side if queue == "side" else self._beside.cuda_stream
+        return self._side if queue == "side" else self._side_stream.cuda_stream
 
 
 class Mark:
@@ -147,7 +147,7 @@ class _Driver:
         self._copy = function("cuMemcpyDtoDAsync_v2", u64, u64, ctypes.c_size_t, pointer)
         self._create = function("cuEventCreate", ctypes.POINTER(pointer), word)
         self._record = function("cuEventRecord", pointer, pointer)
-        self._follow = function("cuStreamWaitEvent", pointer, pointer, word)
+        self._stream_wait = function("cuStreamWaitEvent", pointer, pointer, word)
 
     def write(self, stream: int, address: int, value: int) -> None:
         if code := self._write(stream, address, value, 0):
@@ -171,8 +171,8 @@ class _Driver:
         if code := self._record(event, stream):
             raise _failed("cuEventRecord", code)
 
-    def follow(self, stream: int, event: int) -> None:
-        if code := self._follow(stream, event, 0):
+    def stream_wait(self, stream: int, event: int) -> None:
+        if code := self._stream_wait(stream, event, 0):
             raise _failed("cuStreamWaitEvent", code)
 
 

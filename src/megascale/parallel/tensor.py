@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megascale.ops import side_stream
-from megascale.ops.activation import Again
+from megascale.ops.activation import RecomputedActivation
 from megascale.ops.linear import weight_gradient
 from megascale.ops.reduce import bias_gradient
 from megascale.parallel.collectives import (
@@ -35,11 +35,13 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _recomputed(produce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`produce(x)` once more with a graph of its own: (leaf copy of x, result)."""
+def _recomputed(
+    recompute_fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`recompute_fn(x)` once more with a graph of its own: (leaf copy of x, result)."""
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
-        return leaf, produce(leaf)
+        return leaf, recompute_fn(leaf)
 
 
 def _exchanges(axis: Axis, part: torch.Size | tuple[int, ...], like: torch.Tensor) -> bool:
@@ -49,7 +51,7 @@ def _exchanges(axis: Axis, part: torch.Size | tuple[int, ...], like: torch.Tenso
     return math.prod(part) * like.element_size() <= axis.exchange.shard_bytes
 
 
-def _gathered_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis) -> torch.Tensor:
+def _gathered_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis) -> torch.Tensor:
     """linear(all-gathered x, weight, bias), the gather hidden as `axis.overlap` says."""
     if axis.size == 1:
         return torch.nn.functional.linear(x, weight, bias)
@@ -82,7 +84,7 @@ def _gathered_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return y
 
 
-def _sum_of_products(
+def _sum_of_gemms(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, out: torch.Tensor
 ) -> None:
     """out <- sum of x @ weight (or its transpose). A second product that accumulates costs no concatenation."""
@@ -94,7 +96,7 @@ def _sum_of_products(
             _flat(out).addmm_(_flat(x), matrix)
 
 
-def _scattered_products(
+def _scattered_gemms(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis, followed: bool
 ) -> Pending:
     """Reduce-scatter of the sum of products, on its way or done.
@@ -107,13 +109,13 @@ def _scattered_products(
     if _exchanges(axis, shape, xs[0]):
 
         def make(out: torch.Tensor) -> None:
-            _sum_of_products(xs, weights, transposed, out)
+            _sum_of_gemms(xs, weights, transposed, out)
 
         if followed:
             return exchange_scatter(make, shape, xs[0], axis)
         return Pending(scatter_now(make, shape, xs[0], axis))
     y = xs[0].new_empty((s, *xs[0].shape[1:-1], columns))
-    _sum_of_products(xs, weights, transposed, y)
+    _sum_of_gemms(xs, weights, transposed, y)
     pending = reduce_scatter(y, axis)
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
@@ -126,27 +128,27 @@ class _GatherLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         axis: Axis,
-        produce: Callable[[torch.Tensor], torch.Tensor] | None,
+        recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         # The parameters themselves, not saved copies: they carry main_grad.
-        ctx.weight, ctx.bias, ctx.axis, ctx.produce = weight, bias, axis, produce
-        return _gathered_product(x if produce is None else produce(x), weight, bias, axis)
+        ctx.weight, ctx.bias, ctx.axis, ctx.recompute_fn = weight, bias, axis, recompute_fn
+        return _gathered_gemm(x if recompute_fn is None else recompute_fn(x), weight, bias, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         dy = grads[0]
         leaf: torch.Tensor | None = None
-        if ctx.produce is not None:
-            leaf, x = _recomputed(ctx.produce, x)
+        if ctx.recompute_fn is not None:
+            leaf, x = _recomputed(ctx.recompute_fn, x)
         gather = exchange_gather if _exchanges(ctx.axis, x.shape, x) else all_gather
         gathering = gather(x.detach(), ctx.axis)
         if ctx.axis.overlap == "off":
             gathering.wait()
         # The scatter is on the wire while the weight's gradient is computed.
-        ready = side_stream.current.mark()
-        scattering = _scattered_products([dy], [ctx.weight], False, ctx.axis, followed=True)
+        ready = side_stream.current.record_event()
+        scattering = _scattered_gemms([dy], [ctx.weight], False, ctx.axis, followed=True)
         dw = weight_gradient(ctx.weight, dy, gathering.wait, ready)
         db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
         dx: torch.Tensor | None = scattering.wait()
@@ -158,21 +160,25 @@ class _GatherLinear(torch.autograd.Function):
 
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: Axis, produces: Sequence[Again | None], *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, axis: Axis, recompute_fns: Sequence[RecomputedActivation | None], *inputs: torch.Tensor
+    ) -> torch.Tensor:
         xs, weights = inputs[0::2], inputs[1::2]
         ctx.save_for_backward(*xs)
-        ctx.weights, ctx.axis, ctx.produces = weights, axis, produces
-        made = [x if produce is None else produce(x) for x, produce in zip(xs, produces, strict=True)]
-        return _scattered_products(made, weights, True, axis, followed=False).wait()
+        ctx.weights, ctx.axis, ctx.recompute_fns = weights, axis, recompute_fns
+        made = [
+            x if recompute_fn is None else recompute_fn(x) for x, recompute_fn in zip(xs, recompute_fns, strict=True)
+        ]
+        return _scattered_gemms(made, weights, True, axis, followed=False).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         xs, weights, axis = ctx.saved_tensors, ctx.weights, ctx.axis
         dy, dxs = _gathered_input_gradients(grads[0], xs, weights, axis)
         out: list[Any] = [None, None]
-        for x, dx, weight, produce in zip(xs, dxs, weights, ctx.produces, strict=True):
-            if produce is not None:
-                x, dx = produce.with_gradient(x, dx)
+        for x, dx, weight, recompute_fn in zip(xs, dxs, weights, ctx.recompute_fns, strict=True):
+            if recompute_fn is not None:
+                x, dx = recompute_fn.with_gradient(x, dx)
             out += [dx, weight_gradient(weight, dy, x)]
         return tuple(out)
 
@@ -199,25 +205,24 @@ def gather_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     axis: Axis,
-    produce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Column-parallel product: [s/t, b, h] -> [s, b, columns/t].
 
     weight [columns/t, h] and bias [columns/t] are this rank's columns; the gradient of a detached bias is made by
-    whoever reads the result. With `produce` (a norm) the product is of produce(x), which is computed again in backward
-    instead of being kept.
-    """
-    return _GatherLinear.apply(x, weight, bias, axis, produce)
+    whoever reads the result. With `recompute_fn` (a norm) the product is of produce(x), which is computed again in
+    backward instead of being kept."""
+    return _GatherLinear.apply(x, weight, bias, axis, recompute_fn)
 
 
 def linear_scatter(
     axis: Axis,
     *inputs: torch.Tensor,
-    produces: Sequence[Again | None] | None = None,
+    recompute_fns: Sequence[RecomputedActivation | None] | None = None,
 ) -> torch.Tensor:
     """Row-parallel sum of products: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
 
     xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each product. With `produces[i]` the i-th
     product is of that activation of xi, which is computed again in backward instead of being kept.
     """
-    return _LinearScatter.apply(axis, produces or (None,) * (len(inputs) // 2), *inputs)
+    return _LinearScatter.apply(axis, recompute_fns or (None,) * (len(inputs) // 2), *inputs)

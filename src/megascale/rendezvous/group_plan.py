@@ -71,8 +71,8 @@ def plan_groups(grid: Grid, virtual_stages: int = 1, tied: bool = False) -> list
     columns = [(data, tensor) for data in range(grid.data) for tensor in range(grid.tensor)]
     if _embedding(grid, tied):
         plan += [_embedding_spec(grid, *column) for column in columns]
-    for stage_pairs, direction in _lane_rounds(grid, virtual_stages):
-        plan += [_lane(grid, pair, direction, *column) for pair in stage_pairs for column in columns]
+    for stage_pairs, direction in _channel_rounds(grid, virtual_stages):
+        plan += [_channel(grid, pair, direction, *column) for pair in stage_pairs for column in columns]
     return plan
 
 
@@ -84,8 +84,8 @@ def rank_groups(grid: Grid, rank: int, virtual_stages: int = 1, tied: bool = Fal
     ]
     if _embedding(grid, tied) and at.pipeline in (0, grid.pipeline - 1):
         mine.append(_embedding_spec(grid, at.data, at.tensor))
-    for stage_pairs, direction in _lane_rounds(grid, virtual_stages):
-        mine += [_lane(grid, p, direction, at.data, at.tensor) for p in stage_pairs if at.pipeline in p]
+    for stage_pairs, direction in _channel_rounds(grid, virtual_stages):
+        mine += [_channel(grid, p, direction, at.data, at.tensor) for p in stage_pairs if at.pipeline in p]
     return mine
 
 
@@ -105,13 +105,13 @@ def _embedding_spec(grid: Grid, data: int, tensor: int) -> GroupSpec:
     return GroupSpec("embedding", tuple(ends))
 
 
-def _lane_rounds(grid: Grid, virtual_stages: int) -> Iterator[tuple[list[tuple[int, int]], str]]:
+def _channel_rounds(grid: Grid, virtual_stages: int) -> Iterator[tuple[list[tuple[int, int]], str]]:
     for pairs in edges(grid.pipeline, ring=virtual_stages > 1):
         for direction in DIRECTIONS:
             yield pairs, direction
 
 
-def _lane(grid: Grid, pair: tuple[int, int], direction: str, data: int, tensor: int) -> GroupSpec:
+def _channel(grid: Grid, pair: tuple[int, int], direction: str, data: int, tensor: int) -> GroupSpec:
     source, target = pair if direction == "forward" else pair[::-1]
     return GroupSpec(
         direction, (grid.rank(Coordinate(source, data, tensor)), grid.rank(Coordinate(target, data, tensor)))

@@ -99,10 +99,10 @@ class Groups:
         """Whether this rank holds the last layers (and computes the loss)."""
         return self.coordinate.pipeline == self.grid.pipeline - 1
 
-    def lanes(self) -> list[P2PChannel]:
+    def p2p_channels(self) -> list[P2PChannel]:
         """The lanes this rank has."""
         all_four = (self.send_forward, self.recv_forward, self.send_backward, self.recv_backward)
-        return [lane for lane in all_four if lane is not None]
+        return [p2p_channel for p2p_channel in all_four if p2p_channel is not None]
 
     def report(self) -> str:
         """One line for the start-up print: where the time went, in milliseconds."""

@@ -31,7 +31,7 @@ EXPIRY = 24 * 3600.0
 _DOOR_RENEWAL = DOOR_MS / 3000  # seconds between the owner's renewals of the door
 _BATCH = 1000
 # Calls that wait for no key still get this long, in seconds, whatever the store's time-out: the server may restart.
-_PATIENCE = 5.0
+_GRACE_PERIOD = 5.0
 
 # torch keeps only the C++ half of a Python store alive; without this the other half would be collected.
 _alive: set[RedisStore] = set()
@@ -102,7 +102,7 @@ class RedisStore(dist.Store):
         """Owner, after a failure: let the keys vanish once the others have read what went wrong."""
         if self._keeper is not None:
             self._keeper.stop()
-            self._keeper.renew(int(seconds * 1000), _PATIENCE)
+            self._keeper.renew(int(seconds * 1000), _GRACE_PERIOD)
 
     def close(self) -> None:
         """Let go of the server; the data stays. Clones end with their original."""
@@ -202,7 +202,7 @@ class RedisStore(dist.Store):
         return self.timeout  # type: ignore[attr-defined]
 
     def _deadline(self) -> float:
-        return time.monotonic() + max(_PATIENCE, self._timeout().total_seconds())
+        return time.monotonic() + max(_GRACE_PERIOD, self._timeout().total_seconds())
 
     def _name(self, key: str) -> str:
         return self.link.names.value(key)
@@ -267,10 +267,10 @@ class _Keeper:
                 if not self._stopped.is_set():
                     log.warning("keys of job %r were not kept from expiring, trying again: %s", names.job, error)
 
-    def renew(self, expiry_ms: int, patience: float) -> None:
-        """Set the expiry of every key of the epoch; StoreFault if the server is away for `patience` seconds."""
+    def renew(self, expiry_ms: int, grace_period: float) -> None:
+        """Set the expiry of every key of the epoch; StoreFault if the server is away for `grace_period` seconds."""
         names, link = self._link.names, self._link
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + grace_period
         keys = [names.fence, names.index, names.done, names.life]
         for batch in _index(link, names, deadline):
             keys += batch

@@ -25,8 +25,8 @@ class Case:
         middle, last: layers of the fullest stage but the last, and of the last.
         parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS, `recompute`
             one into RECOMPUTE.
-        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
-        round_size: micro-batches that a chunk takes in turn (parallel.round_size); 0: as many as there are stages.
+        reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step. micro_batch_group_size:
+        micro-batches that a chunk takes in turn (parallel.micro_batch_group_size); 0: as many as there are stages.
     """
 
     layers: Any
@@ -60,7 +60,7 @@ class Case:
     gradient_bytes: Any
     reduce_bytes: Any
     reduce_each: Any = False
-    round_size: Any = 0
+    micro_batch_group_size: Any = 0
 
     @classmethod
     def of(
@@ -76,7 +76,7 @@ class Case:
         batch: Any,
         middle: Any = None,
         last: Any = None,
-        round_size: Any = 0,
+        micro_batch_group_size: Any = 0,
     ) -> Case:
         """One model under one software in one layout or, with arrays, in many.
 
@@ -120,7 +120,7 @@ class Case:
             gradient_bytes=software.gradient_bytes,
             reduce_bytes=software.reduce_bytes,
             reduce_each=software.reduce_each,
-            round_size=round_size,
+            micro_batch_group_size=micro_batch_group_size,
         )
 
     @classmethod
@@ -168,5 +168,5 @@ class Case:
             & (self.sequence % t == 0)
             & (self.batch % (self.data * self.micro) == 0)
             & (self.batch >= self.data * self.micro)
-            & ((self.virtual == 1) | (self.pipeline > 1) | (self.round_size > 0))
+            & ((self.virtual == 1) | (self.pipeline > 1) | (self.micro_batch_group_size > 0))
         )

@@ -127,10 +127,10 @@ def stage_times(
     last_backward = last_backward + np.where(case.sequence_parallel, 2.0 * overlap.slowdown, 1.0) * one
     fewer = case.last - case.middle
     bytes_moved = 2.0 * case.micro * case.sequence * case.hidden / case.tensor
-    beside = case.tensor * case.data < cluster.gpus_per_host
+    same_host = case.tensor * case.data < cluster.gpus_per_host
     piped = case.pipeline > 1
-    transfer = np.where(piped, network.p2p(bytes_moved, beside), 0.0)
-    double = np.where(piped, network.p2p(2 * bytes_moved, beside), 0.0)
+    transfer = np.where(piped, network.p2p(bytes_moved, same_host), 0.0)
+    double = np.where(piped, network.p2p(2 * bytes_moved, same_host), 0.0)
     blocking = piped & ~np.asarray(case.pp_overlap, dtype=bool)
     exchange = np.where(blocking, np.where(case.virtual > 1, double, transfer) + overlap.blocking_us * 1e-6, 0.0)
     exchanges = np.where(blocking, np.where(case.virtual > 1, case.virtual, 2), 0)
@@ -217,8 +217,8 @@ def step_parts(
     times = stage_times(cluster, case, constants, network)
     m, p, v = case.microbatches, case.pipeline, case.virtual
     waits = COUPLING * cluster.stragglers.jitter * np.where(times.exchanges > 0, times.forward + times.backward, 0.0)
-    beside = times.exchange * times.exchanges + times.residual + waits
-    middle = times.forward + times.backward + beside
+    same_host = times.exchange * times.exchanges + times.residual + waits
+    middle = times.forward + times.backward + same_host
     factor = straggler_factor(cluster, case, constants)
     # The first and the last micro-batch pass all p v chunks one after another, a transfer between each two.
     stall = np.where(times.exchanges > 0, cluster.overlap.blocking_us * 1e-6, 0.0)
@@ -237,7 +237,7 @@ def step_parts(
         recompute=m * times.parts["recompute"],
         host=m * times.parts["host"],
         tensor=m * times.parts["tensor"],
-        pipeline=m * beside,
+        pipeline=m * same_host,
         data=data,
         logits=m * logits,
         bubble=ramp,
@@ -258,7 +258,7 @@ def data_exposed(cluster: ClusterSpec, case: Case, constants: Constants, times: 
     pieces = np.where(case.virtual > 1, case.virtual, np.minimum(BUCKETS, np.maximum(1, case.layers // case.pipeline)))
     # Between a chunk's last backward and the next chunk's lie a round's worth of passes; buckets of a single chunk
     # have the last backward itself.
-    size = np.maximum(case.pipeline, case.round_size)
+    size = np.maximum(case.pipeline, case.micro_batch_group_size)
     rounds = np.where(case.virtual > 1, np.minimum(size, case.microbatches), 1)
     rest = (pieces - 1) / pieces
     # Reduced after every micro-batch, gradients have all backward passes to hide behind.

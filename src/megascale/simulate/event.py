@@ -67,7 +67,7 @@ def simulate(
     """
     p, v, m = int(case.pipeline), int(case.virtual), int(case.microbatches)
     times = stage_times(cluster, case, constants, network)
-    graph = Graph.of(pipeline_schedule(p, v, m, bool(case.reduce_each), int(case.round_size) or None))
+    graph = Graph.of(pipeline_schedule(p, v, m, bool(case.reduce_each), int(case.micro_batch_group_size) or None))
     blocking = float(times.exchanges) > 0
     if blocking:
         graph = graph.awaiting(blocking_waits(graph))
@@ -172,9 +172,9 @@ def _stretched(cluster: ClusterSpec, graph: Graph, durations: np.ndarray, times:
     longer = durations
     for _ in range(PASSES):
         timeline = replay(graph, longer)
-        beside = sum(timeline.overlap("compute", lane) for lane in ("gather", "reduce"))
-        moving = sum(timeline.overlap("send", lane) for lane in ("gather", "reduce"))
-        longer = durations + np.where(compute, cluster.overlap.slowdown * beside, moving)
+        hidden_by = sum(timeline.overlap("compute", stream) for stream in ("gather", "reduce"))
+        moving = sum(timeline.overlap("send", stream) for stream in ("gather", "reduce"))
+        longer = durations + np.where(compute, cluster.overlap.slowdown * hidden_by, moving)
     return longer
 
 

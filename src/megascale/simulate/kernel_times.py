@@ -141,9 +141,9 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
         if kernel == "unfused":
             scores = 2.0 * case.micro * heads * s * s
             bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
-            product = gemm_seconds(cluster, s, s, width / heads) * case.micro * heads
-            f = 2 * product + scores * SCORE_PASSES[0] / bandwidth
-            b = 4 * product + scores * SCORE_PASSES[1] / bandwidth
+            matmul = gemm_seconds(cluster, s, s, width / heads) * case.micro * heads
+            f = 2 * matmul + scores * SCORE_PASSES[0] / bandwidth
+            b = 4 * matmul + scores * SCORE_PASSES[1] / bandwidth
         else:
             if kernel not in cluster.kernels.attention:
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megascale.core import strict_json
-from megascale.core.replay import LANES
+from megascale.core.replay import STREAMS
 from megascale.core.schedule import ActionKind
 from megascale.simulate.step import StepEstimate
 
@@ -23,8 +23,8 @@ def write(result: StepEstimate, path: Path) -> int:
     records: list[dict[str, object]] = []
     for stage in range(graph.schedule.stages):
         records.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
-        for number, lane in enumerate(LANES):
-            records.append({"ph": "M", "pid": stage, "tid": number, "name": "thread_name", "args": {"name": lane}})
+        for number, stream in enumerate(STREAMS):
+            records.append({"ph": "M", "pid": stage, "tid": number, "name": "thread_name", "args": {"name": stream}})
     receives = np.isin(graph.kind, (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD))
     lengths = timeline.end - timeline.moving
     for n in np.flatnonzero(~receives & (lengths > 0)).tolist():
@@ -33,7 +33,7 @@ def write(result: StepEstimate, path: Path) -> int:
             {
                 "ph": "X",
                 "pid": int(graph.stage[n]),
-                "tid": int(graph.lane[n]),
+                "tid": int(graph.stream[n]),
                 "name": kind.label,
                 "ts": float(timeline.moving[n]) * _MICRO,
                 "dur": float(lengths[n]) * _MICRO,
@@ -49,7 +49,7 @@ def write(result: StepEstimate, path: Path) -> int:
                 {
                     "ph": "X",
                     "pid": stage,
-                    "tid": LANES.index("reduce"),
+                    "tid": STREAMS.index("reduce"),
                     "name": "gradients of all replicas",
                     "ts": last * _MICRO,
                     "dur": (float(reduced) - last) * _MICRO,

@@ -95,7 +95,7 @@ def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
     console.print(table)
 
 
-def ladder(rows: Sequence[tuple[str, StepEstimate, float]], title: str, change: str, console: Console) -> None:
+def ablation_chart(rows: Sequence[tuple[str, StepEstimate, float]], title: str, change: str, console: Console) -> None:
     """Techniques one by one: step, MFU, and what each changes (named by `change`)."""
     table = Table(title=title, title_justify="left")
     for name in ("", "step, s", "MFU", change):
@@ -118,7 +118,7 @@ def layouts(results: Sequence[StepEstimate], tokens: float, console: Console, ti
             str(p.tensor),
             str(p.pipeline),
             str(p.virtual_stages),
-            str(p.round_size or p.pipeline) if p.virtual_stages > 1 else "",
+            str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
             str(r.scenario.layout.grid.data),
             str(t.micro_batch),
             f"{r.seconds:.3f}",

@@ -30,7 +30,7 @@ class Found:
     """Layouts that divide, with their times, fastest first for each number of GPUs.
 
     Attributes:
-        gpus, tensor, pipeline, virtual, round_size, data, micro: arrays [layouts].
+        gpus, tensor, pipeline, virtual, micro_batch_group_size, data, micro: arrays [layouts].
         seconds: of a step.
     """
 
@@ -38,7 +38,7 @@ class Found:
     tensor: np.ndarray
     pipeline: np.ndarray
     virtual: np.ndarray
-    round_size: np.ndarray
+    micro_batch_group_size: np.ndarray
     data: np.ndarray
     micro: np.ndarray
     seconds: np.ndarray
@@ -56,9 +56,8 @@ def divisors(n: int) -> list[int]:
 def layouts(config: Config, cluster: ClusterSpec, low: int, high: int) -> dict[str, np.ndarray]:
     """All layouts of `config` on low to high GPUs that divide, whole hosts only: arrays by name.
 
-    Where there are replicas to talk to, several chunks a stage come in rounds of the pipeline's length (`round_size` 0)
-    and in one long round of all micro-batches.
-    """
+    Where there are replicas to talk to, several chunks a stage come in rounds of the pipeline's length
+    (`micro_batch_group_size` 0) and in one long round of all micro-batches."""
     model, batch = config.model, config.train.global_batch
     long_rounds = config.parallel.zero < 2  # which sends after every micro-batch
     tensors = [t for t in divisors(model.heads) if t <= cluster.gpus_per_host]
@@ -86,7 +85,7 @@ def layouts(config: Config, cluster: ClusterSpec, low: int, high: int) -> dict[s
             f"{high:,} GPUs in whole hosts of {cluster.gpus_per_host}; change --gpus or train.global_batch"
         )
     columns = np.array(rows, dtype=np.int64).T
-    return dict(zip(("tensor", "pipeline", "virtual", "round_size", "data", "micro"), columns, strict=True))
+    return dict(zip(("tensor", "pipeline", "virtual", "micro_batch_group_size", "data", "micro"), columns, strict=True))
 
 
 def price(case_of: Callable[[slice], Case], count: int, cluster: ClusterSpec, constants: Constants) -> np.ndarray:
@@ -117,7 +116,11 @@ def search(
         raise FitError("no layout divides the model's widths; give model.vocab_multiple a multiple of parallel.tensor")
     seconds = price(case_of, count, cluster, calibration.constants)
     # A long round follows the same layout in short ones.
-    worth = (arrays["round_size"] == 0) | (arrays["pipeline"] == 1) | (seconds < (1 - WORTH) * np.roll(seconds, 1))
+    worth = (
+        (arrays["micro_batch_group_size"] == 0)
+        | (arrays["pipeline"] == 1)
+        | (seconds < (1 - WORTH) * np.roll(seconds, 1))
+    )
     arrays, seconds = {k: v[worth] for k, v in arrays.items()}, seconds[worth]
     gpus = arrays["tensor"] * arrays["pipeline"] * arrays["data"]
     order = np.lexsort((seconds, gpus))
@@ -126,14 +129,16 @@ def search(
 
 
 def with_layout(
-    config: Config, tensor: int, pipeline: int, virtual: int, round_size: int, data: int, micro: int
+    config: Config, tensor: int, pipeline: int, virtual: int, micro_batch_group_size: int, data: int, micro: int
 ) -> Config:
-    """The configuration with another layout; `round_size` 0: the pipeline's length."""
+    """The configuration with another layout; `micro_batch_group_size` 0: the pipeline's length."""
     tree = config.model_dump(exclude_none=True)
     own = {"tensor": tensor, "pipeline": pipeline, "virtual_stages": virtual, "data": data}
-    if round_size:
-        own["round_size"] = round_size
-    tree["parallel"] = {k: v for k, v in tree["parallel"].items() if k not in ("layer_split", "round_size")} | own
+    if micro_batch_group_size:
+        own["micro_batch_group_size"] = micro_batch_group_size
+    tree["parallel"] = {
+        k: v for k, v in tree["parallel"].items() if k not in ("layer_split", "micro_batch_group_size")
+    } | own
     tree["train"] = tree["train"] | {"micro_batch": micro}
     tree["model"].pop("preset", None)
     return from_tree(tree)
@@ -149,7 +154,7 @@ def feasible(
             int(found.tensor[i]),
             int(found.pipeline[i]),
             int(found.virtual[i]),
-            int(found.round_size[i]),
+            int(found.micro_batch_group_size[i]),
             int(found.data[i]),
             int(found.micro[i]),
         )

@@ -13,15 +13,15 @@ from megascale.simulate.search import scaled
 from megascale.simulate.software import switch
 from megascale.simulate.step import Level, Scenario, StepEstimate, run
 
-Ladder = list[tuple[str, StepEstimate, float]]
+AblationChart = list[tuple[str, StepEstimate, float]]
 
 
-def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: Level) -> Ladder:
+def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
     """(technique, result, share of the step before that it saves), each on top of those before.
 
     Block and window end up as `full` has them: a technique that its configuration does not use is left out.
     """
-    rows: Ladder = [("baseline", run(baseline, level, check_memory=False), 0.0)]
+    rows: AblationChart = [("baseline", run(baseline, level, check_memory=False), 0.0)]
     software = baseline.software
     for name in names:
         changed = switch(software, [name], True)
@@ -39,10 +39,10 @@ def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: 
     return rows
 
 
-def leave_one_out(full: Scenario, names: Sequence[str], level: Level) -> Ladder:
+def leave_one_out(full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
     """(technique, result without it, how much slower that is), the whole first."""
     whole = run(full, level, check_memory=False)
-    rows: Ladder = [("all on", whole, 0.0)]
+    rows: AblationChart = [("all on", whole, 0.0)]
     for name in names:
         software = switch(full.software, [name], False)
         if software.attention not in full.cluster.kernels.attention:

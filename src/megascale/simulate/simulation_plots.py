@@ -94,7 +94,9 @@ def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
     _save(figure, path)
 
 
-def ladder(names: Sequence[str], values: Sequence[float], path: Path, printed: Sequence[float] | None = None) -> None:
+def ablation_chart(
+    names: Sequence[str], values: Sequence[float], path: Path, printed: Sequence[float] | None = None
+) -> None:
     """MFU in percent as techniques are switched on one after another; `printed`: published values beside ours."""
     figure, axes = _figure(8.5, 4.2)
     spots = np.arange(len(names))

@@ -2,7 +2,7 @@
 
 The simulator prices a layout under a `Software`. `MEGATRON_2023` is the paper's baseline (commit 285068c8, January
 2023: sequence parallelism, distributed optimizer, interleaved 1F1B, FlashAttention-1, no overlap of communication);
-`MEGASCALE` switches everything on. `LADDER` is the order in which the paper's ablation (its Table 3) does it.
+`MEGASCALE` switches everything on. `TECHNIQUES` is the order in which the paper's ablation (its Table 3) does it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ STACKS = {
 }
 
 # Technique -> the fields it switches on, in the order of the paper's ablation.
-LADDER: dict[str, dict[str, Any]] = {
+TECHNIQUES: dict[str, dict[str, Any]] = {
     "parallel-block": {"parallel_block": True},
     "window": {"window": PAPER_WINDOW},
     "tp-overlap": {"tp_overlap": True},
@@ -124,8 +124,8 @@ def stack(name: str) -> Software:
 def switch(software: Software, names: list[str], on: bool) -> Software:
     """`software` with techniques of LADDER switched on, or off (back to the 2023 baseline's way)."""
     for name in names:
-        if name not in LADDER:
-            raise ConfigError(f"technique {name!r} is unknown; known: {', '.join(LADDER)}")
-        fields = LADDER[name] if on else {key: getattr(MEGATRON_2023, key) for key in LADDER[name]}
+        if name not in TECHNIQUES:
+            raise ConfigError(f"technique {name!r} is unknown; known: {', '.join(TECHNIQUES)}")
+        fields = TECHNIQUES[name] if on else {key: getattr(MEGATRON_2023, key) for key in TECHNIQUES[name]}
         software = replace(software, **fields)
     return software

@@ -56,7 +56,7 @@ class Scenario:
             batch=self.config.train.global_batch,
             middle=float(counts[:-1].max()) if p > 1 else float(counts[0]),
             last=float(counts[-1]),
-            round_size=parallel.round_size or 0,
+            micro_batch_group_size=parallel.micro_batch_group_size or 0,
         )
 
     def chunk_layers(self) -> np.ndarray:
@@ -80,7 +80,7 @@ class Scenario:
                 s,
                 config.train.micro_batch,
                 config.train.precision,
-                config.products_beside,
+                config.gemms_on_side_stream,
             ).total
             for s in stages
         )

@@ -21,14 +21,14 @@ def claim(config: Config) -> list[RunLock]:
 
     Raises as `run_lock.take`, with nothing held.
     """
-    patience = run_lock.PATIENCE
+    grace_period = run_lock.GRACE_PERIOD
     if run_lock.started_by_driver():
-        patience = min(60.0, config.rendezvous.timeout / 2)  # ranks of the attempt before may be dying
+        grace_period = min(60.0, config.rendezvous.timeout / 2)  # ranks of the attempt before may be dying
     places, location = [config.run_folder], config.checkpoint.location
     if location is not None and "://" not in location:
         places.append(Path(location))
     with contextlib.ExitStack() as undo:
-        locks = [undo.enter_context(run_lock.take(path, "megascale train", patience)) for path in places]
+        locks = [undo.enter_context(run_lock.take(path, "megascale train", grace_period)) for path in places]
         undo.pop_all()
     for lock in locks:
         if lock.warning:

@@ -19,7 +19,7 @@ from megascale.parallel import symmetric
 from megascale.parallel.buffers import TIED, Axes, FlatChunk, FlatShard, GradientPool
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.parameters import initialise
-from megascale.parallel.pipeline import Lanes, P2PStream, PipelineExecutor, Work
+from megascale.parallel.pipeline import P2PStream, P2PStreams, PipelineExecutor, Work
 from megascale.rendezvous.groups import Groups
 from megascale.train.attention_choice import Choices, agree
 
@@ -70,7 +70,7 @@ class Engine:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
         dispatch.configure(config.kernels.mode, config.kernels.attention)
-        products = side_stream.configure(config.products_beside, device)
+        gemms = side_stream.configure(config.gemms_on_side_stream, device)
         at = grid.coordinate(rank)
         self.data_rank = at.data
         self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
@@ -85,9 +85,9 @@ class Engine:
             dtype = DTYPES[config.train.precision]
             self.attention, others = agree(config, grid.tensor, dtype, device, kept)
             self.active |= others
-        if device.type == "cuda" or config.overlap.products == "on":
-            auto = " (overlap.products=auto)" if config.overlap.products == "auto" else ""
-            self.active["independent products"] = products + auto
+        if device.type == "cuda" or config.overlap.gemms == "on":
+            auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
+            self.active["independent products"] = gemms + auto
         self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline
@@ -148,7 +148,7 @@ class Engine:
         )
         train = config.train
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
-        self.pipeline = PipelineExecutor(schedule, stage, _lanes(groups), shape, dtype, device, recorder)
+        self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, recorder)
         if stages > 1 and device.type == "cuda":
             self.load_kernels()
 
@@ -163,7 +163,7 @@ class Engine:
         model, train = config.model, config.train
         element = torch.empty(0, dtype=DTYPES[train.precision]).element_size()
         part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-        found = symmetric.prepare(axis, part, self.device, config.products_beside)
+        found = symmetric.prepare(axis, part, self.device, config.gemms_on_side_stream)
         if isinstance(found, symmetric.Exchange):
             self.active["tensor overlap"] = "fused"
             return replace(axis, overlap="fused", exchange=found)
@@ -175,11 +175,11 @@ class Engine:
         self.active["tensor overlap"] = f"async (not fused: {found})"
         return replace(axis, overlap="async")
 
-    def run_products_beside(self, on: bool) -> None:
+    def run_gemms_on_side_stream(self, on: bool) -> None:
         """From the next step on, run independent products on two streams, or one after another."""
         side_stream.configure(on, self.device)
         if self.tensor.exchange is not None:
-            self.tensor.exchange.beside = on
+            self.tensor.exchange.on_side_stream = on
 
     def recompute(self, what: str) -> None:
         """From the next step on, let backward compute again what parallel.recompute=`what` names."""
@@ -244,7 +244,7 @@ class Engine:
             stop: whether this rank wants to stop; told to all.
             before_update: called once gradients are there and the state is about to change.
             more: whether another step follows: what it needs first is sent for while the rest is updated. If then
-                none follows after all, `settle` must be called.
+                none follows after all, `synchronize` must be called.
         """
         train = self.config.train
         first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
@@ -284,9 +284,9 @@ class Engine:
         for look in tuple(self.before_update):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
-        riders = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=self.device)
+        piggybacked_scalars = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=self.device)
         if loss is not None and self.tensor.rank == 0:
-            riders[0] += loss
+            piggybacked_scalars[0] += loss
         before_update()
         first = self.flats[0]
         buckets = {id(shard): bucket for bucket, shard in enumerate(first.shards)} if more and first.overlap else {}
@@ -295,7 +295,7 @@ class Engine:
             if (bucket := buckets.get(id(shard))) is not None:
                 first.gather(bucket)
 
-        norm, summed = self.optimizer.step(learning_rate, step, riders, updated)
+        norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated)
         assert summed is not None
         for look in self.after_update:
             look(step)
@@ -305,7 +305,7 @@ class Engine:
         if not self.flats[chunk].gathering:  # the first one is under way since the batch was asked for
             self.flats[chunk].start_gather()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""
         for flat in self.flats:
             flat.finish_gather()
@@ -351,11 +351,11 @@ def _axis(groups: Groups | None, name: str, size: int, rank: int) -> Axis:
     return Axis(group, size, rank, name="world" if name == "world" else group.group_name)
 
 
-def _lanes(groups: Groups | None) -> Lanes:
+def _p2p_streams(groups: Groups | None) -> P2PStreams:
     if groups is None:
-        return Lanes()
+        return P2PStreams()
     names = ("send_forward", "recv_forward", "send_backward", "recv_backward")
     ends = {name: getattr(groups, name) for name in names}
-    return Lanes(
+    return P2PStreams(
         **{n: None if e is None else P2PStream(e.group, e.peer, e.group.group_name) for n, e in ends.items()},
     )

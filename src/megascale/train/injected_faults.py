@@ -52,7 +52,7 @@ class FaultInjector:
         strike: Callable[[dict[str, Any]], None] | None = getattr(self, "_" + kind.replace("-", "_"), None)
         if strike is None or kind not in KINDS:
             return
-        if not fault.get("stays"):
+        if not fault.get("persistent", fault.get("stays")):
             file.rename(file.with_suffix(".struck"))
         strike(fault)
 

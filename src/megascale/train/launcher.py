@@ -243,12 +243,12 @@ def _named(code: int) -> str:
     return f"signal {signal.Signals(-code).name}{hint}"
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
+def end(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
     """Tell processes to end, and kill those that are there after so many seconds."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + grace_period
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

@@ -37,7 +37,7 @@ from megascale.train.injected_faults import FaultInjector
 from megascale.train.rank_info import RankInfo, memory_gib
 from megascale.train.resume import Origin
 from megascale.train.run_folder import RunFolder, append
-from megascale.train.telemetry import Telling
+from megascale.train.telemetry import Telemetry
 from megascale.train.weights import WeightWatch
 
 
@@ -169,9 +169,9 @@ class Trainer:
     def _run(self) -> TrainResult:
         train, place = self.config.train, self.place
         self.folder.create()
-        self.telling = Telling(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
-        self._closing.callback(self.telling.close)
-        self.status, self._begun = self.telling.status, True
+        self.telemetry = Telemetry(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
+        self._closing.callback(self.telemetry.close)
+        self.status, self._begun = self.telemetry.status, True
         self._resume()
         with Interrupts() as interrupts:
             # A state that came from memory is in storage only once it is saved there.
@@ -190,7 +190,7 @@ class Trainer:
             self._flush()
             if self.step > last_saved and self.config.checkpoint.at_end:
                 self._save(last=True)
-            self._heed(self.checkpointer.finish(over=self.config.checkpoint.at_end), strict=True)
+            self._handle_outcomes(self.checkpointer.finish(over=self.config.checkpoint.at_end), strict=True)
             if self._stopping:
                 self._interrupted()
         finished = self.step >= train.steps
@@ -269,7 +269,7 @@ class Trainer:
     def _leave(self) -> None:
         assert self.groups is not None
         if not self._lost and hasattr(self, "engine"):
-            self.engine.settle()
+            self.engine.synchronize()
         shutdown(self.groups, failed=self._lost)
 
     def _kept(self) -> str:
@@ -281,7 +281,7 @@ class Trainer:
     def _train_step(self, wants_stop: bool) -> None:
         train = self.config.train
         step, first = self.step + 1, self.consumed
-        self.telling.step_begins(step)
+        self.telemetry.step_begins(step)
         if self.faults is not None:
             self.faults.step(step)
         rate = learning_rate(self.config.lr, step, train.steps)
@@ -296,7 +296,7 @@ class Trainer:
             more=step < train.steps,
         )
         self.clock.stop()
-        self.telling.step_ended()
+        self.telemetry.step_ended()
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
         if not self._told:
@@ -312,7 +312,7 @@ class Trainer:
             **self.feed.measures(),
         }
         self._unread = (record, result)
-        self._heed(self.checkpointer.poll())
+        self._handle_outcomes(self.checkpointer.poll())
         if self.leader:
             ids = self.feed.ids(first)
             append(self.folder.samples, {"step": step, "first": first, "count": train.global_batch, "ids": ids})
@@ -348,7 +348,7 @@ class Trainer:
             record["mfu"] = mfu(self.config.model, rate, self.place.world, self.peak)
         for sink in self.sinks:
             sink.write(record)
-        for event, details in self.feed.news(seconds):
+        for event, details in self.feed.loader_events(seconds):
             self._event(event, step=record["step"], **details)
         if loss != loss or loss in (float("inf"), float("-inf")):
             self._event(Event.NONFINITE_LOSS, step=record["step"], loss=str(loss))
@@ -362,7 +362,8 @@ class Trainer:
     # checkpoints and evaluation ---------------------------------------------------------------------------------
 
     def _save(self, persist: bool = True, last: bool = False) -> bool:
-        """Save the state; in the background this begins it and `_heed` tells what became of it. False if skipped."""
+        """Save the state; in the background this begins it and `_handle_outcomes` tells what became of it. False if
+        skipped."""
         self._flush()
         self.status.update("save", self.step)
         state = {"step": self.step, "samples": self.consumed, **self.origin.about, "attention": self.engine.attention}
@@ -373,12 +374,12 @@ class Trainer:
             raise
         if not begun and persist:
             self._event(Event.CHECKPOINT_SKIPPED, step=self.step, message="the save before it is still being written")
-        self._heed(self.checkpointer.poll())
+        self._handle_outcomes(self.checkpointer.poll())
         if not self.config.checkpoint.background:
             self.clock.pause()
         return begun
 
-    def _heed(self, outcomes: Sequence[checkpoint.Outcome], strict: bool = False) -> None:
+    def _handle_outcomes(self, outcomes: Sequence[checkpoint.Outcome], strict: bool = False) -> None:
         """Record what became of saves. A save in the background that failed is told and training goes on; `strict`:
         it was the last one, and training must not end as if its result were kept."""
         for outcome in outcomes:

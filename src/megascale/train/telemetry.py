@@ -22,7 +22,7 @@ from megascale.core.status import StatusFile
 from megascale.rendezvous.groups import Groups
 
 
-class Telling:
+class Telemetry:
     """Opens the files of one rank in `status` and `flight`; `close` lets go of them.
 
     Attributes:
@@ -98,7 +98,7 @@ def _groups(groups: Groups | None) -> list[tuple[str, int]]:
         group = getattr(groups, name)
         if group is not None:
             found.append((group.group_name, dist.get_world_size(group)))
-    return found + [(lane.group.group_name, 2) for lane in groups.lanes()]
+    return found + [(channel.group.group_name, 2) for channel in groups.p2p_channels()]
 
 
 def _flight_records() -> str:

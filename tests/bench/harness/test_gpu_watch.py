@@ -58,7 +58,7 @@ def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
     with gpu_watch.GpuWatch("GPU-abc") as watched:
         assert not gone(folder)
     assert gone(folder)
-    assert watched.trouble is None
+    assert watched.problem is None
     found = watched.since(began)
     assert [sample[1:] for sample in found] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
     assert 0 <= found[0][0] <= found[1][0]
@@ -87,8 +87,8 @@ def test_a_child_that_ends_early_is_told(smi):
     with gpu_watch.GpuWatch("GPU-abc") as watched:
         watched._thread.join()
         watched._process.wait()
-    assert watched.trouble is not None
-    assert "Lost the GPU" in watched.trouble
+    assert watched.problem is not None
+    assert "Lost the GPU" in watched.problem
     assert len(watched.since(0.0)) == 1
 
 

@@ -129,9 +129,9 @@ def test_the_list_says_what_to_type(tmp_path):
 
 
 def test_settings_hold_for_all_cases_and_wrong_ones_are_named():
-    found = invoke("--list", "--only", "T3", "--overlap.products=off")
-    assert "--overlap.products=off --parallel.data=2" in found.stdout
-    assert "did you mean 'overlap'" in str(invoke("--only", "T3", "--overlp.products=off").exception)
+    found = invoke("--list", "--only", "T3", "--overlap.gemms=off")
+    assert "--overlap.gemms=off --parallel.data=2" in found.stdout
+    assert "did you mean 'overlap'" in str(invoke("--only", "T3", "--overlp.gemms=off").exception)
 
 
 def test_names_of_gpus_are_those_that_this_process_sees(monkeypatch):
@@ -276,8 +276,8 @@ def test_time_out_ends_what_runs_and_starts_nothing_more(program, tmp_path):
     assert not [child for child in psutil.Process().children() if program[1] in child.cmdline()]
 
 
-def test_what_does_not_hear_is_killed(program, monkeypatch, tmp_path):
-    monkeypatch.setattr(targets_runs, "PATIENCE", 0.1)
+def test_what_does_not_answer_is_killed(program, monkeypatch, tmp_path):
+    monkeypatch.setattr(targets_runs, "GRACE_PERIOD", 0.1)
     deaf = "import signal, pathlib, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     (tmp_path / "deaf.py").write_text(f"{deaf}pathlib.Path({str(tmp_path / 'up')!r}).touch()\ntime.sleep(600)")
     process = subprocess.Popen([sys.executable, str(tmp_path / "deaf.py")])

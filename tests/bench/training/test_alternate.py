@@ -40,8 +40,8 @@ def test_values_take_turns_and_train_alike(megascale, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "part"),
     [
-        ("overlap.data=on,off", "overlap.data cannot change"), ("overlap.products=on", "two values or more"),
-        ("overlap.products=on,on", "each once"), ("overlap.products=on,maybe", "no value 'maybe'"),
+        ("overlap.data=on,off", "overlap.data cannot change"), ("overlap.gemms=on", "two values or more"),
+        ("overlap.gemms=on,on", "each once"), ("overlap.gemms=on,maybe", "no value 'maybe'"),
         ("parallel.recompute", "no value ''"),
     ],
 )  # fmt: skip
@@ -86,9 +86,9 @@ def test_an_engine_changes_between_steps(engine):
         seen[what] = (forward.call_count, float(told.grad_norm))
     assert (seen["none"][0], seen["full"][0]) == (2, 4)
     assert seen["none"][1] == pytest.approx(seen["full"][1], rel=1e-6)
-    exchange = SimpleNamespace(beside=False)
+    exchange = SimpleNamespace(on_side_stream=False)
     engine.tensor = SimpleNamespace(exchange=exchange)
     with mock.patch.object(side_stream, "configure") as configure:
-        engine.run_products_beside(True)
-    assert exchange.beside
+        engine.run_gemms_on_side_stream(True)
+    assert exchange.on_side_stream
     configure.assert_called_once_with(True, torch.device("cpu"))

@@ -102,8 +102,10 @@ def test_a_step_is_what_lies_between_two_norms():
     """LAMB's step on the last stage: the tied embedding, the norm, then the trust ratios, whose end is no end."""
     others = ["embedding/0", "world", "stage/1"]
     one = [
-        BusyTime(0.0, 4.0, COMPUTE), BusyTime(4.0, 5.0, "other", "embedding/0"), BusyTime(5.0, 5.5, "other" + exposed.WAITS, "0"),
-        BusyTime(5.5, 6.0, "other", "0"), BusyTime(6.0, 7.0, "other", "stage/1"), BusyTime(6.5, 8.0, "data gather", "gather"),
+        BusyTime(0.0, 4.0, COMPUTE), BusyTime(4.0, 5.0, "other", "embedding/0"),
+        BusyTime(5.0, 5.5, "other" + exposed.WAITS, "0"),
+        BusyTime(5.5, 6.0, "other", "0"), BusyTime(6.0, 7.0, "other", "stage/1"),
+        BusyTime(6.5, 8.0, "data gather", "gather"),
     ]  # fmt: skip
     two = [exposed.replace(b, start=b.start + 8.0, stop=b.stop + 8.0) for b in one]
     step = exposed.between_norms([*one, *two], others)

@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from megascale.bench.training.overlap import exposed, products_of
+from megascale.bench.training.overlap import exposed, gemms_of
 from megascale.config import from_tree
 
 
-def test_products_are_timed_alone_on_the_wire_and_in_each_way(megascale, tmp_path):
+def test_gemms_are_timed_alone_in_communication_and_in_each_way(megascale, tmp_path):
     sizes = ["--model.hidden=64", "--model.heads=4", "--model.ffn_hidden=128", "--model.sequence_length=32"]
     words = [*sizes, "--model.vocab_size=64", "--train.device=cpu", "--repeats=2"]
     found = megascale("bench", "overlap", "tiny", *words, "--out", tmp_path / "a.json")
     assert found.returncode == 0, found.stderr
     record = json.loads((tmp_path / "a.json").read_text())
-    assert [(case["product"], case["backward"]) for case in record["cases"]] == [
+    assert [(case["gemm"], case["backward"]) for case in record["cases"]] == [
         (name, backward) for name in ("QKV", "attention out", "MLP in", "MLP out") for backward in (False, True)
     ]
     for case in record["cases"]:
@@ -45,9 +45,9 @@ def test_other_layouts_are_refused(megascale, words):
         ),
     ],
 )
-def test_products_of_a_layer(model, shapes):
+def test_gemms_of_a_layer(model, shapes):
     tree = {"model": {"hidden": 64, "heads": 4, "ffn_hidden": 128, **model}, "parallel": {"tensor": 2}}
-    found = products_of(from_tree(tree))
+    found = gemms_of(from_tree(tree))
     assert [(p.gathers, p.inner, p.outer) for p in found] == shapes
 
 

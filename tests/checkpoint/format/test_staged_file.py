@@ -117,7 +117,7 @@ def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slot
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 1), st.lists(st.booleans(), min_size=2, max_size=3), st.integers(0, 7), MOVES)
-def test_what_a_run_began_from_stays_until_it_has_made_more(
+def test_what_a_run_began_from_is_kept_until_it_has_made_more(
     slot: int, lost: list[bool], newer: int, moves: list[int]
 ) -> None:
     """Some hosts were lost and have nothing; their images are copies, beside which a newer one may lie that not all

@@ -94,8 +94,8 @@ def hosts() -> Iterator[list[Host]]:
 
 def expected(plan: HostPlan, rank: int, base: int, number: int) -> np.ndarray:
     """What rank must get as its micro-batch `number`, from the definition."""
-    lane, _ = plan.shape.place(rank)
-    first = plan.first_sample(base, lane, number)
+    stream, _ = plan.shape.place(rank)
+    first = plan.first_sample(base, stream, number)
     return SampleSource(plan.config).batch(first, plan.config.train.micro_batch)
 
 
@@ -113,8 +113,8 @@ def test_each_rank_reads_its_samples(
     for number in range(3 * host.plan.microbatches + 1):
         for rank in reading:
             assert np.array_equal(host.read(rank), expected(host.plan, rank, base, number))
-    lanes = {host.plan.shape.place(rank)[0] for rank in reading}
-    assert len(lanes) == len(host.plan.lanes) == world // tensor // pipeline  # one copy, however many readers
+    streams = {host.plan.shape.place(rank)[0] for rank in reading}
+    assert len(streams) == len(host.plan.streams) == world // tensor // pipeline  # one copy, however many readers
 
 
 def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:

@@ -113,11 +113,11 @@ def test_a_slow_loader_is_named_with_its_cause(counter: dict[str, float], why: s
     watch, told = DataWatch(), []
     for step in range(1, 40):
         watch.note(0.5 if step == 1 or step > 20 else 0.0001, {k: v * step for k, v in (nothing | counter).items()})
-        told += [(step, *event) for event in watch.news(1.0, 1)]
+        told += [(step, *event) for event in watch.loader_events(1.0, 1)]
     assert [(event, details["cause"]) for _, event, details in told] == [(Event.LOADER_SLOW, why)]
     assert 20 < told[0][0] < 30  # not for the first step, which waits for the loader to come up
     watch.note(0.0, nothing)
-    assert (Event.LOADER_RESTARTED, {"generation": 2}) in watch.news(1.0, 2)
+    assert (Event.LOADER_RESTARTED, {"generation": 2}) in watch.loader_events(1.0, 2)
 
 
 def test_bench_compares_equal_work(tmp_path: Path) -> None:

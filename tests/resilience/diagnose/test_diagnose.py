@@ -124,7 +124,7 @@ def inquire(world: int, works) -> tuple[Inquiry, int]:
     while pairs := inquiry.next_round():
         assert len({n for pair in pairs for n in pair}) == 2 * len(pairs), "a node is in two pairs of a round"
         assert not inquiry.tried & set(pairs), "a pair is tested twice"
-        inquiry.hear((pair, works(*pair)) for pair in pairs)
+        inquiry.receive((pair, works(*pair)) for pair in pairs)
         rounds += 1
     return inquiry, rounds
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megascale.config import ResilienceConfig, from_tree
 from megascale.core.events import Event
-from megascale.resilience.driver.audit_log import Diary
-from megascale.resilience.driver.escalation import RUNGS, Situation, Use, choose, data_sizes, give_back
+from megascale.resilience.driver.audit_log import AuditLog
+from megascale.resilience.driver.escalation import RECOVERY_ACTIONS, Situation, Use, choose, data_sizes, give_back
 from megascale.resilience.driver.job_state import ENDED, FOLLOWS, JobState, Phase
 from megascale.resilience.driver.journal import Journal
 
@@ -24,18 +24,19 @@ situations = st.builds(
     now=st.just(1000.0),
 ).filter(lambda s: s.node or (s.reachable and s.alive and not s.evict))
 uses = st.lists(
-    st.builds(Use, st.floats(800, 1000), st.sampled_from(RUNGS), st.sampled_from(["", "n1", "n2"])), max_size=12
+    st.builds(Use, st.floats(800, 1000), st.sampled_from(RECOVERY_ACTIONS), st.sampled_from(["", "n1", "n2"])),
+    max_size=12,
 )
 
 
 @given(situations, uses)
 @settings(max_examples=300, deadline=None)
-def test_the_mildest_possible_rung_within_its_budget(at, used):
+def test_the_mildest_possible_action_within_its_budget(at, used):
     choice = choose(CONFIG, at, used)
     assert choice.why
     recent = [u for u in used if at.now - u.time < 100]
-    mine = {r: sum(u.rung == r and u.node == at.node for u in recent) for r in RUNGS}
-    replaced = sum(u.rung in ("spare", "replenish") for u in recent)
+    mine = {r: sum(u.action == r and u.node == at.node for u in recent) for r in RECOVERY_ACTIONS}
+    replaced = sum(u.action in ("spare", "replenish") for u in recent)
     may_retry = at.reachable and not at.evict and mine["retry"] < 2
     may_respawn = at.alive and not at.evict and mine["respawn"] < 1
     if may_retry:
@@ -48,44 +49,44 @@ def test_the_mildest_possible_rung_within_its_budget(at, used):
         expected = "shrink"
     else:
         expected = "spare" if at.spares else "replenish"
-    assert choice.rung == expected
+    assert choice.action == expected
 
 
-def test_a_node_that_fails_again_and_again_climbs_the_ladder_and_time_gives_budget_back():
+def test_a_node_that_fails_repeatedly_escalates_and_time_gives_budget_back():
     used: list[Use] = []
-    rungs = []
+    actions = []
     for i in range(6):
         at = Situation("n1", False, True, True, spares=1, now=float(i))
-        rungs.append(choose(CONFIG, at, used).rung)
-        used.append(Use(at.now, rungs[-1], "n1"))
-    assert rungs == ["retry", "retry", "respawn", "spare", "spare", "shrink"]
-    assert choose(CONFIG, Situation("n1", False, True, True, 1, 200.0), used).rung == "retry"
+        actions.append(choose(CONFIG, at, used).action)
+        used.append(Use(at.now, actions[-1], "n1"))
+    assert actions == ["retry", "retry", "respawn", "spare", "spare", "shrink"]
+    assert choose(CONFIG, Situation("n1", False, True, True, 1, 200.0), used).action == "retry"
 
 
 @given(uses)
 def test_a_start_that_a_node_explains_later_gives_back_its_own_budget_and_no_shrink(used):
     left = list(used)
     give_back(left)
-    blameless = [u for u in used if not u.node and u.rung in ("retry", "respawn")]
-    assert [u for u in left if u.node or u.rung not in ("retry", "respawn")] == [
-        u for u in used if u.node or u.rung not in ("retry", "respawn")
+    blameless = [u for u in used if not u.node and u.action in ("retry", "respawn")]
+    assert [u for u in left if u.node or u.action not in ("retry", "respawn")] == [
+        u for u in used if u.node or u.action not in ("retry", "respawn")
     ]
-    assert [u for u in left if not u.node and u.rung in ("retry", "respawn")] == blameless[:-1]
+    assert [u for u in left if not u.node and u.action in ("retry", "respawn")] == blameless[:-1]
 
 
 def test_the_journal_gives_back_a_retry_and_not_the_shrink_after_it(tmp_path):
     journal, _ = Journal.take(tmp_path, 5.0)
-    diary = Diary(tmp_path, journal, lambda who, text: None)
-    diary.note(Event.LADDER, attempt=1, action="retry")
-    diary.note(Event.LADDER, attempt=1, action="shrink")
-    diary.note(Event.LADDER, attempt=1, action="respawn", nodes=("n1",), explains=True)
-    assert [(u.rung, u.node) for u in diary.uses()] == [("shrink", ""), ("respawn", "n1")]
+    audit_log = AuditLog(tmp_path, journal, lambda who, text: None)
+    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="retry")
+    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="shrink")
+    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="respawn", nodes=("n1",), explains=True)
+    assert [(u.action, u.node) for u in audit_log.uses()] == [("shrink", ""), ("respawn", "n1")]
     journal.close()
 
 
 def test_no_new_nodes_where_none_may_be_asked_for():
     config = CONFIG.model_copy(update={"replenish_wait": 0.0})
-    assert choose(config, Situation("n1", True, True, True, 0, 0.0), []).rung == "shrink"
+    assert choose(config, Situation("n1", True, True, True, 0, 0.0), []).action == "shrink"
 
 
 def _config(tensor: int, pipeline: int, micro: int, batch: int, least: int = 1):

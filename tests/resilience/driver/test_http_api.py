@@ -113,7 +113,7 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     driver.spawn = lambda work: work.close()  # no cluster is asked
     report = {"code": 1, "said": "failed: memory bandwidth cpu: 1 GB/s"}
     heeded = threading.Event()
-    served.loop.call_soon_threadsafe(lambda: (driver.heed_report(driver.nodes["n1"], report), heeded.set()))
+    served.loop.call_soon_threadsafe(lambda: (driver.handle_report(driver.nodes["n1"], report), heeded.set()))
     assert heeded.wait(20)
     assert driver.nodes["n1"].state is NodeState.EVICTED
     assert "memory bandwidth" in driver.nodes["n1"].why
@@ -121,7 +121,7 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     events = served.ask("/v1/events")[1]
     assert [(e["kind"], e["action"]) for e in events] == [
         ("node_diagnosed", "evict"),
-        ("ladder", "replenish"),
+        ("recovery_action", "replenish"),
         ("node_evicted", ""),
     ]
 

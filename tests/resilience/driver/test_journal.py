@@ -224,12 +224,12 @@ def driver(run, journal: LastingJournal) -> Driver:
 def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicted, garbled):
     run = tmp_path_factory.mktemp("run")
     journal, _ = LastingJournal.take(run, 0.05)
-    telling = driver(run, journal)
+    telemetry = driver(run, journal)
     for i in range(12):
         if i == evicted:
-            telling.note("node_evicted", nodes=("n7",), evidence=("it was slow",))
+            telemetry.note("node_evicted", nodes=("n7",), evidence=("it was slow",))
         else:
-            telling.note("ladder", action="retry", nodes=(f"n{i}",), ranks=(i,), evidence=("why",), seconds=i / 3)
+            telemetry.note("ladder", action="retry", nodes=(f"n{i}",), ranks=(i,), evidence=("why",), seconds=i / 3)
     told = journal.events()
     journal.close()
     db = sqlite3.connect(run / FILE)
@@ -295,11 +295,11 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     assert not damaged
     assert journal.network == "nfs4"
     assert journal.job() == JobState("a", Phase.RUNNING, 5, ("n0",), 1, 1)
-    telling = driver(run, journal)
-    start_driver._tell(telling, journal, recall.Recalled())
+    telemetry = driver(run, journal)
+    start_driver._tell(telemetry, journal, recall.Recalled())
     reader = JournalReader(run)  # while the driver has it open
-    telling.note("x", evidence=("more",))
-    assert [e.kind for e in reader.events()] == ["ladder", "journal_without_wal", "x"]
+    telemetry.note("x", evidence=("more",))
+    assert [e.kind for e in reader.events()] == ["recovery_action", "journal_without_wal", "x"]
     assert "nfs4" in reader.events()[1].evidence[0]
     reader.close()
     assert not list(run.glob("*-wal"))

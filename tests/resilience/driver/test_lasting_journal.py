@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megascale.config import ResilienceConfig
 from megascale.errors import ConfigError
 from megascale.resilience.driver import escalation
-from megascale.resilience.driver.audit_log import Diary
+from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.escalation import Situation
 from megascale.resilience.driver.job_state import JobState, Phase
 from megascale.resilience.driver.journal import FILE, Journal, JournalFenced, JournalReader, NodeRow
@@ -170,26 +170,27 @@ def test_a_driver_whose_journal_was_replaced_is_over(tmp_path):
 def test_budgets_expire_though_the_clock_was_set_back(back, retries, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     journal, _ = LastingJournal.take(run, 0.1)
-    diary = Diary(run, journal, lambda who, text: None)
+    audit_log = AuditLog(run, journal, lambda who, text: None)
     for _ in range(retries):
-        diary.note("ladder", attempt=1, action="retry", nodes=("n0",))
+        audit_log.note("recovery_action", attempt=1, action="retry", nodes=("n0",))
     journal._db.execute("UPDATE events SET time = time + ?", (back,))  # the clock has gone back since
-    uses, now = diary.uses(), time.monotonic()
+    uses, now = audit_log.uses(), time.monotonic()
     journal.close()
     config = ResilienceConfig(retries=retries, budget_seconds=3600.0)
 
-    def rung(later: float) -> str:
+    def action(later: float) -> str:
         at = Situation("n0", False, True, True, 0, now + later)
-        return escalation.choose(config, at, uses).rung
+        return escalation.choose(config, at, uses).action
 
-    assert rung(1.0) == "respawn"
-    assert rung(3601.0) == "retry"
+    assert action(1.0) == "respawn"
+    assert action(3601.0) == "retry"
 
 
 def test_a_second_driver_is_still_refused(tmp_path):
     first, _ = LastingJournal.take(tmp_path, 0.1)
     other = (
-        "import sys, time; from pathlib import Path; from megascale.resilience.driver.lasting_journal import LastingJournal\n"
+        "import sys, time; from pathlib import Path\n"
+        "from megascale.resilience.driver.lasting_journal import LastingJournal\n"
         "journal, _ = LastingJournal.take(Path(sys.argv[1]), 0.1); print('mine', flush=True)\n"
         "while True: journal.renew(); time.sleep(0.02)"
     )

@@ -8,12 +8,12 @@ from megascale.resilience.driver.phase_durations import PhaseDurations
 
 
 def test_a_pause_that_recurs_is_usual_and_a_single_one_is_not():
-    stays, dice = PhaseDurations(), random.Random(0)
+    phase_durations, dice = PhaseDurations(), random.Random(0)
     for i in range(3000):
-        stays.add("train", 4.0 if i % 100 == 99 else dice.uniform(0.1, 0.3))
-    assert stays.usual()["train"] == 4.0
-    stays.add("train", 60.0)
-    assert stays.usual()["train"] == 0.3 * 60.0
+        phase_durations.add("train", 4.0 if i % 100 == 99 else dice.uniform(0.1, 0.3))
+    assert phase_durations.usual()["train"] == 4.0
+    phase_durations.add("train", 60.0)
+    assert phase_durations.usual()["train"] == 0.3 * 60.0
     calm = PhaseDurations()
     for _ in range(3000):
         calm.add("train", 0.2)
@@ -22,8 +22,8 @@ def test_a_pause_that_recurs_is_usual_and_a_single_one_is_not():
 
 
 def test_while_little_was_seen_the_longest_counts():
-    stays = PhaseDurations()
+    phase_durations = PhaseDurations()
     for seconds in (0.1, 7.0, 0.2):
-        stays.add("save", seconds)
-    assert stays.usual() == {"save": 7.0}
+        phase_durations.add("save", seconds)
+    assert phase_durations.usual() == {"save": 7.0}
     assert PhaseDurations().usual() == {}

@@ -29,14 +29,14 @@ def strike(run: Path, **fault: object) -> None:
     """A fault that both ranks do to themselves in every attempt."""
     (run / "faults").mkdir(parents=True)
     for rank in range(2):
-        record = {"rank": rank, "stays": True} | fault
+        record = {"rank": rank, "persistent": True} | fault
         (run / "faults" / f"{rank}.json").write_text(json.dumps(record))
 
 
 def test_a_step_that_kills_every_start_ends_the_job_and_is_named_with_its_samples(launch, megascale, tmp_path):
     strike(tmp_path / "runs" / "doomed", kind="segfault", step=7)
     words = ["--nodes=1", "--train.steps=50", "--checkpoint.interval=2", "--resilience.faults=true"]
-    job = launch("doomed", *words, "--resilience.fruitless=3")
+    job = launch("doomed", *words, "--resilience.no_progress_limit=3")
     assert job.finish() == 1, job.story()
     events = job.events()
     assert 2 <= sum(e.kind == "attempt_started" for e in events) <= 5, job.story()
@@ -102,7 +102,7 @@ KINDS = ("segmentation_fault", "cuda_error", "network_error", "process_exit", "h
 def test_no_cause_and_no_remedy_gets_around_the_count(tmp_path_factory, ends, limit, steps):
     """A driver whose starts all end without a new step, but for a first one that brought `steps`."""
     run = tmp_path_factory.mktemp("run")
-    config = load(None, [f"--resilience.fruitless={limit}", "--resilience.retries=1000"])
+    config = load(None, [f"--resilience.no_progress_limit={limit}", "--resilience.retries=1000"])
     journal, _ = LastingJournal.take(run, 0.05)
 
     async def work() -> int:

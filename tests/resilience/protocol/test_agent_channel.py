@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megascale.resilience.driver.agent_server import Intake
+from megascale.resilience.driver.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat
 
@@ -71,8 +71,8 @@ def scene(play) -> Heard:
 
     async def run() -> Heard:
         heard = Heard()
-        intake = Intake("job", TOKEN, heard)
-        host, port = await intake.open("127.0.0.1", 0)
+        agent_server = AgentServer("job", TOKEN, heard)
+        host, port = await agent_server.open("127.0.0.1", 0)
 
         async def connect(token: bytes = TOKEN, **hello: Any):
             reader, writer = await asyncio.open_connection(host, port)
@@ -84,7 +84,7 @@ def scene(play) -> Heard:
 
         async with asyncio.timeout(30):
             await play(connect, heard, (host, port))
-            await intake.close()
+            await agent_server.close()
         return heard
 
     return asyncio.run(run())
@@ -95,7 +95,7 @@ async def until(found) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_heartbeats_and_messages_arrive_in_order():
+def test_heartbeats_and_messages_come_in_order():
     async def play(connect, heard, _):
         channel, _, answer = await connect()
         assert answer == {"do": "welcome", "epoch": 1}

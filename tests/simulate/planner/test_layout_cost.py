@@ -127,14 +127,18 @@ def test_plot_is_drawn(tmp_path, suffix):
         (["--parallel.data=100"], 3, ["parallel.data=100", "leave 192"]),
         (["--model.vocab_size=50257", "--model.vocab_multiple=1"], 3, ["padded vocabulary 50257", "vocab_multiple=8"]),
         (["--parallel.layer_split=90,6"], 3, ["layer_split=[90, 6]", "48 model chunks"]),
-        (["--parallel.round_size=4"], 3, ["round_size=4 is less than parallel.pipeline=8", "--parallel.round_size=8"]),
         (
-            ["--parallel.virtual_stages=1", "--parallel.round_size=9"],
+            ["--parallel.micro_batch_group_size=4"],
             3,
-            ["round_size=9", "--parallel.virtual_stages=2"],
+            ["micro_batch_group_size=4 is less than parallel.pipeline=8", "--parallel.micro_batch_group_size=8"],
         ),
         (
-            ["--parallel.pipeline=1", "--parallel.round_size=6", "--parallel.zero=2"],
+            ["--parallel.virtual_stages=1", "--parallel.micro_batch_group_size=9"],
+            3,
+            ["micro_batch_group_size=9", "--parallel.virtual_stages=2"],
+        ),
+        (
+            ["--parallel.pipeline=1", "--parallel.micro_batch_group_size=6", "--parallel.zero=2"],
             3,
             ["pipeline=1 does not go with parallel.zero=2", "--parallel.zero=1"],
         ),
@@ -153,7 +157,7 @@ def test_what_does_not_work_is_named(megascale, words, code, needles):
         assert needle in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("words", [[], ["--parallel.pipeline=1", "--parallel.round_size=4"]])
+@pytest.mark.parametrize("words", [[], ["--parallel.pipeline=1", "--parallel.micro_batch_group_size=4"]])
 def test_long_rounds_in_a_plan(megascale, words):
     """The example for slow networks fits as it is; on one stage it does not, and what would fit is named."""
     vocabulary = "--model.vocab_size=50304"
@@ -166,10 +170,10 @@ def test_long_rounds_in_a_plan(megascale, words):
 
 
 def test_short_rounds_are_a_remedy():
-    words = ["parallel.round_size=8", "model.vocab_size=50304", "parallel.recompute=none"]
+    words = ["parallel.micro_batch_group_size=8", "model.vocab_size=50304", "parallel.recompute=none"]
     plan = make_plan(load(SLOW, words), 8, 141.0)
     assert not plan.fits
-    assert "--parallel.round_size=2" in plan.remedies()
+    assert "--parallel.micro_batch_group_size=2" in plan.remedies()
 
 
 def test_all_faults_are_named_at_once():
@@ -182,7 +186,12 @@ def test_all_faults_are_named_at_once():
     with pytest.raises(FitError) as failure:
         lay_out(config, 6)
     message = str(failure.value)
-    for needle in ("model.heads=6", "--parallel.round_size to the micro-batches", "6 ranks cannot", "model.layers=2"):
+    for needle in (
+        "model.heads=6",
+        "--parallel.micro_batch_group_size to the micro-batches",
+        "6 ranks cannot",
+        "model.layers=2",
+    ):
         assert needle in message
     assert len(message.splitlines()) == 4
 

@@ -211,9 +211,9 @@ class ChaosRun:
             self.child = _context.Process(target=_train, args=(self.folder, sender, self.scale), daemon=True)
             self.child.start()
             sender.close()
-            self._hear(("loaded",))
+            self._receive(("loaded",))
 
-    def _hear(self, wanted: tuple[str, ...], seconds: float = 60.0) -> None:
+    def _receive(self, wanted: tuple[str, ...], seconds: float = 60.0) -> None:
         """Take reports in until one is of a wanted kind."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -245,7 +245,7 @@ class ChaosRun:
     def blow(self, kind: str) -> None:
         """Let it save, strike, check what is left."""
         self.start()
-        self._hear(("committed",))
+        self._receive(("committed",))
         time.sleep(self.rng.uniform(0, 0.03))  # the random moment
         if kind in ("service", "both"):
             with self._service() as pid:
@@ -265,7 +265,7 @@ class ChaosRun:
                 with suppress(FileNotFoundError):
                     os.utime(path, (self.rng.choice(moments),) * 2)
         if kind in ("service", "hang"):
-            self._hear(("committed",))  # the trainer finds its way without help
+            self._receive(("committed",))  # the trainer finds its way without help
         self._check()
 
     def _check(self) -> None:

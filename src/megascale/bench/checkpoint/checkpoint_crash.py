@@ -24,7 +24,7 @@ class _File:
     lasting: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         for at, data in self.pending:
             _put(self.lasting, at, data)
         self.pending.clear()
@@ -124,7 +124,7 @@ def after_power_cut(journal: list[tuple], root: Path, target: Path, rng: random.
         elif kind == "write":
             files[record[1]].pending.append(record[2:])
         elif kind == "sync":
-            files[record[1]].settle()
+            files[record[1]].finish()
         elif kind == "sync_folder":
             folder = folders[number[record[1]]]
             for change in folder.pending:

@@ -142,7 +142,7 @@ class _Step:
         self.a = torch.randn(n, n, device=device, dtype=dtype)
         self.b = torch.randn(n, n, device=device, dtype=dtype)
         self.grads = torch.zeros(min(64 << 20, state[0].numel()), device=device)
-        self.products = 1
+        self.gemms = 1
 
     def sync(self) -> None:
         """Wait for the device."""
@@ -160,11 +160,11 @@ class _Step:
             each = (time.perf_counter() - begun) / 8
         count = torch.tensor([max(1, int(seconds / each))])
         dist.all_reduce(count, dist.ReduceOp.MIN)
-        self.products = int(count)
+        self.gemms = int(count)
 
     def run(self) -> None:
         """One step."""
-        for _ in range(self.products):
+        for _ in range(self.gemms):
             torch.mm(self.a, self.b)
         dist.all_reduce(self.grads)
         self.checkpointer.before_update()

@@ -61,7 +61,7 @@ class GpuWatch:
         self._samples: list[tuple[float, Values]] = []
         self._said: list[str] = []  # what is no sample: why it has none
         self._told = threading.Event()
-        self.trouble: str | None = None
+        self.problem: str | None = None
 
     def __enter__(self) -> GpuWatch:
         self._process = subprocess.Popen(
@@ -91,7 +91,7 @@ class GpuWatch:
 
     def __exit__(self, *error: object) -> None:
         if self._process.poll() is not None:
-            self.trouble = f"nvidia-smi ended before the steps: {' '.join(self._said) or self._process.returncode}"
+            self.problem = f"nvidia-smi ended before the steps: {' '.join(self._said) or self._process.returncode}"
         self._process.terminate()
         try:
             self._process.wait(5.0)

@@ -97,7 +97,7 @@ class Launched:
         folder = self.run / "faults"
         folder.mkdir(parents=True)
         for rank in range(2):
-            fault = {"kind": "slow-rank", "rank": rank, "seconds": pace, "stays": True}
+            fault = {"kind": "slow-rank", "rank": rank, "seconds": pace, "persistent": True}
             (folder / f"00-pace-{rank}.json").write_text(strict_json.dumps(fault))
         for number, text in enumerate(faults):
             (folder / f"50-{number}.json").write_text(text)
@@ -111,14 +111,14 @@ class Launched:
             )
         return self.process
 
-    def end(self, patience: float = WAIT) -> int:
+    def end(self, grace_period: float = WAIT) -> int:
         """Exit code; a job that does not end is interrupted (-1), one that does not heed that is killed."""
         try:
-            return self.process.wait(patience)
+            return self.process.wait(grace_period)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGINT)
         try:
-            self.process.wait(patience)
+            self.process.wait(grace_period)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -130,9 +130,9 @@ class Launched:
 
         return events_of(self.run, after)
 
-    def first(self, wanted: Callable[[Any], bool], patience: float = WAIT) -> Any:
-        """The first event that is wanted, once it is there; None if the job ends before, or after `patience`."""
-        deadline, after = time.monotonic() + patience, 0
+    def first(self, wanted: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
+        """The first event that is wanted, once it is there; None if the job ends before, or after `grace_period`."""
+        deadline, after = time.monotonic() + grace_period, 0
         while time.monotonic() < deadline:
             over = self.process.poll() is not None
             fresh = self.events(after)
@@ -174,20 +174,20 @@ class Launched:
         return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
 
 
-def phases(job: Launched, struck: float, verdict: Any, again: Any) -> dict[str, float | int | None]:
+def phases(job: Launched, injected: float, verdict: Any, again: Any) -> dict[str, float | int | None]:
     """Seconds of a recovery by phase, and steps done twice.
 
     detect: fault to verdict; stop: to the next attempt's start (all processes ended, ladder and placing); load: to
     the state being back (processes, rendezvous, groups, checkpoint); step: to the first new step.
     """
-    after = verdict.time if verdict else struck
+    after = verdict.time if verdict else injected
     started = next((e for e in job.events() if e.kind == "attempt_started" and e.time > after), None)
     after = started.time if started else after
     back = next((e for e in job.told() if e["event"] in ("resumed", "run_started") and e["time"] > after), None)
-    found: dict[str, float | int | None] = {"detect": verdict.time - struck if verdict else None}
+    found: dict[str, float | int | None] = {"detect": verdict.time - injected if verdict else None}
     found["stop"] = started.time - verdict.time if started and verdict else None
     found["load"] = back["time"] - started.time if back and started else None
     found["step"] = again.time - back["time"] if again and back else None
-    found["total"] = again.time - struck if again else None
+    found["total"] = again.time - injected if again else None
     found["resumed_from"] = back.get("step", 0) if back else None
     return found

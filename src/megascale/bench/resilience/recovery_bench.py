@@ -59,13 +59,15 @@ CASES: dict[str, FaultCase] = {
     "kill-driver": FaultCase(("driver_took_over",), "ride", options=()),
     "segfault": FaultCase(("segmentation_fault",)),
     "exception": FaultCase(("user_error",)),
-    "exception-stays": FaultCase(("user_error",), "stop", options=(("rank", 1), ("stays", True)), kind="exception"),
+    "persistent-exception": FaultCase(
+        ("user_error",), "stop", options=(("rank", 1), ("persistent", True)), kind="exception"
+    ),
     "out-of-memory": FaultCase(("out_of_memory",)),
     "full-disk": FaultCase(("disk_full",), options=()),
     "nan-gradient": FaultCase(("nonfinite_gradient",), "ride", same=False),
     "flip-weight": FaultCase(("checksum_mismatch",), words=("--resilience.checksum_interval=1",)),
     "slow-rank": FaultCase(
-        ("slow_node",), options=(("node", "n1"), ("seconds", 0.3), ("stays", True)), steps=900, spare=True
+        ("slow_node",), options=(("node", "n1"), ("seconds", 0.3), ("persistent", True)), steps=900, spare=True
     ),
     "slow-link": FaultCase(("throughput_drop",), "ride", options=(("node", "n1"),), steps=900, own_network=True),
     "partition": FaultCase(_LOST, options=(("node", "n1"),), steps=900, spare=True, own_network=True),
@@ -216,7 +218,7 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: di
     if kind == "slow-link":
         time.sleep(3.0)  # steps to compare with
         options = Options(node="n1", seconds=25.0)
-    struck = time.time()
+    injected = time.time()
     failed: list[BaseException] = []
 
     def strike() -> None:
@@ -234,20 +236,20 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: di
     actions = ("respawn", "evict", "diagnose", "stop")
     hard = None
     if case.ends == "recover":
-        hard = job.first(lambda e: e.time > struck and e.action in actions)
+        hard = job.first(lambda e: e.time > injected and e.action in actions)
     done = job.step()  # before the next attempt begins
-    verdict = job.first(lambda e: e.time > struck and e.kind in case.verdicts) if case.verdicts else None
-    hard = hard or next((e for e in job.events() if e.time > struck and e.action in actions), verdict)
+    verdict = job.first(lambda e: e.time > injected and e.kind in case.verdicts) if case.verdicts else None
+    hard = hard or next((e for e in job.events() if e.time > injected and e.action in actions), verdict)
     again = None
     if case.ends == "recover" and verdict is not None:
-        again = job.first(lambda e: e.kind == "first_step" and e.time > struck)
+        again = job.first(lambda e: e.kind == "first_step" and e.time > injected)
     elif kind == "kill-driver":
-        again = job.first(lambda e: e.kind == "node_joined" and e.time > struck)
+        again = job.first(lambda e: e.kind == "node_joined" and e.time > injected)
     code = job.end()
     thread.join()
-    row = phases(job, struck, hard, again if case.ends == "recover" else None)
-    row["total"] = again.time - struck if again else None
-    events = [e for e in job.events() if e.time > struck]
+    row = phases(job, injected, hard, again if case.ends == "recover" else None)
+    row["total"] = again.time - injected if again else None
+    events = [e for e in job.events() if e.time > injected]
     same = not expected or code != 0 or _equal(job.weights(), expected)
     found = sorted({e.kind for e in events if e.kind in case.verdicts})
     right = not failed and started is not None and (bool(found) or not case.verdicts)
@@ -265,7 +267,7 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: di
         "same_weights": same if case.same and code == 0 else None,
         "lost_steps": lost,
         **row,
-        "rungs": [e.action for e in events if e.kind == "ladder"],
+        "actions": [e.action for e in events if e.kind == "recovery_action"],
         "verdicts": found,
         "evidence": list(verdict.evidence)[:2] if verdict else [],
         "failed": [str(error) for error in failed],
@@ -282,7 +284,18 @@ def _show(rows: list[dict[str, Any]], kinds: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    heads = ("fault", "right", "same weights", "detect", "stop", "load", "first step", "in all", "lost steps", "rungs")
+    heads = (
+        "fault",
+        "right",
+        "same weights",
+        "detect",
+        "stop",
+        "load",
+        "first step",
+        "in all",
+        "lost steps",
+        "actions",
+    )
     table = Table(*heads, title="seconds: median (worst)", box=None, padding=(0, 2))
     for kind in kinds:
         mine = [r for r in rows if r["kind"] == kind]
@@ -291,10 +304,10 @@ def _show(rows: list[dict[str, Any]], kinds: list[str]) -> None:
             continue
         same = [r["same_weights"] for r in mine if r["same_weights"] is not None]
         times = [_worst(mine, name) for name in ("detect", "stop", "load", "step", "total")]
-        rungs = ", ".join(sorted({" ".join(r["rungs"]) or "none" for r in mine}))
+        actions = ", ".join(sorted({" ".join(r["actions"]) or "none" for r in mine}))
         right = f"{sum(r['right'] for r in mine)} of {len(mine)}"
         equal = f"{sum(same)} of {len(same)}" if same else "-"
-        table.add_row(kind, right, equal, *times, _worst(mine, "lost_steps"), rungs)
+        table.add_row(kind, right, equal, *times, _worst(mine, "lost_steps"), actions)
     Console(width=160).print(table)
 
 

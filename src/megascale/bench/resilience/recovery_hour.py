@@ -80,8 +80,8 @@ def _one(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
     placed = next(e for e in reversed(job.events()) if e.kind == "attempt_started").nodes
     where = dice.randrange(2)
     options = Options(node=placed[where]) if kind in _NODES else Options(rank=where)
-    after, struck = job.events()[-1].id, time.time()
-    row: dict[str, Any] = {"kind": kind, "at": struck, "where": placed[where]}
+    after, injected = job.events()[-1].id, time.time()
+    row: dict[str, Any] = {"kind": kind, "at": injected, "where": placed[where]}
     try:
         inject(job.run, kind, options)
     except MegascaleError as error:
@@ -95,11 +95,11 @@ def _one(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
     done, again = job.step(), None
     if kind not in _RIDDEN:
         again = job.first(lambda e: e.id > after and e.kind == "first_step", 180.0)
-    found = phases(job, struck, verdict, again)
+    found = phases(job, injected, verdict, again)
     resumed = found.pop("resumed_from")
     row |= found
     row["lost_steps"] = max(0, done - int(resumed)) if again and resumed is not None else 0
-    row["rungs"] = [e.action for e in job.events(after) if e.kind == "ladder"]
+    row["actions"] = [e.action for e in job.events(after) if e.kind == "recovery_action"]
     row["verdict"] = verdict.kind if verdict else ""
     row["right"] = verdict is not None and verdict.kind in right
     row["recovered"] = row["right"] if kind in _RIDDEN else again is not None
@@ -136,13 +136,13 @@ def _show(figures: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("fault", "n", "recovered", "detect", "stop", "load", "first step", "in all", "lost steps", "rungs")
+    table = Table("fault", "n", "recovered", "detect", "stop", "load", "first step", "in all", "lost steps", "actions")
     rows = figures["rows"]
     for kind in sorted({row["kind"] for row in rows}):
         mine = [row for row in rows if row["kind"] == kind]
         cells = [_median(mine, name) for name in ("detect", "stop", "load", "step", "total", "lost_steps")]
-        rungs = ", ".join(sorted({r for row in mine for r in row.get("rungs", [])})) or "none"
-        table.add_row(kind, str(len(mine)), str(sum(row["recovered"] for row in mine)), *cells, rungs)
+        actions = ", ".join(sorted({r for row in mine for r in row.get("actions", [])})) or "none"
+        table.add_row(kind, str(len(mine)), str(sum(row["recovered"] for row in mine)), *cells, actions)
     console = Console(width=140, highlight=False)
     console.print(table)
     console.print(

@@ -17,7 +17,7 @@ from megascale.bench.resilience.launched import Launched, make
 
 MOST = 10  # starts
 BATCH = 4  # samples a step, as launched.make has it
-PATIENCE = 900.0  # seconds; only a job that never ends takes them
+GRACE_PERIOD = 900.0  # seconds; only a job that never ends takes them
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def run(count: int, seed: int, folder: Path, report: Report) -> None:
 
 
 def _case(file: Path, name: str, cause: CrashCause, step: int) -> SoakCase:
-    faults = [json.dumps(cause.fault | {"rank": rank, "step": step, "stays": True}) for rank in cause.ranks]
+    faults = [json.dumps(cause.fault | {"rank": rank, "step": step, "persistent": True}) for rank in cause.ranks]
     words = ["--train.steps=100", "--resilience.test_spares=false", *cause.words]
     job = Launched(file, name, words, pace=0.01, faults=faults)
     try:
-        code = job.end(PATIENCE)
+        code = job.end(GRACE_PERIOD)
     finally:
         job.end(0.1)
     what = f"{cause.name} at step {step} in rank{'s' * (len(cause.ranks) > 1)} {', '.join(map(str, cause.ranks))}"
@@ -80,7 +80,7 @@ def _case(file: Path, name: str, cause: CrashCause, step: int) -> SoakCase:
     fatal = [e for e in events if e.kind == "fatal_step"]
     wrong = []
     if code != 1:
-        wrong.append(f"exit code {code}" if code >= 0 else f"it did not end within {PATIENCE:g} s")
+        wrong.append(f"exit code {code}" if code >= 0 else f"it did not end within {GRACE_PERIOD:g} s")
     if starts > MOST:
         wrong.append(f"{starts} starts")
     if cause.named:

@@ -98,8 +98,8 @@ def _since(job: Launched, when: float) -> list[Any]:
     return [e for e in job.events() if e.time > when]
 
 
-def _wait(found: Callable[[], bool], patience: float = 60.0) -> bool:
-    deadline = time.monotonic() + patience
+def _wait(found: Callable[[], bool], grace_period: float = 60.0) -> bool:
+    deadline = time.monotonic() + grace_period
     while time.monotonic() < deadline:
         if found():
             return True

@@ -50,7 +50,7 @@ def targets(
 
       megascale bench targets --seconds 1800 --out targets.json
 
-      megascale bench targets --only T3 --overlap.products=off --out products.json
+      megascale bench targets --only T3 --overlap.gemms=off --out products.json
     """
     from megascale.bench.targets.targets_runs import Record, missing, run_all
     from megascale.bench.targets.targets_table import show

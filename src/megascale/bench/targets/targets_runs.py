@@ -19,7 +19,7 @@ from megascale.bench.targets.targets_cases import TargetCase
 from megascale.core import strict_json
 from megascale.errors import ConfigError
 
-PATIENCE = 10.0  # seconds that a run which is told to end has for it
+GRACE_PERIOD = 10.0  # seconds that a run which is told to end has for it
 MEGASCALE = (sys.executable, "-m", "megascale.cli.main", "bench")
 
 
@@ -97,9 +97,9 @@ class Record:
             "cases": {name: {str(n): asdict(r) for n, r in runs.items()} for name, runs in self._cases.items()},
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.file.with_name(f".{self.file.name}.part")
-        beside.write_text(strict_json.dumps(told, indent=1) + "\n")
-        os.replace(beside, self.file)
+        unfinished = self.file.with_name(f".{self.file.name}.part")
+        unfinished.write_text(strict_json.dumps(told, indent=1) + "\n")
+        os.replace(unfinished, self.file)
 
 
 def missing(cases: Iterable[TargetCase], record: Record, repeats: int) -> list[TargetJob]:
@@ -257,7 +257,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         return
     old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        end(processes, PATIENCE)
+        end(processes, GRACE_PERIOD)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

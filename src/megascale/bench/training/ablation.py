@@ -369,8 +369,8 @@ def show(record: dict[str, Any], runs: list[AblationRun]) -> None:
 
 def _cells(one: dict[str, Any], peak: float | None) -> dict[str, str]:
     """A row of the table by heading; empty where nothing is known."""
-    credit = one["mfu"]
-    share = credit * peak / one["sustained"] if credit and peak and one["sustained"] else None
+    attribute = one["mfu"]
+    share = attribute * peak / one["sustained"] if attribute and peak and one["sustained"] else None
     return {
         "with": one["row"],
         "s/step": f"{one['seconds']:.3f}",
@@ -379,7 +379,7 @@ def _cells(one: dict[str, Any], peak: float | None) -> dict[str, str]:
         "gain": f"{100 * one['gain']:+.1f}%",
         "total": f"{one['over_first']:.3f}",
         "paper's": f"{one['paper_over_first']:.3f}",
-        "MFU": f"{100 * credit:.1f}%" if credit else "",
+        "MFU": f"{100 * attribute:.1f}%" if attribute else "",
         "of GEMM": f"{100 * share:.0f}%" if share else "",
         "GiB": f"{one['memory_gib']:.1f}" if one["memory_gib"] else "",
     }

@@ -28,7 +28,7 @@ BACKWARD = "backward"  # not of the configuration: the thread that runs it, auto
 # What can change between two steps of one engine: setting -> values it takes.
 SETTINGS = {
     BACKWARD: ("apart", "here"),
-    "overlap.products": ("off", "on"),
+    "overlap.gemms": ("off", "on"),
     "parallel.recompute": ("none", "norms", "activation", "selective", "full"),
 }
 
@@ -52,19 +52,19 @@ def register(app: typer.Typer) -> None:
 def alternate(
     context: typer.Context,
     preset: str = typer.Argument(..., help="A shipped model shape, such as gpt-13b."),
-    setting: str = typer.Argument(..., help="Setting and values: overlap.products=off,on."),
+    setting: str = typer.Argument(..., help="Setting and values: overlap.gemms=off,on."),
     turns: int = typer.Option(8, min=1, help="Turns of each value; every second round goes in reverse order."),
     each: int = typer.Option(2, min=1, help="Timed steps of a turn, after one that is not."),
     out: Path = typer.Option(Path("bench-alternate.json"), help="JSON file for the figures."),
 ) -> None:
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
 
-    Settings that can change between steps: overlap.products, parallel.recompute, and the thread that runs backward
+    Settings that can change between steps: overlap.gemms, parallel.recompute, and the thread that runs backward
     (backward=apart,here; training has it here). All others stay as given.
 
     Examples:
 
-      megascale bench alternate gpt-13b overlap.products=off,on --model.layers=8 --train.global_batch=16
+      megascale bench alternate gpt-13b overlap.gemms=off,on --model.layers=8 --train.global_batch=16
 
       megascale bench alternate gpt-13b parallel.recompute=none,activation --model.layers=8 --parallel.tensor=2
     """
@@ -91,7 +91,7 @@ def alternate(
 
 
 def parse(setting: str) -> tuple[str, list[str]]:
-    """Such as "overlap.products=off,on" -> key and values; ConfigError naming what is wrong."""
+    """Such as "overlap.gemms=off,on" -> key and values; ConfigError naming what is wrong."""
     from megascale.errors import ConfigError
 
     key, _, told = setting.partition("=")
@@ -167,7 +167,7 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
                 one.memory_gib = max(one.memory_gib or 0.0, torch.cuda.max_memory_allocated(place.device) / 2**30)
     after = gemm_rate(place.device, 2.0) if cuda else None
     garbage.close()
-    engine.settle()
+    engine.synchronize()
     if groups is not None:
         shutdown(groups)
     if place.rank:
@@ -197,8 +197,8 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
 
 def change(engine: Engine, key: str) -> Callable[[str], object]:
     """What sets the setting to a value, between steps."""
-    if key == "overlap.products":
-        return lambda value: engine.run_products_beside(value == "on")
+    if key == "overlap.gemms":
+        return lambda value: engine.run_gemms_on_side_stream(value == "on")
     if key == BACKWARD:
         return lambda value: setattr(engine, "backward_apart", value == "apart")
     return engine.recompute
@@ -238,5 +238,5 @@ def show(record: dict[str, Any]) -> None:
         before, after = (x / 1e12 for x in record["gemm_flop_per_s"])
         console.print(f"sustained GEMM: {before:.0f} TFLOP/s before, {after:.0f} after, in the same run")
     for what, choice in record["active"].items():
-        if what != "independent products" or record["setting"] != "overlap.products":
+        if what != "independent products" or record["setting"] != "overlap.gemms":
             console.print(f"{what}: {choice}")

@@ -163,7 +163,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.
     serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
     stretches = after_meeting(busy(_traced(lambda: steps(warmup + 2), [device]), serves))
-    engine.settle()
+    engine.synchronize()
     mine = (engine.pipeline.stage, alone(engine, counting), stretches, counting.others)
     told: list[Any] = [None] * place.world
     dist.all_gather_object(told, mine)
@@ -370,17 +370,17 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
             torch.cuda.synchronize(device)
             if not warm:
                 took[_KIND_OF.get(purpose, "other")] += time.perf_counter() - began
-    lanes = engine.pipeline.lanes
+    streams = engine.pipeline.streams
     for warm in (True, False):
         torch.cuda.synchronize(device)
         dist.barrier()
         began = time.perf_counter()
-        for lane in (lanes.send_forward, lanes.recv_forward, lanes.send_backward, lanes.recv_backward):
-            if lane is None:
+        for track in (streams.send_forward, streams.recv_forward, streams.send_backward, streams.recv_backward):
+            if track is None:
                 continue
             for (name, op, size), times in sorted(counting.made.items()):
-                if name == lane.name:
-                    _move(lane, op, size, 1 if warm else times, device)
+                if name == track.name:
+                    _move(track, op, size, 1 if warm else times, device)
         torch.cuda.synchronize(device)
         if not warm:
             took["pipeline"] = time.perf_counter() - began
@@ -414,14 +414,14 @@ def _again(axis: Any, op: str, size: int, times: int, device: Any) -> None:
             all_reduce(whole, axis).wait()
 
 
-def _move(lane: Any, op: str, size: int, times: int, device: Any) -> None:
+def _move(track: Any, op: str, size: int, times: int, device: Any) -> None:
     import torch
     import torch.distributed as dist
 
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
     for _ in range(times):
         move = dist.isend if op == "send" else dist.irecv
-        move(buffer, lane.peer, group=lane.group)
+        move(buffer, track.peer, group=track.group)
 
 
 def table(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -559,14 +559,14 @@ def draw(record: dict[str, Any], out: Path) -> None:
     for rank in record["ranks"]:
         firsts.setdefault(rank["stage"], rank)
     there = {kind.removesuffix(WAITS) for rank in firsts.values() for _, _, kind in rank["stretches"]}
-    lanes = [kind for kind in (COMPUTE, *KINDS) if kind in there]
+    streams = [kind for kind in (COMPUTE, *KINDS) if kind in there]
     end = max(stop for rank in firsts.values() for _, stop, _ in rank["stretches"])
     piece = _busiest(firsts.values(), end, min(end, 0.03))
-    height = 1.4 + 0.34 * len(lanes) * 2 * len(firsts)
+    height = 1.4 + 0.34 * len(streams) * 2 * len(firsts)
     figure, axes = plt.subplots(2 * len(firsts), 1, figsize=(13, height), squeeze=False, layout="constrained")
     for number, (stage, rank) in enumerate(sorted(firsts.items())):
         whole, near = axes[number, 0], axes[len(firsts) + number, 0]
-        for row, kind in enumerate(lanes):
+        for row, kind in enumerate(streams):
             colour = f"C{(COMPUTE, *KINDS).index(kind)}"
             for name, alpha in ((kind + WAITS, 0.3), (kind, 1.0)):
                 runs = [(a, b) for a, b, k in rank["stretches"] if k == name]
@@ -578,8 +578,8 @@ def draw(record: dict[str, Any], out: Path) -> None:
         near.set_xlim(1e3 * piece[0], 1e3 * piece[1])
         whole.set_xlim(0.0, 1e3 * end)
         for place in (whole, near):
-            place.set_yticks(range(len(lanes)), lanes)
-            place.set_ylim(len(lanes) - 0.5, -0.5)
+            place.set_yticks(range(len(streams)), streams)
+            place.set_ylim(len(streams) - 0.5, -0.5)
             place.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
             place.spines[["top", "right"]].set_visible(False)
     axes[len(firsts) - 1, 0].set_xlabel(

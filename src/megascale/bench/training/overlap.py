@@ -30,7 +30,7 @@ CALLS = 10  # a timed run
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """A product of a layer.
 
     Attributes:
@@ -94,7 +94,7 @@ def overlap(
         typer.echo(f"figures: {out}")
 
 
-def products_of(config: Config) -> list[Product]:
+def gemms_of(config: Config) -> list[Gemm]:
     """A layer's products on one tensor-parallel rank, as the model makes them."""
     model, t = config.model, config.parallel.tensor
     attended = model.heads * model.head_size // t
@@ -103,17 +103,17 @@ def products_of(config: Config) -> list[Product]:
     inside = ffn * (2 if model.gated else 1)
     if model.block == "parallel" and model.parallel_norms == 1:
         return [
-            Product("QKV and MLP in", True, (model.hidden,), qkv + inside),
-            Product("attention and MLP out", False, (attended, ffn), model.hidden),
+            Gemm("QKV and MLP in", True, (model.hidden,), qkv + inside),
+            Gemm("attention and MLP out", False, (attended, ffn), model.hidden),
         ]
-    into = [Product("QKV", True, (model.hidden,), qkv), Product("MLP in", True, (model.hidden,), inside)]
+    into = [Gemm("QKV", True, (model.hidden,), qkv), Gemm("MLP in", True, (model.hidden,), inside)]
     if model.block == "parallel":
-        return [*into, Product("attention and MLP out", False, (attended, ffn), model.hidden)]
+        return [*into, Gemm("attention and MLP out", False, (attended, ffn), model.hidden)]
     return [
         into[0],
-        Product("attention out", False, (attended,), model.hidden),
+        Gemm("attention out", False, (attended,), model.hidden),
         into[1],
-        Product("MLP out", False, (ffn,), model.hidden),
+        Gemm("MLP out", False, (ffn,), model.hidden),
     ]
 
 
@@ -143,25 +143,25 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     if not isinstance(found_exchange, str):
         ways["fused"] = replace(axis, overlap="fused", exchange=found_exchange)
     found = []
-    for product in products_of(config):
+    for gemm in gemms_of(config):
         for backward in (False, True):
-            case = _Case(product, config, dtype, place.device, axis, backward)
+            case = _Case(gemm, config, dtype, place.device, axis, backward)
             turns: dict[str, list[float]] = {name: [] for name in (*ways, "wire")}
             for turn in range(repeats + 1):
                 for name in turns:
-                    call = case.wire if name == "wire" else case.product(ways[name])
+                    call = case.wire if name == "wire" else case.gemm(ways[name])
                     seconds = _seconds(call, axis, place.device)
                     if turn:  # the first warms up
                         turns[name].append(seconds)
-            _agree(product.name, {name: case.product(ways[name])() for name in ways if name != "alone"})
+            _agree(gemm.name, {name: case.gemm(ways[name])() for name in ways if name != "alone"})
             found.append(
                 {
-                    "product": product.name,
-                    "gathers": product.gathers,
+                    "gemm": gemm.name,
+                    "gathers": gemm.gathers,
                     "backward": backward,
                     "rows": rows,
-                    "inner": product.inner,
-                    "outer": product.outer,
+                    "inner": gemm.inner,
+                    "outer": gemm.outer,
                     "seconds": {name: statistics.median(values) for name, values in turns.items()},
                 }
             )
@@ -200,7 +200,7 @@ class _Case:
 
     def __init__(
         self,
-        product: Product,
+        gemm: Gemm,
         config: Config,
         dtype: torch.dtype,
         device: torch.device,
@@ -215,16 +215,16 @@ class _Case:
         def make(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device=device, generator=generator).to(dtype)
 
-        self.what, self.axis, self.backward = product, axis, backward
-        self.part = make(s // t, b, product.inner[0] if product.gathers else product.outer)
+        self.what, self.axis, self.backward = gemm, axis, backward
+        self.part = make(s // t, b, gemm.inner[0] if gemm.gathers else gemm.outer)
         self.sent = make(s, b, self.part.shape[-1])
-        self.whole = [make(s, b, width) for width in product.inner]
-        self.weights = [make(product.outer, width).mul_(0.01).requires_grad_() for width in product.inner]
+        self.whole = [make(s, b, width) for width in gemm.inner]
+        self.weights = [make(gemm.outer, width).mul_(0.01).requires_grad_() for width in gemm.inner]
         for weight in self.weights:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-        self.upstream = make(s, b, product.outer)
+        self.upstream = make(s, b, gemm.outer)
 
-    def product(self, axis: Axis) -> Callable[[], Any]:
+    def gemm(self, axis: Axis) -> Callable[[], Any]:
         """The product over `axis`; over an axis of one, the same product on tensors that are there already."""
         import torch
 
@@ -297,12 +297,12 @@ def show(record: dict[str, Any]) -> None:
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     ways = [way for way in WAYS if way in record["cases"][0]["seconds"]]
-    for number, column in enumerate(("product", "alone", "wire", *ways)):
+    for number, column in enumerate(("gemm", "alone", "wire", *ways)):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for case in record["cases"]:
         seconds = case["seconds"]
         table.add_row(
-            case["product"] + (" b" if case["backward"] else ""),
+            case["gemm"] + (" b" if case["backward"] else ""),
             f"{1e6 * seconds['alone']:,.0f}",
             f"{1e6 * seconds['wire']:,.0f}",
             *(f"{1e6 * seconds[way]:,.0f} {100 * exposed(seconds, way):4.0f}%" for way in ways),
@@ -311,6 +311,6 @@ def show(record: dict[str, Any]) -> None:
     for case in record["cases"]:
         if not case["backward"]:
             inner = " + ".join(str(width) for width in case["inner"])
-            console.print(f"{case['product']}: {case['rows']} rows, {inner} wide, to {case['outer']}")
+            console.print(f"{case['gemm']}: {case['rows']} rows, {inner} wide, to {case['outer']}")
     if record["not_fused"]:
         console.print(f"fused: not here, {record['not_fused']}")

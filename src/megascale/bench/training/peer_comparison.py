@@ -276,7 +276,7 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
     if cuda:
         torch.cuda.set_device(device)
 
-    def settle() -> float:
+    def synchronize() -> float:
         if cuda:
             torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -284,10 +284,10 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
     timed = prepare(job, device)
     seconds, losses = [], []
     for number in range(job.warmup + job.steps):
-        began = settle()
+        began = synchronize()
         loss = timed.step()
         if number >= job.warmup:
-            seconds.append(settle() - began)
+            seconds.append(synchronize() - began)
         losses += [] if loss is None else [float(loss)]
         if losses and not math.isfinite(losses[-1]):
             raise SystemExit(f"the loss of step {number + 1} is {losses[-1]}: not a run to compare with")

@@ -31,7 +31,7 @@ from megascale.core import strict_json
 # Shares of kills: during start-up; of one rank alone where there are several.
 _EARLY, _ONE_RANK = 0.15, 0.25
 # Seconds without a new step after which a start counts as stuck.
-_PATIENCE = 300.0
+_GRACE_PERIOD = 300.0
 
 
 @dataclass
@@ -175,7 +175,7 @@ class RestartedRun:
         resumed_before, begun, started = self._resumes(), self.steps(), time.monotonic()
         goal = begun + round(dice.uniform(0.0, 2.0 * pace)) if dice is not None else sys.maxsize
         early = dice is not None and dice.random() < _EARLY
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _GRACE_PERIOD
         self.start()
         try:
             if early:

@@ -32,7 +32,7 @@ def schedules(
     """Time the pipeline schedules: make, check for deadlock, compile for replay, replay. No GPU.
 
     The second row is a step of the paper's 12,288 GPUs (TP8 PP8, 192 replicas, each with durations of its own). Then a
-    replay of what longer rounds (parallel.round_size) hide on a slow network.
+    replay of what longer rounds (parallel.micro_batch_group_size) hide on a slow network.
     Example: megascale bench schedules --repeats 5
     """
     import numpy as np
@@ -118,7 +118,7 @@ def rounds() -> list[dict[str, Any]]:
     def step(chunks: int, size: int, wire: float) -> float:
         work = np.full((STAGES, chunks), LAYERS / (STAGES * chunks))
         work[-1, -1] += 1
-        graph = Graph.of(pipeline_schedule(STAGES, chunks, MICROBATCHES, round_size=size))
+        graph = Graph.of(pipeline_schedule(STAGES, chunks, MICROBATCHES, micro_batch_group_size=size))
         each = wire / chunks
         return float(replay(graph, graph.durations(work * layer, 2 * work * layer, gather=each, reduce=each)).makespan)
 

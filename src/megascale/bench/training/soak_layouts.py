@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-10  # relative, of losses, gradient norms and each tensor's 2-norm
 STEPS = 3
 PROCESSES = 4
-PATIENCE = 120.0  # seconds for a run of a second; the machine may be busy
+GRACE_PERIOD = 120.0  # seconds for a run of a second; the machine may be busy
 
 Tree = dict[str, dict[str, Any]]
 # One rank's tale: losses, gradient norms, and boxes (name, whole shape, offsets, values) of the final state.
@@ -107,7 +107,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
         "bucket_elements": pick((130, 700, 40_000_000)),
     }
     if virtual > 1 and (pipeline == 1 or pick((True, False))):
-        parallel["round_size"] = chance.randint(pipeline, pipeline + 3)
+        parallel["micro_batch_group_size"] = chance.randint(pipeline, pipeline + 3)
     if chunks > 1 and pick((True, False)):
         parallel["layer_split"] = _split(chance, layers, chunks)
     optimizer = {"name": pick(("adamw", "lamb")), "clip": pick((0.0, 1e-3, 0.3)), "weight_decay": pick((0.0, 0.1))}
@@ -160,7 +160,7 @@ def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
     ranks = [context.Process(target=_rank, args=(rank, world, tree, folder), daemon=True) for rank in range(world)]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + GRACE_PERIOD
     try:
         while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
             if any(p.exitcode for p in ranks):
@@ -175,7 +175,7 @@ def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
         file = folder / f"rank-{rank}.json"
         if process.exitcode or not file.exists():
             said = folder / f"rank-{rank}.error"
-            words = said.read_text().strip().splitlines()[-1] if said.exists() else f"no answer in {PATIENCE:g} s"
+            words = said.read_text().strip().splitlines()[-1] if said.exists() else f"no answer in {GRACE_PERIOD:g} s"
             raise RuntimeError(f"rank {rank} of {world}: {words}")
         tales.append(_read(file))
     return tales
@@ -226,7 +226,7 @@ def _tell(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
     layout = lay_out(config, world)
     if world > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        limit = timedelta(seconds=PATIENCE)
+        limit = timedelta(seconds=GRACE_PERIOD)
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         tied, virtual = config.model.tied_embeddings, config.parallel.virtual_stages
@@ -239,7 +239,7 @@ def _tell(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
         result = engine.step(_batches(config, engine, step), step, rate, more=step < STEPS)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
-    engine.settle()
+    engine.synchronize()
     state = [(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.optimizer.logical()]
     if world > 1:
         dist.barrier()

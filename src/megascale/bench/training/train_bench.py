@@ -147,7 +147,7 @@ def measure(
     after = gemm_rate(place.device, 2.0) if cuda else None
     if profile is not None:
         _profile(engine, rows, warmup + steps + 1, profile, place.rank, cuda)
-    engine.settle()
+    engine.synchronize()
     if groups is not None:
         shutdown(groups)
     if place.rank:
@@ -175,7 +175,7 @@ def measure(
         "peak_memory_gib": peak_memory,
         "device_memory_gib": (whole - free) / 2**30 if cuda else None,
         "watched": None if watched is None else watched.since(first),
-        "watch_trouble": None if watched is None else watched.trouble,
+        "watch_trouble": None if watched is None else watched.problem,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
         "active": engine.active | dispatch.active(),

@@ -110,7 +110,7 @@ class Writer:
             with contextlib.suppress(OSError):
                 pending_saves.add_failure(storage, step, generation, rank, why)
             if message.get("leader"):
-                self._settle(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
+                self._finish(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
             raise TrainingError(why) from None
         if message.get("leader"):
             self._watch(storage, step, generation)
@@ -159,14 +159,14 @@ class Writer:
                         return self._committed(storage, step, generation, *found)
                 except (Failed, OSError, ValueError) as error:
                     why = str(error) if isinstance(error, Failed) else f"the commit failed: {error}"
-                    return self._settle(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
+                    return self._finish(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
                 if max((g for g, r in list(self._results.items()) if r["committed"]), default="") > generation:
                     result = {"committed": False, "why": "a later save was committed first"}
-                    return self._settle(storage, step, generation, result, withdraw=True)
+                    return self._finish(storage, step, generation, result, withdraw=True)
                 if self._given_up():
                     # What is there stays: the next start commits it if the rest has come by then.
                     result = {"committed": False, "why": "other hosts' parts did not come"}
-                    return self._settle(storage, step, generation, result, withdraw=False)
+                    return self._finish(storage, step, generation, result, withdraw=False)
                 time.sleep(pause)
                 pause = min(pause * 1.5, _POLL_MAX)
 
@@ -174,13 +174,13 @@ class Writer:
         """Say so, then remove older checkpoints: that takes a while, and nobody need wait for it."""
         with self._pruning:
             result = {"committed": True, "bytes": commit.size}
-            self._settle(storage, step, generation, result, withdraw=False)
+            self._finish(storage, step, generation, result, withdraw=False)
             try:
                 folders.prune(storage, keep)
             except OSError as error:
                 log.warning("older checkpoints could not be removed: %s", error)
 
-    def _settle(self, storage: Storage, step: int, generation: str, result: dict[str, Any], withdraw: bool) -> None:
+    def _finish(self, storage: Storage, step: int, generation: str, result: dict[str, Any], withdraw: bool) -> None:
         if withdraw:
             with contextlib.suppress(OSError):
                 folders.withdraw(storage, step, generation)

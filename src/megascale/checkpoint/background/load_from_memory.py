@@ -45,10 +45,10 @@ class Held:
 def ask(sock: socket.socket, header: dict[str, Any], body: bytes = b"") -> service_protocol.Message:
     """One question to a service; OSError with its words if it failed there."""
     service_protocol.send(sock, header, body)
-    return hear(sock)
+    return receive_reply(sock)
 
 
-def hear(sock: socket.socket) -> service_protocol.Message:
+def receive_reply(sock: socket.socket) -> service_protocol.Message:
     """What a service answers; OSError with its words if it failed there."""
     try:
         answer = service_protocol.receive(sock)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megascale.checkpoint.background import replica, service, service_protocol
-from megascale.checkpoint.background.load_from_memory import ask, hear
+from megascale.checkpoint.background.load_from_memory import ask, receive_reply
 from megascale.checkpoint.background.pending_saves import BLANK
 from megascale.checkpoint.background.staging import Copy, SaveOutcome, Staging, next_slot, own_index
 from megascale.checkpoint.format import step_folders as folders
@@ -32,9 +32,9 @@ from megascale.checkpoint.storage.base import PAGE, open_storage
 from megascale.errors import FitError, TrainingError
 
 # Seconds within which the service answers short questions; else it counts as gone.
-_PATIENCE = 30.0
+_GRACE_PERIOD = 30.0
 # More of them for each gigabyte of memory that all processes of the host ask for: the kernel clears every page.
-_PATIENCE_PER_GB = 3.0
+_GRACE_PERIOD_PER_GB = 3.0
 
 
 class Snapshots:
@@ -231,7 +231,7 @@ class Snapshots:
         me, problem = ("", "", 0, ""), None
         try:
             self._sock = service.connect(self._place, self._linger, self._log)
-            self._sock.settimeout(_PATIENCE)
+            self._sock.settimeout(_GRACE_PERIOD)
             hello = ask(self._sock, {"do": "hello", "token": token, "listen": _address(self._listen)})
             me = (hello["service"], _address(self._listen), hello["port"], self._domain)
         except (OSError, TrainingError) as error:
@@ -265,9 +265,9 @@ class Snapshots:
                 plan, metadata = self._plan
                 ask(self._sock, {"do": "plan", "plan": self._plan_name, "index_bytes": len(plan)}, plan + metadata)
             everyone = size * self.slots_wanted * len(self._local)
-            self._sock.settimeout(_PATIENCE + _PATIENCE_PER_GB * everyone / 1e9)
+            self._sock.settimeout(_GRACE_PERIOD + _GRACE_PERIOD_PER_GB * everyone / 1e9)
             answer = ask(self._sock, header, self._index.to_bytes())
-            self._sock.settimeout(_PATIENCE)
+            self._sock.settimeout(_GRACE_PERIOD)
             self._slots = [
                 Staging(handle, self.part.size, self._index, self._chunks, self._device, held)
                 for handle, held in zip(answer.handles, answer["held"], strict=True)
@@ -321,9 +321,9 @@ class Snapshots:
                     for rows in slot.copy():
                         service_protocol.send(sock, {"rows": rows})
                 copy.copied.set()
-                hear(sock)
+                receive_reply(sock)
                 slot.whole = True
-                copy.outcome.replica = hear(sock)["replica"]
+                copy.outcome.replica = receive_reply(sock)["replica"]
             except (OSError, TrainingError) as error:
                 copy.outcome.why = str(error)
                 self._broken = self._broken or isinstance(error, ConnectionError | TrainingError)

@@ -134,16 +134,16 @@ _POLYNOMIAL = 0xEDB88320
 
 def _multiply(a: int, b: int) -> int:
     """a x b modulo the CRC-32 polynomial, both in reflected bit order."""
-    product = 0
+    combined = 0
     bit = 1 << 31
     while bit:
         if a & bit:
-            product ^= b
+            combined ^= b
             if not a & (bit - 1):
                 break
         bit >>= 1
         b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product
+    return combined
 
 
 @lru_cache(1024)

@@ -207,7 +207,7 @@ class _FileSink:
             if not self._filled and len(view) >= _BLOCK and self._aligned(view):
                 # Already laid out as the file wants it (staging memory): no copy.
                 whole = len(view) - len(view) % PAGE
-                self._settle()
+                self._finish()
                 self._put(view[:whole], self._size)
                 self._size += whole
                 view = view[whole:]
@@ -227,7 +227,7 @@ class _FileSink:
             rest = bytes(self._block[whole : self._filled]) if self._block is not None else b""
             if whole:
                 self._hand_over(whole)
-            self._settle()
+            self._finish()
             if rest:
                 self._put(memoryview(rest), self._size)
             self.disk.sync(self._handle)
@@ -237,7 +237,7 @@ class _FileSink:
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):
-            self._settle()
+            self._finish()
         self._close()
         with contextlib.suppress(OSError):
             self.disk.remove(self.path)
@@ -248,7 +248,7 @@ class _FileSink:
     def _take(self) -> mmap.mmap:
         """A block to fill: a new one, or the next that is written."""
         if self._error is not None:
-            self._settle()
+            self._finish()
         if self._made < _BLOCKS and self._free.empty():
             self._made += 1
             with contextlib.suppress(queue.Empty):
@@ -294,7 +294,7 @@ class _FileSink:
         fcntl.fcntl(self._handle, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._direct = False
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         """Wait until all that was handed over is written."""
         if self._thread is not None:
             self._full.put(None)

@@ -357,9 +357,9 @@ def _map(path: Path) -> NDArray[np.uint8]:
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except FileNotFoundError:
         other = path.with_suffix(".idx" if path.suffix == ".bin" else ".bin")
-        beside = f"{other.name} is there without it" if other.exists() else "neither file of the pair is there"
+        sibling = f"{other.name} is there without it" if other.exists() else "neither file of the pair is there"
         raise DataError(
-            f"token file {path} does not exist ({beside}); give the path of a .bin/.idx pair without the suffix, or "
+            f"token file {path} does not exist ({sibling}); give the path of a .bin/.idx pair without the suffix, or "
             "make one with `megascale data build`"
         ) from None
     except (OSError, ValueError) as error:

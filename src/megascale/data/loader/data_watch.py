@@ -35,7 +35,7 @@ class DataWatch:
         self._wait = waited
         self._counters.append(counters)
 
-    def news(self, seconds: float, generation: int) -> list[tuple[Event, dict[str, Any]]]:
+    def loader_events(self, seconds: float, generation: int) -> list[tuple[Event, dict[str, Any]]]:
         """Events to record after a step of `seconds`."""
         found: list[tuple[Event, dict[str, Any]]] = []
         self._count += 1

@@ -69,7 +69,7 @@ class LocalFeed:
         self.source.meter.bytes_read = 0
         return told
 
-    def news(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
+    def loader_events(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
         """What the run should tell of; `seconds` took the last step."""
         return []
 
@@ -175,11 +175,11 @@ class HostFeed:
         self._waited, self._before = self.reader.wait_seconds, now
         return told
 
-    def news(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
+    def loader_events(self, seconds: float) -> list[tuple[Event, dict[str, Any]]]:
         """A loader that was restarted, or is too slow and why; `seconds` took the last step."""
         if self.reader is None:
             return []
-        return self._watch.news(seconds, self.reader.generation)
+        return self._watch.loader_events(seconds, self.reader.generation)
 
     def close(self) -> None:
         """Leave the loader."""

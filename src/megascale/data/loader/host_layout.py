@@ -30,7 +30,7 @@ class HostPlan:
     """
 
     config: Config
-    lanes: tuple[int, ...]
+    streams: tuple[int, ...]
     shape: RingShape
     microbatches: int
     data_ranks: int
@@ -47,7 +47,7 @@ class HostPlan:
         A GPU waits while its rank reads, so there `auto` reads ahead even where nothing is shared.
         """
         wish, entries = self.config.data.loader, self.config.data.train
-        if wish == "local" or not entries or not self.lanes:
+        if wish == "local" or not entries or not self.streams:
             return False
         if wish == "auto" and sys.platform != "linux":
             return False  # it needs eventfd and a mount for shared memory
@@ -57,12 +57,12 @@ class HostPlan:
         """Whether a rank needs tokens: those between the first and the last pipeline stage do not."""
         return any(rank in ranks for ranks in self.shape.readers)
 
-    def first_sample(self, base: int, lane: int, number: int) -> int:
+    def first_sample(self, base: int, stream: int, number: int) -> int:
         """The first sample of micro-batch `number` of a lane, when the run goes on after `base` samples."""
         train = self.config.train
         step, i = divmod(number, self.microbatches)
         share = train.global_batch // self.data_ranks
-        return base + step * train.global_batch + self.lanes[lane] * share + i * train.micro_batch
+        return base + step * train.global_batch + self.streams[stream] * share + i * train.micro_batch
 
     def to_json(self) -> str:
         """For the loader's process."""
@@ -78,7 +78,7 @@ class HostPlan:
             **tree
             | {
                 "config": configuration.from_tree(tree["config"]),
-                "lanes": tuple(tree["lanes"]),
+                "streams": tuple(tree["streams"]),
                 "shape": RingShape(**shape),
             }
         )
@@ -93,19 +93,19 @@ def plan_host(config: Config, world: int, first_rank: int, ranks: int) -> HostPl
     """The plan of the host that runs `ranks` ranks from `first_rank` on. FitError if `config` does not fit `world`."""
     layout = lay_out(config, world)
     grid = layout.grid
-    lanes: dict[int, list[int]] = {}
+    streams: dict[int, list[int]] = {}
     for rank in range(first_rank, first_rank + ranks):
         at = grid.coordinate(rank)
         if at.pipeline in (0, grid.pipeline - 1):
-            lanes.setdefault(at.data, []).append(rank)
+            streams.setdefault(at.data, []).append(rank)
     depth = max(4, config.data.ring_steps * layout.microbatches)
     shape = RingShape(
-        tuple(tuple(lanes[data]) for data in sorted(lanes)),
+        tuple(tuple(streams[data]) for data in sorted(streams)),
         depth,
         config.model.sequence_length + 1,
         config.train.micro_batch,
     )
-    return HostPlan(config, tuple(sorted(lanes)), shape, layout.microbatches, grid.data, first_rank == 0)
+    return HostPlan(config, tuple(sorted(streams)), shape, layout.microbatches, grid.data, first_rank == 0)
 
 
 def index_folder(config: Config) -> Path:

@@ -1,9 +1,9 @@
 """The host's loader seen from those who use it: `start` it, and read micro-batches as one of its readers. No torch.
 
 Whoever starts the trainers of a host calls `start` and hands `Started.environment` to them: `megascale train`, or an
-agent; under torchrun local rank 0 makes the folder and tells the others through the job's store. A `LoaderReader` finds the
-loader dead by the end of its connection, and starts it again; the first to get the folder's lock does, the others wait.
-"""
+agent; under torchrun local rank 0 makes the folder and tells the others through the job's store. A `LoaderReader`
+finds the loader dead by the end of its connection, and starts it again; the first to get the folder's lock does, the
+others wait."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class LoaderReader:
     def __init__(self, folder: Path, rank: int, base: int, hang_seconds: float = HANG_SECONDS) -> None:
         self.folder, self.rank, self.base = folder, rank, base
         self.plan = HostPlan.from_json((folder / PLAN).read_text())
-        self.lane, self._seat = self.plan.shape.place(rank)
+        self.stream, self._seat = self.plan.shape.place(rank)
         self.wait_seconds = 0.0
         self.generation = 0
         self._hang_seconds = hang_seconds
@@ -329,7 +329,7 @@ class LoaderReader:
                 os.close(handle)
             else:
                 self.ring, self._identity = Ring(handle, self.plan.shape), identity
-            self.ring.let_go(self.lane, self._seat, self._done)
+            self.ring.let_go(self.stream, self._seat, self._done)
 
     def _watch(self) -> None:
         """Sleep until the loader says something: it does so only when it fails or dies."""
@@ -362,8 +362,8 @@ class LoaderReader:
             self._wait(number)
             self.wait_seconds += time.perf_counter() - started
         self._next = number + 1
-        taken = Taken(*self.ring.slot(self.lane, number))
-        wanted = self.plan.first_sample(self.base, self.lane, number)
+        taken = Taken(*self.ring.slot(self.stream, number))
+        wanted = self.plan.first_sample(self.base, self.stream, number)
         if taken.first != wanted:
             raise TrainingError(
                 f"the data loader gave sample {taken.first} where {wanted} was due; start the run again"
@@ -372,7 +372,7 @@ class LoaderReader:
 
     def _ready(self, number: int) -> bool:
         with self._lock:
-            return self.ring.ready(self.lane, number)
+            return self.ring.ready(self.stream, number)
 
     def _wait(self, number: int) -> None:
         idle, work = 0.0, -1.0
@@ -382,7 +382,7 @@ class LoaderReader:
             if self._poll.poll(1000 * min(5.0, self._hang_seconds)):
                 os.eventfd_read(self._bell)
                 continue
-            if self.ring.full(self.lane):
+            if self.ring.full(self.stream):
                 continue  # the loader waits too, for a rank that is behind
             # Nothing for seconds: slow is one thing, a process that does not run at all another.
             now = _worked(_peer(self._sock)) if self._sock.fileno() >= 0 else -1.0
@@ -403,13 +403,13 @@ class LoaderReader:
         """Done with the oldest micro-batch taken and not let go yet: its memory may be written anew."""
         with self._lock:
             self._done += 1
-            self.ring.let_go(self.lane, self._seat, self._done)
+            self.ring.let_go(self.stream, self._seat, self._done)
             os.eventfd_write(self._work, 1)
 
     @property
     def fill(self) -> float:
         """Part of the ring that is ready for this rank."""
-        return self.ring.fill(self.lane, self._next)
+        return self.ring.fill(self.stream, self._next)
 
     def close(self) -> None:
         """Leave for good."""

@@ -4,8 +4,8 @@ One thread answers the readers, one fills the ring. Neither polls: readers and l
 eventfd). The loader keeps nothing that cannot be had again: sample order is a function of (seed, number), and how far
 everybody is stands in the segment, so another process goes on where a killed one stopped.
 
-Run as `python -m megascale.data.loader.loader_service FOLDER --parent PID`; `host_loader.connect` starts it where none runs.
-"""
+Run as `python -m megascale.data.loader.loader_service FOLDER --parent PID`; `host_loader.connect` starts it where none
+runs."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class LoaderService:
         """Keep all lanes full, the emptiest first; the body of the filling thread."""
         try:
             while not self.ending:
-                lane = self._next_lane()
-                if lane is None:
+                stream = self._next_stream()
+                if stream is None:
                     started = time.perf_counter()
                     os.eventfd_read(self.work)
                     if self.came:
                         self.ring.header["full_seconds"] += time.perf_counter() - started
                     continue
-                self._fill(lane)
+                self._fill(stream)
         except MegascaleError as error:
             self._fail(str(error), type(error).__name__)
         except Exception as error:
@@ -100,28 +100,28 @@ class LoaderService:
         self.failure = {"error": text, "kind": kind}
         os.eventfd_write(self.attention, 1)
 
-    def _next_lane(self) -> int | None:
+    def _next_stream(self) -> int | None:
         """The lane with the fewest micro-batches ready, None if all are full or nobody has come."""
         if int(self.ring.header["base"]) < 0:
             return None
         ahead = []
-        for lane, seats in enumerate(self.seats):
-            taken = [self.ring.taken(lane, j) for j, seat in enumerate(seats) if not seat.gone]
-            if taken and (left := self.ring.produced(lane) - min(taken)) < self.plan.shape.depth:
-                ahead.append((left, lane))
+        for stream, seats in enumerate(self.seats):
+            taken = [self.ring.taken(stream, j) for j, seat in enumerate(seats) if not seat.gone]
+            if taken and (left := self.ring.produced(stream) - min(taken)) < self.plan.shape.depth:
+                ahead.append((left, stream))
         return min(ahead)[1] if ahead else None
 
-    def _fill(self, lane: int) -> None:
+    def _fill(self, stream: int) -> None:
         plan, ring = self.plan, self.ring
-        number, base = ring.produced(lane), int(ring.header["base"])
-        first = plan.first_sample(base, lane, number)
+        number, base = ring.produced(stream), int(ring.header["base"])
+        first = plan.first_sample(base, stream, number)
         rows = self.source.batch(first, plan.config.train.micro_batch)
         step = number // plan.microbatches
         ids, epochs = self._ids(base, step) if plan.leader else (0, 0.0)
         with self.lock:
-            if ring.produced(lane) == number:
-                ring.put(lane, rows, first, ids, epochs)
-            for seat in self.seats[lane]:
+            if ring.produced(stream) == number:
+                ring.put(stream, rows, first, ids, epochs)
+            for seat in self.seats[stream]:
                 if seat.bell >= 0:
                     os.eventfd_write(seat.bell, 1)
         meter = self.source.meter
@@ -176,7 +176,7 @@ class LoaderService:
     def _welcome(self, selector: selectors.BaseSelector, listener: Any) -> None:
         sock, _ = listener.accept()
         self.connections[sock] = None
-        selector.register(sock, selectors.EVENT_READ, self._hear)
+        selector.register(sock, selectors.EVENT_READ, self._receive)
 
     def _tell(self, selector: selectors.BaseSelector, attention: Any) -> None:
         """Tell all readers what went wrong."""
@@ -186,7 +186,7 @@ class LoaderService:
                 with contextlib.suppress(OSError):
                     sock.send(json.dumps(self.failure).encode())
 
-    def _hear(self, selector: selectors.BaseSelector, sock: Any) -> None:
+    def _receive(self, selector: selectors.BaseSelector, sock: Any) -> None:
         try:
             data, handles, _, _ = socket.recv_fds(sock, MESSAGE, 4)
         except OSError:
@@ -204,7 +204,7 @@ class LoaderService:
     def _on_attach(self, sock: socket.socket, message: dict[str, Any], handles: list[int]) -> None:
         """A reader sits down: it gets the segment and the loader's bell."""
         rank, base = message["rank"], message["base"]
-        lane, j = self.plan.shape.place(rank)
+        stream, j = self.plan.shape.place(rank)
         header = self.ring.header
         if int(header["base"]) not in (-1, base):
             raise ValueError(
@@ -213,8 +213,8 @@ class LoaderService:
             )
         if message["generation"] >= int(header["generation"]):
             header["generation"] = message["generation"] + 1  # the segment with the count was lost
-        self.connections[sock] = (lane, j)
-        seat = self.seats[lane][j]
+        self.connections[sock] = (stream, j)
+        seat = self.seats[stream][j]
         with self.lock:
             if seat.bell >= 0:
                 os.close(seat.bell)
@@ -229,13 +229,13 @@ class LoaderService:
         """A reader has mapped the segment and written how far it is."""
         place = self.connections[sock]
         assert place is not None
-        lane, j = place
+        stream, j = place
         with self.lock:
-            taken, produced = self.ring.taken(lane, j), self.ring.produced(lane)
+            taken, produced = self.ring.taken(stream, j), self.ring.produced(stream)
             # Only where the segment was lost under a running job: begin where its readers are.
-            if (produced < taken and not self.came) or (taken < produced and not self.ring.ready(lane, taken)):
-                self.ring.rewind(lane, taken)
-            self.seats[lane][j].gone = False
+            if (produced < taken and not self.came) or (taken < produced and not self.ring.ready(stream, taken)):
+                self.ring.rewind(stream, taken)
+            self.seats[stream][j].gone = False
         self.came = True
         if int(self.ring.header["base"]) < 0:
             self.ring.header["base"] = message["base"]

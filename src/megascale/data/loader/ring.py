@@ -97,9 +97,9 @@ class RingShape:
 
     def place(self, rank: int) -> tuple[int, int]:
         """Lane of a rank and its number among the lane's readers; ValueError for one that reads nothing."""
-        for lane, ranks in enumerate(self.readers):
+        for stream, ranks in enumerate(self.readers):
             if rank in ranks:
-                return lane, ranks.index(rank)
+                return stream, ranks.index(rank)
         raise ValueError(f"rank {rank} is none of the readers {self.readers}")
 
 
@@ -128,58 +128,58 @@ class Ring:
 
     # the loader's side ------------------------------------------------------------------------------------------
 
-    def produced(self, lane: int) -> int:
+    def produced(self, stream: int) -> int:
         """Micro-batches of a lane that are whole."""
-        return int(self._produced[lane])
+        return int(self._produced[stream])
 
-    def rewind(self, lane: int, number: int) -> None:
+    def rewind(self, stream: int, number: int) -> None:
         """Make the loader go on at `number`; what is there already is written again with the same contents."""
-        self._produced[lane] = number
+        self._produced[stream] = number
 
-    def put(self, lane: int, rows: NDArray, first: int, ids: int, epochs: float) -> None:
+    def put(self, stream: int, rows: NDArray, first: int, ids: int, epochs: float) -> None:
         """Write the next micro-batch of a lane: tokens [columns, rows] and what it is."""
-        number = self.produced(lane)
+        number = self.produced(stream)
         slot = number % self.shape.depth
-        label = self._labels[lane, slot]
+        label = self._labels[stream, slot]
         if int(label["ready"]) != number + 1:  # not when written again after a rewind
             label["ready"] = 0
             fence()
-        self._data[lane, slot] = rows.T
+        self._data[stream, slot] = rows.T
         label["first"], label["ids"], label["epochs"] = first, ids, epochs
         fence()
         label["ready"] = number + 1
-        self._produced[lane] = number + 1
+        self._produced[stream] = number + 1
 
     # a reader's side --------------------------------------------------------------------------------------------
 
-    def taken(self, lane: int, reader: int) -> int:
+    def taken(self, stream: int, reader: int) -> int:
         """Micro-batches a reader has let go."""
-        return int(self._taken[lane][reader])
+        return int(self._taken[stream][reader])
 
-    def let_go(self, lane: int, reader: int, number: int) -> None:
+    def let_go(self, stream: int, reader: int, number: int) -> None:
         """A reader is done with all micro-batches below `number`."""
         fence()
-        self._taken[lane][reader] = number
+        self._taken[stream][reader] = number
 
-    def ready(self, lane: int, number: int) -> bool:
+    def ready(self, stream: int, number: int) -> bool:
         """Whether micro-batch `number` is whole."""
-        there = int(self._labels[lane, number % self.shape.depth]["ready"]) == number + 1
+        there = int(self._labels[stream, number % self.shape.depth]["ready"]) == number + 1
         fence()
         return there
 
-    def slot(self, lane: int, number: int) -> tuple[NDArray[np.int32], int, int, float]:
+    def slot(self, stream: int, number: int) -> tuple[NDArray[np.int32], int, int, float]:
         """Tokens [rows, columns] (a view), first sample, hash of the step's sample ids, epochs at the step's end."""
-        label = self._labels[lane, number % self.shape.depth]
-        view = self._data[lane, number % self.shape.depth]
+        label = self._labels[stream, number % self.shape.depth]
+        view = self._data[stream, number % self.shape.depth]
         return view, int(label["first"]), int(label["ids"]), float(label["epochs"])
 
-    def full(self, lane: int) -> bool:
+    def full(self, stream: int) -> bool:
         """Whether a lane has no slot that all its readers are done with."""
-        return self.produced(lane) - int(self._taken[lane].min()) >= self.shape.depth
+        return self.produced(stream) - int(self._taken[stream].min()) >= self.shape.depth
 
-    def fill(self, lane: int, number: int) -> float:
+    def fill(self, stream: int, number: int) -> float:
         """Part of a lane's slots that hold micro-batches from `number` on."""
-        return max(0, self.produced(lane) - number) / self.shape.depth
+        return max(0, self.produced(stream) - number) / self.shape.depth
 
     def measures(self) -> dict[str, float]:
         """The loader's counters, from the first loader of the segment on."""

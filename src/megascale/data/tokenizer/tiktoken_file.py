@@ -155,22 +155,22 @@ def from_ranks(path: Path, text: str) -> TiktokenTokenizer:
                 raise DataError(
                     f"tokenizer {path}, line {number}: {line[:60]!r} is not a token in base64 and its rank"
                 ) from None
-    beside = path.with_suffix(".json")
-    if beside.exists():
+    sibling = path.with_suffix(".json")
+    if sibling.exists():
         try:
-            record = json.loads(beside.read_text(encoding="utf-8"))
+            record = json.loads(sibling.read_text(encoding="utf-8"))
             pattern, special = record["pattern"], record["special_tokens"]
             end = record.get("end_of_document") or next((name for name in _ENDS if name in special), END_OF_DOCUMENT)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f'{beside} does not describe {path.name} ({error!r}); it needs {{"pattern": "...", "special_tokens": '
+                f'{sibling} does not describe {path.name} ({error!r}); it needs {{"pattern": "...", "special_tokens": '
                 '{"<|endoftext|>": ID}}'
             ) from None
         return TiktokenTokenizer(path.stem, pattern, ranks, special, end)
     if path.stem not in KNOWN:
         raise DataError(
             f"tokenizer {path}: nothing is known of an encoding called {path.stem!r} (known: {', '.join(KNOWN)}); put "
-            f'{beside.name} beside it with {{"pattern": "...", "special_tokens": {{"<|endoftext|>": {len(ranks)}}}}}'
+            f'{sibling.name} beside it with {{"pattern": "...", "special_tokens": {{"<|endoftext|>": {len(ranks)}}}}}'
         )
     pattern, end_id = KNOWN[path.stem]
     return TiktokenTokenizer(path.stem, pattern, ranks, {END_OF_DOCUMENT: end_id}, END_OF_DOCUMENT)

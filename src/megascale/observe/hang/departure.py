@@ -75,7 +75,7 @@ def _skipped_transfer(rank: int, record: CallRecord, layout: Layout) -> Departur
         op = "send" if action.kind.is_send else "recv"
         if (direction, op, action.chunk, action.microbatch) in made:
             continue
-        group = _lane_name(direction, op, rank, stage, action, layout)
+        group = _channel_name(direction, op, rank, stage, action, layout)
         counts = record.groups.get(group)
         sequence = _number(passed, action, record, group) if counts is None else counts.started + 1
         due = Call(group, sequence, op, 0, record.step, action.chunk, action.microbatch)
@@ -86,7 +86,7 @@ def _skipped_transfer(rank: int, record: CallRecord, layout: Layout) -> Departur
     return None
 
 
-def _lane_name(direction: str, op: str, rank: int, stage: int, action: Action, layout: Layout) -> str:
+def _channel_name(direction: str, op: str, rank: int, stage: int, action: Action, layout: Layout) -> str:
     grid = layout.grid
     at = grid.coordinate(rank)
     channel = layout.schedule().channel(stage, action)
@@ -186,7 +186,9 @@ def _departed(due: Call, mine: Sequence[Call], at: int, record: CallRecord, who:
         kind = "missing send" if due.op == "send" else "missing call"
     # The call that was due, in this rank's group of that kind, with the number it would have had.
     prefix = due.group.partition("/")[0]
-    group = next((g for g in record.groups if g.partition("/")[0] == prefix and _same_lane(g, due, record)), due.group)
+    group = next(
+        (g for g in record.groups if g.partition("/")[0] == prefix and _same_channel(g, due, record)), due.group
+    )
     earlier = [c for c in mine[:at] if c.group == group]
     after = next((c for c in mine[at:] if c.group == group), None)
     if after is not None:
@@ -200,7 +202,7 @@ def _departed(due: Call, mine: Sequence[Call], at: int, record: CallRecord, who:
     return Departure(kind, due, made, sentence)
 
 
-def _same_lane(group: str, due: Call, record: CallRecord) -> bool:
+def _same_channel(group: str, due: Call, record: CallRecord) -> bool:
     """A stage has two lanes of a direction: the one it sends on begins with its own rank."""
     if due.op not in ("send", "recv"):
         return True

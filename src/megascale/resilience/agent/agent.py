@@ -73,7 +73,7 @@ class Agent:
         tasks = [loop.create_task(work()) for work in (self._talk, self._beat, self._watch_logs, self._orphan)]
         await self.ended.wait()
         if self.trainers.running():
-            await self.trainers.stop("save", self.config.patience)
+            await self.trainers.stop("save", self.config.grace_period)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -195,7 +195,7 @@ class Agent:
 
     async def _stop(self, order: dict[str, Any]) -> None:
         """End the trainers, then say so with a port that is free for the next attempt's store."""
-        await self.trainers.stop(order["how"], order["patience"])
+        await self.trainers.stop(order["how"], order["grace_period"])
         if order.get("forget"):
             log.info("memory is not trusted: ended checkpoint services %s", end_services(self.run_folder, self.node))
         codes = {w.rank: w.code for w in self.trainers.workers()}
@@ -232,12 +232,12 @@ class Agent:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(order["patience"]):
+            async with asyncio.timeout(order["grace_period"]):
                 out, said = await process.communicate()
             report = {"code": process.returncode, "report": out.decode(errors="replace")[-100_000:]}
             report["said"] = fit(said.decode(errors="replace"))
         except TimeoutError:
-            report = {"code": 1, "report": "", "said": f"no result within {order['patience']:g} seconds"}
+            report = {"code": 1, "report": "", "said": f"no result within {order['grace_period']:g} seconds"}
         finally:
             if process.returncode is None:
                 process.kill()

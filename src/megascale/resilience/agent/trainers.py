@@ -196,9 +196,9 @@ class Trainers:
         """Those that have not ended."""
         return [t for t in self.trainers.values() if t.status is None]
 
-    async def stop(self, how: Literal["save", "kill"], patience: float) -> None:
-        """End all ranks: let them save first for at most `patience` seconds, or kill them at once."""
-        deadline = time.monotonic() + patience
+    async def stop(self, how: Literal["save", "kill"], grace_period: float) -> None:
+        """End all ranks: let them save first for at most `grace_period` seconds, or kill them at once."""
+        deadline = time.monotonic() + grace_period
         asked: set[int] = set()
         while how == "save" and self.running() and time.monotonic() < deadline:
             asked |= self._signal(signal.SIGTERM, asked)  # once each: one that is just being forked a little later

@@ -47,7 +47,7 @@ def digest(*tensors: torch.Tensor) -> str:
     return found.hexdigest()
 
 
-def products() -> Iterator[SelfCheck]:
+def gemms() -> Iterator[SelfCheck]:
     """Rate of matrix products, and whether the same product gives the same bits every time."""
     for device in devices():
         cuda = device.type == "cuda"

@@ -42,10 +42,10 @@ def addresses() -> dict[str, str]:
 
 def links() -> Iterator[SelfCheck]:
     """Every interface that is meant to be up has a carrier and counts few errors."""
-    cards = [name for name in sorted(addresses()) if name != "lo"]
-    if not cards:
+    nics = [name for name in sorted(addresses()) if name != "lo"]
+    if not nics:
         yield absent("nic link", "no network interface but loopback has an address")
-    for name in cards:
+    for name in nics:
         carrier, speed = _text(_NET / name / "carrier"), _text(_NET / name / "speed")
         bad = sum(int(_text(_NET / name / "statistics" / c) or 0) for c in ("rx_errors", "tx_errors"))
         all_packets = sum(int(_text(_NET / name / "statistics" / c) or 0) for c in ("rx_packets", "tx_packets"))
@@ -106,11 +106,11 @@ def streams() -> Iterator[SelfCheck]:
         yield absent("nic loopback", "no interface has an address")
     for name, address in sorted(known.items()):
         yield _stream(f"nic loopback {name}", address, address)
-    cards = sorted(name for name in known if name != "lo")
-    if len(cards) < 2:
-        yield absent("nic to nic", f"{len(cards)} network cards with an address")
-    for source in cards:
-        for target in cards:
+    nics = sorted(name for name in known if name != "lo")
+    if len(nics) < 2:
+        yield absent("nic to nic", f"{len(nics)} network cards with an address")
+    for source in nics:
+        for target in nics:
             if source != target:
                 yield _stream(f"nic to nic {source} {target}", known[source], known[target])
 

@@ -132,7 +132,7 @@ class _Lead:
         fine = [rate for rate in rates.values() if rate is not None]
         if self.least is None and fine:
             self.least = thresholds(fine, PART)
-        self.inquiry.hear((pair, rate is not None and rate >= (self.least or 0.0)) for pair, rate in rates.items())
+        self.inquiry.receive((pair, rate is not None and rate >= (self.least or 0.0)) for pair, rate in rates.items())
 
     def _result(self, number: int, node: int, deadline: float) -> float | None:
         key = f"result/{number}/{node}"

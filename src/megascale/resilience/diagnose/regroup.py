@@ -64,7 +64,7 @@ class Inquiry:
                 pairs.append(_key(node, partner))
         return pairs
 
-    def hear(self, results: Iterable[tuple[Pair, bool]]) -> None:
+    def receive(self, results: Iterable[tuple[Pair, bool]]) -> None:
         """Take in what pairs gave: (pair, whether it passed)."""
         heard = [(_key(*pair), passed) for pair, passed in results]
         for (a, b), passed in heard:

@@ -14,7 +14,7 @@ from megascale.resilience.diagnose.check import SelfCheck, guarded
 from megascale.resilience.diagnose.expected import Expected, hardware
 
 CHECKS: dict[str, Callable[[], Iterable[SelfCheck]]] = {
-    "gemm": compute.products,
+    "gemm": compute.gemms,
     "model": compute.small_model,
     "memory": memory_check.bandwidth,
     "patterns": memory_check.patterns,

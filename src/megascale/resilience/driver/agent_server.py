@@ -29,7 +29,7 @@ class Listener(Protocol):
     def refused(self, peer: str, node: str, why: str) -> None: ...
 
 
-class Intake:
+class AgentServer:
     """The agents' side of the driver.
 
     Args:
@@ -93,7 +93,8 @@ class Intake:
         elif hello.get("version") != agent_channel.VERSION:
             theirs = str(hello.get("version") or "before 0.1.0 (form 2)")[:100]
             why = (
-                f"node {node} has an agent of MegaScale {theirs}, this driver is {agent_channel.VERSION}; install the same "
+                f"node {node} has an agent of MegaScale {theirs}, this driver is {agent_channel.VERSION}; install "
+                "the same "
                 "version on both: until then the node is not used"
             )
         else:

@@ -12,11 +12,11 @@ from typing import Any
 from megascale.core import strict_json
 from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM
-from megascale.resilience.driver.escalation import RUNGS, Use, give_back
+from megascale.resilience.driver.escalation import RECOVERY_ACTIONS, Use, give_back
 from megascale.resilience.driver.journal import Entry, Journal
 
 
-class Diary:
+class AuditLog:
     """Args:
     run: the run folder.
     journal: of the driver that writes.
@@ -76,14 +76,14 @@ class Diary:
         nobody knows, so it counts as of now, and expires like any other.
         """
         today, now = time.time(), time.monotonic()
-        rungs = {str(rung): rung for rung in RUNGS}
+        actions = {str(action): action for action in RECOVERY_ACTIONS}
         found: list[Use] = []
         for entry in self._journal.events():
-            if entry.kind == Event.LADDER and entry.action in rungs:
+            if entry.kind == Event.RECOVERY_ACTION and entry.action in actions:
                 if entry.details.get("explains"):
                     give_back(found)
                 when = now - max(0.0, today - entry.time)
-                found.append(Use(when, rungs[entry.action], entry.nodes[0] if entry.nodes else ""))
+                found.append(Use(when, actions[entry.action], entry.nodes[0] if entry.nodes else ""))
         return found
 
 

@@ -19,7 +19,7 @@ from megascale.resilience.driver.placement import Placing
 from megascale.resilience.rules.verdicts import SEVERITY, Verdict
 from megascale.resilience.rules.view import View
 
-SETTLE = 0.3  # seconds after a first bad end in which others of the same cause show
+SETTLING_SECONDS = 0.3  # seconds after a first bad end in which others of the same cause show
 THOROUGH = 1.0  # seconds between looks at the history of all nodes
 
 
@@ -27,7 +27,7 @@ class Judging(Placing):
     """A part of Driver."""
 
     figures: MetricsTail
-    stays: PhaseDurations
+    phase_durations: PhaseDurations
     past: list[tuple[float, Verdict]]
     _noted: set[tuple[Any, ...]]
     _explaining: bool = False
@@ -58,7 +58,7 @@ class Judging(Placing):
             window=self.limits.window,
             interval=self.limits.interval,
             first_step=self.limits.first_step,
-            learned=self.stays.usual(),
+            learned=self.phase_durations.usual(),
             incidents=list(self.incidents),
             past=list(self.past),
             metrics=self.figures.read(),
@@ -77,7 +77,7 @@ class Judging(Placing):
         if bad and self._first_bad is None:
             self._first_bad = now
         ended = sum(w.state != "running" for w in workers)
-        if bad and ended < self.job.world and now - (self._first_bad or now) < SETTLE:
+        if bad and ended < self.job.world and now - (self._first_bad or now) < SETTLING_SECONDS:
             return
         # Of a job so large that it takes long, the history is looked at less often.
         if not self._looking and now - self._looked > max(THOROUGH, 10 * self._took):
@@ -163,8 +163,9 @@ class Judging(Placing):
         self.job = progress.count(self.job, at)
         if worst.action == "stop":
             self._end("; ".join(worst.evidence[:3]), self._code_of(worst), at)
-        elif self.job.starts_without_progress >= self.limits.fruitless:
-            why = f"{progress.hopeless(self.job, self.limits.fruitless)}; the last: {'; '.join(worst.evidence[:2])}"
+        elif self.job.starts_without_progress >= self.limits.no_progress_limit:
+            hopeless = progress.hopeless(self.job, self.limits.no_progress_limit)
+            why = f"{hopeless}; the last: {'; '.join(worst.evidence[:2])}"
             self._end(why, EXIT_FAILED, at)
         elif worst.action == "diagnose":
             self.suspend(Phase.DIAGNOSING, "self-checks after: " + worst.evidence[0])

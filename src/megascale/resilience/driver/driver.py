@@ -22,8 +22,8 @@ from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver import hot_update
 from megascale.resilience.driver.adoption import Adopting
-from megascale.resilience.driver.agent_server import Intake
-from megascale.resilience.driver.audit_log import Diary
+from megascale.resilience.driver.agent_server import AgentServer
+from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.driver_garbage import OldGarbage
 from megascale.resilience.driver.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.journal import Entry
@@ -72,15 +72,15 @@ class Driver(Adopting):
         self.limits = config.resilience
         self.journal, self.job, self.say, self.unsure = journal, job, say, unsure
         journal.say = lambda text: say("driver", text)
-        self.diary = Diary(run, journal, say)
+        self.audit_log = AuditLog(run, journal, say)
         self.nodes: dict[str, Node] = {row.name: Node.from_row(row) for row in journal.nodes()}
         self.token = make_token(run)
-        self.intake = Intake(job.name, self.token, self)
-        self.uses = self.diary.uses()
+        self.agent_server = AgentServer(job.name, self.token, self)
+        self.uses = self.audit_log.uses()
         self.incidents: list[tuple[float, str, str]] = []
         self.past: list[tuple[float, Verdict]] = []
         self.figures = MetricsTail(run)
-        self.stays = PhaseDurations()
+        self.phase_durations = PhaseDurations()
         self._checks = 0
         self.reasons: dict[str, str] = {}
         self._refilled: list[float] = []
@@ -101,7 +101,7 @@ class Driver(Adopting):
 
     async def open(self) -> None:
         """Listen for agents."""
-        self.address = await self.intake.open(self.limits.listen, self.limits.port)
+        self.address = await self.agent_server.open(self.limits.listen, self.limits.port)
 
     def announce(self, api_url: str) -> None:
         """Tell agents and commands where to come."""
@@ -154,7 +154,7 @@ class Driver(Adopting):
             garbage.close()
             for task in self._tasks:
                 task.cancel()
-            await self.intake.close()
+            await self.agent_server.close()
         return self.job.exit_code
 
     def _next_silence(self) -> float:
@@ -269,7 +269,7 @@ class Driver(Adopting):
         for old, new in zip(before.workers, after.workers, strict=False):
             moved = (old.phase, old.step, old.action) != (new.phase, new.step, new.action)
             if moved and old.rank == new.rank and old.phase:
-                self.stays.add(old.phase, old.status_age)
+                self.phase_durations.add(old.phase, old.status_age)
 
     def told(self, name: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None:
         """Any other message of a node."""
@@ -284,7 +284,7 @@ class Driver(Adopting):
                 node.report = message
             elif message.get("order") == node.checking:
                 node.checking = 0
-                self.heed_report(node, message)
+                self.handle_report(node, message)
         elif message["do"] == "failed":
             why, number = f"{name}: {str(message.get('why'))[:500]}", message.get("errno")
             self.act([failed_start(name, self.job.ranks(name), why, number if type(number) is int else 0)])
@@ -340,7 +340,7 @@ class Driver(Adopting):
 
     def note(self, kind: Event | str, **about: Any) -> Entry:
         """Write an event down."""
-        return self.diary.note(str(kind), attempt=self.job.attempt, **about)
+        return self.audit_log.note(str(kind), attempt=self.job.attempt, **about)
 
     def enter(self, phase: Phase, **changes: Any) -> None:
         """Move the job to another phase and remember it."""

@@ -18,8 +18,8 @@ from typing import Literal
 
 from megascale.config import Config, ResilienceConfig
 
-Rung = Literal["retry", "respawn", "spare", "replenish", "shrink", "stop"]
-RUNGS: tuple[Rung, ...] = ("retry", "respawn", "spare", "replenish", "shrink", "stop")
+RecoveryAction = Literal["retry", "respawn", "spare", "replenish", "shrink", "stop"]
+RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = ("retry", "respawn", "spare", "replenish", "shrink", "stop")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Use:
     """A rung was used for a node ("" for no node in particular). time: seconds on the driver's monotonic clock."""
 
     time: float
-    rung: Rung
+    action: RecoveryAction
     node: str
 
 
@@ -60,7 +60,7 @@ class Situation:
 class Choice:
     """The rung, and the sentences that explain it."""
 
-    rung: Rung
+    action: RecoveryAction
     why: tuple[str, ...]
 
 
@@ -69,14 +69,14 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
     recent = [use for use in uses if at.now - use.time < config.budget_seconds]
     why: list[str] = []
 
-    def budget(rung: Rung, limit: int, node: str | None) -> bool:
-        used = sum(use.rung == rung and node in (None, use.node) for use in recent)
+    def budget(action: RecoveryAction, limit: int, node: str | None) -> bool:
+        used = sum(use.action == action and node in (None, use.node) for use in recent)
         whose = "" if node is None else f" for {node}" if node else " without a node to blame"
         period = f"in {config.budget_seconds:g} s"
         if used < limit:
-            why.append(f"{rung}: use {used + 1} of {limit}{whose} {period}")
+            why.append(f"{action}: use {used + 1} of {limit}{whose} {period}")
             return True
-        why.append(f"{rung}: all {limit} uses{whose} {period} are spent")
+        why.append(f"{action}: all {limit} uses{whose} {period} are spent")
         return False
 
     if not at.evict:
@@ -95,7 +95,7 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
     if not at.node:
         why.append("spare: no node is to blame, so replacing one would be a guess")
         return Choice("stop", tuple(why))
-    replaced = sum(use.rung in ("spare", "replenish") for use in recent)
+    replaced = sum(use.action in ("spare", "replenish") for use in recent)
     if replaced >= config.replacements:
         why.append(
             f"spare and replenish: all {config.replacements} replacements in {config.budget_seconds:g} s are spent"
@@ -119,7 +119,7 @@ def give_back(uses: list[Use]) -> None:
     Only `retry` and `respawn` are chosen for want of a node to blame; a `shrink` names none either, but is spent.
     """
     for i in range(len(uses) - 1, -1, -1):
-        if not uses[i].node and uses[i].rung in ("retry", "respawn"):
+        if not uses[i].node and uses[i].action in ("retry", "respawn"):
             del uses[i]
             return
 

@@ -110,7 +110,7 @@ class JobState:
         record["phase"], record["goal"] = Phase(record["phase"]), Phase(record["goal"])
         for name in ("placement", "master", "fresh"):
             record[name] = tuple(record[name])
-        if "fruitless" in record:  # as it was called once
+        if "fruitless" in record:  # the name in older journals
             record["starts_without_progress"] = record.pop("fruitless")
         record["ends"] = tuple(record.get("ends", ()))  # an older version does not know it
         known = {each.name for each in fields(cls)}  # a newer version may know more

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megascale.core import strict_json
+from megascale.core.events import current_name
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.driver import filesystems
 from megascale.resilience.driver.job_state import JobState
@@ -412,7 +413,7 @@ def _events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
             id=row[0],
             time=row[1],
             attempt=row[2],
-            kind=row[3],
+            kind=current_name(row[3]),
             action=row[4],
             nodes=tuple(json.loads(row[5])),
             ranks=tuple(json.loads(row[6])),

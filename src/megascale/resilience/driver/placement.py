@@ -12,7 +12,7 @@ from megascale.resilience.driver import escalation
 from megascale.resilience.driver.escalation import Use
 from megascale.resilience.driver.job_state import ENDED, Phase
 from megascale.resilience.driver.nodes import Node, NodeState
-from megascale.resilience.driver.recovery import Mending
+from megascale.resilience.driver.recovery import Recovery
 
 TOGETHER = 10.0  # seconds to wait at the first start for all that were asked for, spares too
 
@@ -22,7 +22,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-class Placing(Mending):
+class Placing(Recovery):
     """A part of Driver."""
 
     # stopping -------------------------------------------------------------------------------------------------------
@@ -41,14 +41,14 @@ class Placing(Mending):
         """Have a node end its trainers (and self-checks) and say so."""
         node.checking = 0
         save = self.job.save and self.job.phase is Phase.STOPPING
-        how = {"how": "save" if save else "kill", "patience": self.limits.patience, "forget": self.job.distrust}
+        how = {"how": "save" if save else "kill", "grace_period": self.limits.grace_period, "forget": self.job.distrust}
         self.order_to(node, do="stop", order=self.order, **how)
 
     def check_stopped(self, now: float) -> None:
         """Whether all nodes have stopped; then on to the goal."""
         job, final = self.job, self.job.goal in ENDED or self.job.goal is Phase.PAUSED
         waited = [self.nodes[name] for name in job.placement if self.nodes[name].acknowledged != self.order]
-        limit = (self.limits.patience if job.save else 0.0) + 2 * self.limits.window
+        limit = (self.limits.grace_period if job.save else 0.0) + 2 * self.limits.window
         for node in waited:
             if node.state is NodeState.UP and now - self._entered > limit:
                 self.lose(node, f"{node.name} did not stop its processes within {limit:g} s")
@@ -106,7 +106,7 @@ class Placing(Mending):
             data, count = sizes[0]
             why = f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes"
             self.uses.append(Use(time.monotonic(), "shrink", ""))
-            self.note(Event.LADDER, action="shrink", evidence=(why,))
+            self.note(Event.RECOVERY_ACTION, action="shrink", evidence=(why,))
         placement = [n if n.usable else None for n in kept]
         placement += [None] * (count - len(placement))
         if count < len(placement):
@@ -169,20 +169,20 @@ class Placing(Mending):
         self.order += 1
         for node in self.nodes.values():
             node.report = None
-            self.order_to(node, do="diagnose", order=self.order, patience=self.limits.patience)
+            self.order_to(node, do="diagnose", order=self.order, grace_period=self.limits.grace_period)
 
     def check_diagnosed(self, now: float) -> None:
         """When all results are there: take out the nodes that failed, start again."""
         asked = [n for n in self.nodes.values() if n.usable]
-        late = now - self._entered > self.limits.patience + self.limits.window
+        late = now - self._entered > self.limits.grace_period + self.limits.window
         if any(n.report is None for n in asked) and not late:
             return
         for node in asked:
-            self.heed_report(node, node.report or {"code": 1, "said": "no result in time"})
+            self.handle_report(node, node.report or {"code": 1, "said": "no result in time"})
         if self.job.phase is Phase.DIAGNOSING:
             self.enter(Phase.WAITING)
 
-    def heed_report(self, node: Node, report: dict[str, Any]) -> None:
+    def handle_report(self, node: Node, report: dict[str, Any]) -> None:
         """Take in the result of a node's self-checks; one that failed is taken out."""
         said = str(report.get("said", "")).strip()[-500:]
         passed = not report.get("code")

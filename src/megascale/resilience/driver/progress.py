@@ -1,7 +1,7 @@
 """Whether starting again helps: counts starts that brought no new step, and names the step that ends them all.
 
 Every fault that ends a start is counted here, whatever its cause and whatever the rules make of it (`Judging.act` is
-the one caller): a job whose starts bring nothing new ends after `resilience.fruitless` of them.
+the one caller): a job whose starts bring nothing new ends after `resilience.no_progress_limit` of them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def same_end(job: JobState) -> tuple[int, int]:
 def hopeless(job: JobState, limit: int) -> str:
     """Why a job whose starts brought nothing new must not start again."""
     beyond = f"no step beyond {job.best}" if job.best else "no step at all"
-    return f"{job.starts_without_progress} starts in a row brought {beyond} (resilience.fruitless={limit}): starting again does not help"
+    return (
+        f"{job.starts_without_progress} starts in a row brought {beyond} (resilience.no_progress_limit={limit}): "
+        "starting again does not help"
+    )
 
 
 async def samples_of(run: Path, step: int) -> tuple[str, dict[str, Any]]:

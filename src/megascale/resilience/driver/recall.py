@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.core.events import Event
+from megascale.core.events import Event, current_name
 from megascale.resilience.driver.journal import Entry, Journal, NodeRow
 from megascale.resilience.driver.nodes import NodeState
 
@@ -76,7 +76,7 @@ def read(file: Path) -> list[Entry]:
                 id=0,
                 time=float(record["time"]),
                 attempt=int(record["attempt"]),
-                kind=str(record["event"]),
+                kind=current_name(str(record["event"])),
                 action=str(record.get("action", "")),
                 nodes=tuple(str(node) for node in record.get("nodes", ())),
                 ranks=tuple(int(rank) for rank in record.get("ranks", ())),

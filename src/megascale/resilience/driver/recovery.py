@@ -34,7 +34,7 @@ CALM = 3.0  # seconds that training must run before spares are looked after
 REFILL = 30.0  # seconds between requests for nodes in place of spares
 
 
-class Mending:
+class Recovery:
     """A part of Driver."""
 
     run_folder: Path
@@ -184,7 +184,7 @@ class Mending:
             if self.limits.test_spares and not node.tested and not node.checking:
                 self._checks += 1
                 node.checking = self._checks  # far below the numbers of orders to stop
-                self.order_to(node, do="diagnose", order=node.checking, patience=self.limits.patience)
+                self.order_to(node, do="diagnose", order=node.checking, grace_period=self.limits.grace_period)
         there = sum(n.state in (NodeState.UP, NodeState.JOINING) for n in self.nodes.values()) + self._requests
         missing = self.limits.nodes + self.limits.spares - there
         self._refilled = [t for t in self._refilled if now - t < self.limits.budget_seconds]
@@ -223,9 +223,9 @@ class Mending:
 
     def recover(self, blamed: tuple[str, ...], evict: frozenset[str]) -> None:
         """After a fault: choose a rung for each node to blame, stop what runs, start again."""
-        rungs = {name: self.mend(name, name in evict) for name in blamed or ("",)}
+        actions = {name: self.mend(name, name in evict) for name in blamed or ("",)}
         if self.job.phase is not Phase.STOPPING:  # mend may have ended the job
-            why = ", ".join(f"{rung} {name}".strip() for name, rung in rungs.items())
+            why = ", ".join(f"{action} {name}".strip() for name, action in actions.items())
             self.suspend(Phase.WAITING, why)
 
     def mend(self, name: str, evict: bool) -> str:
@@ -245,29 +245,29 @@ class Mending:
             now=time.monotonic(),
         )
         choice = escalation.choose(self.limits, at, self.uses)
-        if node is not None and name not in self.job.placement and choice.rung == "spare":
-            choice = replace(choice, rung="replenish")  # a spare that is lost: have a new one
+        if node is not None and name not in self.job.placement and choice.action == "spare":
+            choice = replace(choice, action="replenish")  # a spare that is lost: have a new one
         why, explains = choice.why, bool(name) and self._unexplained
         if explains:
             # Ranks had lost contact with nobody known to blame; it was this node, so that retry costs no budget.
             escalation.give_back(self.uses)
             why = (*why, f"{name} explains why ranks had lost contact; that retry does not count")
         self._unexplained = not name
-        self.uses.append(Use(at.now, choice.rung, name))
+        self.uses.append(Use(at.now, choice.action, name))
         nodes = (name,) if name else ()
-        self.note(Event.LADDER, action=choice.rung, nodes=nodes, evidence=why, explains=explains)
-        if choice.rung == "stop":
+        self.note(Event.RECOVERY_ACTION, action=choice.action, nodes=nodes, evidence=why, explains=explains)
+        if choice.action == "stop":
             step, times = progress.same_end(self.job)
             again = f"; each of the last {times} starts ended in step {step}" if step and times > 1 else ""
             self.fail("the ladder has no rung left: " + "; ".join(choice.why) + again)
-        elif choice.rung == "respawn":
+        elif choice.action == "respawn":
             for each in [node] if node is not None else [self.nodes[n] for n in self.job.placement]:
                 self.start_agent(each, "respawn")
-        elif choice.rung != "retry" and node is not None:
+        elif choice.action != "retry" and node is not None:
             self._take_out(node, evict, self.reasons.get(name, choice.why[-1]))
-            if choice.rung == "replenish":
+            if choice.action == "replenish":
                 self._ask_for_node()
-        return choice.rung
+        return choice.action
 
     def _take_out(self, node: Node, evict: bool, why: str) -> None:
         if evict:

@@ -37,7 +37,7 @@ def check_timeouts(config: Config) -> None:
     ]
     pairs.append(
         (
-            "the least patience with a hang",
+            "the least time to wait on a hang",
             FLOOR,
             1.0,
             "rendezvous.group_timeout",

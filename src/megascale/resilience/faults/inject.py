@@ -1,8 +1,7 @@
 """Breaks a running job on purpose: from outside (signals, limits, routes, files), or by asking the trainer itself.
 
-What a trainer does to itself (train/injected_faults.py) needs `resilience.faults = true` in the run's configuration; otherwise
-trainers never look. Every fault says what it did, to which process, and what should follow.
-"""
+What a trainer does to itself (train/injected_faults.py) needs `resilience.faults = true` in the run's configuration;
+otherwise trainers never look. Every fault says what it did, to which process, and what should follow."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ class Options:
     node: str | None = None
     seconds: float | None = None
     step: int = 0
-    stays: bool = False
+    persistent: bool = False
     group: str = "data_reduce"
 
 

@@ -8,7 +8,7 @@ from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
 
 # A phase may go without change for this many times the longest that is usual, and never less than the floor.
-PATIENCE = 5.0
+GRACE_PERIOD = 5.0
 FLOOR = 10.0  # seconds; a hang must be known within 15
 _LONG_PHASES = ("save", "evaluate", "load")
 LONG_FLOOR = 60.0  # a larger checkpoint or evaluation than the last one is no hang
@@ -71,7 +71,7 @@ def hang(view: View) -> list[Verdict]:
     steps = sorted({w.step for _, w in running})
     evidence = [
         f"no rank has moved for {min(old for old, _, _, _ in ages):.1f} s (the first stopped {oldest:.1f} s ago); "
-        f"phase {first.phase!r} may stand still for {limit:.1f} s, {PATIENCE:g} x the longest usual",
+        f"phase {first.phase!r} may stand still for {limit:.1f} s, {GRACE_PERIOD:g} x the longest usual",
         f"ranks stand in step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:8]))}",
     ]
     evidence += [
@@ -92,7 +92,7 @@ def allowed(view: View, worker: Worker) -> float:
     longest = view.learned.get(worker.phase)
     if longest is None:
         return view.first_step
-    return max(LONG_FLOOR if worker.phase in _LONG_PHASES else FLOOR, PATIENCE * longest)
+    return max(LONG_FLOOR if worker.phase in _LONG_PHASES else FLOOR, GRACE_PERIOD * longest)
 
 
 def _age(item: tuple[float, float, RankView, Worker]) -> float:

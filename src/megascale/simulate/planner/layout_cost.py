@@ -95,7 +95,7 @@ class LayoutCost:
                 s,
                 train.micro_batch,
                 train.precision,
-                config.products_beside,
+                config.gemms_on_side_stream,
             )
             for s in range(grid.pipeline)
         ]
@@ -219,9 +219,12 @@ class LayoutCost:
         tries: list[tuple[str, dict[str, dict[str, Any]]]] = []
         if parallel.zero == 0:
             tries.append(("--parallel.zero=1", {"parallel": {"zero": 1}}))
-        if parallel.round_size is not None and parallel.pipeline > 1:
+        if parallel.micro_batch_group_size is not None and parallel.pipeline > 1:
             tries.append(
-                (f"--parallel.round_size={parallel.pipeline}", {"parallel": {"round_size": parallel.pipeline}})
+                (
+                    f"--parallel.micro_batch_group_size={parallel.pipeline}",
+                    {"parallel": {"micro_batch_group_size": parallel.pipeline}},
+                )
             )
         if parallel.recompute == "none":
             for less in ("activation", "selective"):
