@@ -92,9 +92,9 @@ def recover(folder: Path, arguments: argparse.Namespace, settings: list[str]) ->
                 log,
                 lambda injected=injected: any(e.kind == "first_step" and e.time > injected for e in events(run)),
             )
-            told = [e for e in events(run) if e.time > injected]
+            noted = [e for e in events(run) if e.time > injected]
             row = {"kill": number, "last step before": step, "events": []}
-            for e in told:
+            for e in noted:
                 row["events"].append({"seconds": e.time - injected, "kind": e.kind, "action": e.action, "text": str(e)})
                 print(f"  {e.time - injected:7.2f} s  {e.kind:16s} {e.action or '':10s} {e.evidence[:1]}", flush=True)
             wait(job, log, lambda step=step: last_step(run) > step)

@@ -5,7 +5,7 @@ One file to run on a GPU host, in under two minutes; it needs torch and megascal
     PYTHONPATH=src python tests/gpu/start_up.py --redis-server PATH --out start_up.json
 
 For each store, twice in turn: N processes start, make and warm the groups of a 3D layout over NCCL, run steps of
-matrix products and collectives, and leave. Reported: seconds by phase, milliseconds a step, how often torch's
+GEMMs and collectives, and leave. Reported: seconds by phase, milliseconds a step, how often torch's
 threads called into the store meanwhile and how long they held it. Then three ends that must not hang: a rank that
 leaves without shutdown, a rank that is killed while the others wait for it, and a server restarted during steps.
 `--device cpu` runs the same with gloo.
@@ -142,7 +142,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def steps(groups: Any, device: Any, arguments: argparse.Namespace) -> dict[str, float]:
-    """Steps of matrix products, collectives of each kind and host work in Python, as training has them."""
+    """Steps of GEMMs, collectives of each kind and host work in Python, as training has them."""
     import torch
     import torch.distributed as dist
 

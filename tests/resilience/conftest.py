@@ -18,7 +18,7 @@ from megascale.resilience.driver.journal import Entry, born, events_of
 
 WAIT = 120.0  # seconds; only a broken test takes them
 
-# Quick windows; what is tested here is order, not patience.
+# Quick windows; what is tested here is order, not grace periods.
 QUICK = [
     "--resilience.interval=0.3",
     "--resilience.test_spares=false",

@@ -194,7 +194,7 @@ def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch):
         first = asyncio.create_task(nodes._start_agent(node))
         while not nodes.there:
             await asyncio.sleep(0)
-        node.deadline = float("inf")  # as Mending.start_agent leaves it
+        node.deadline = float("inf")  # as Recovery.start_agent leaves it
         monkeypatch.undo()
         await asyncio.wait_for(asyncio.gather(first, nodes._start_agent(node)), 60)
         assert node.state is NodeState.UP

@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
         node: int = typer.Option(0, help="With --pairs: this node's number."),
         world: int = typer.Option(2, help="With --pairs: how many nodes take part."),
     ) -> None:
-        """Test this node: computing, memory, links between devices, network cards.
+        """Test this node: computing, memory, links between devices, NICs.
 
         Matrix products and a small model must give the same bits every time and on every machine of the kind; rates
         are compared with what machines of the kind reached before (learned in one JSON file). Hardware that is not

@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
             typer.echo(json.dumps([vars(fault) for fault in FAULTS.values()], indent=2))
             return
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for name in ("kind", "strikes"):
+        for name in ("kind", "target"):
             table.add_column(name, no_wrap=True)
         for name in ("what happens", "what should follow"):
             table.add_column(name)
@@ -49,10 +49,11 @@ def register(app: typer.Typer) -> None:
         rank: int = typer.Option(None, help="Which rank.", show_default=False),
         node: str = typer.Option(None, help="Which node, such as n1.", show_default=False),
         seconds: float = typer.Option(None, help="How long it lasts, or a slow rank's delay a step."),
-        step: int = typer.Option(0, help="First step at which a trainer strikes itself; 0: the next."),
+        step: int = typer.Option(0, help="First step at which a trainer injects it into itself; 0: the next."),
         persistent: bool = typer.Option(
-            False, "--persistent", "--stays", help="Strike again after every restart (a broken machine or program)."
+            False, "--persistent", help="Inject it again after every restart (a broken machine or program)."
         ),
+        persistent_before: bool = typer.Option(False, "--stays", hidden=True),  # its name in older versions
         group: str = typer.Option("data_reduce", help="mismatch: world, tensor, data_gather or data_reduce."),
     ) -> None:
         """Break one thing in a run.
@@ -66,9 +67,10 @@ def register(app: typer.Typer) -> None:
           megascale faults inject slow-rank --run runs/stdlib --node n1 --seconds 0.3 --persistent
         """
         from megascale.resilience.faults.inject import Options
-        from megascale.resilience.faults.inject import inject as strike
+        from megascale.resilience.faults.inject import inject as inject_fault
 
-        for line in strike(run, kind, Options(rank, node, seconds, step, persistent, group)):
+        options = Options(rank, node, seconds, step, persistent or persistent_before, group)
+        for line in inject_fault(run, kind, options):
             typer.echo(line)
 
     app.add_typer(faults, name="faults")

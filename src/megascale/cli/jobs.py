@@ -63,7 +63,7 @@ def jobs(
     table.columns[0].overflow = "fold"
     for r in rows:
         cells = [r["run"], r["phase"], r["attempt"], r["step"], r["ranks"], len(r["nodes"])]
-        table.add_row(*map(str, cells), "at work" if r["driver"] else "none", r["why"])
+        table.add_row(*map(str, cells), "running" if r["driver"] else "none", r["why"])
     Console(highlight=False).print(table)
 
 
@@ -121,9 +121,9 @@ def events(
     run: Path = RUN,
     as_json: bool = JSON,
     follow: bool = typer.Option(False, "--follow", "-f", help="Go on as new events come; Ctrl-C ends."),
-    all_events: bool = typer.Option(False, "--all", help="Also what the trainers tell (checkpoints, evaluations)."),
+    all_events: bool = typer.Option(False, "--all", help="Also the trainers' events (checkpoints, evaluations)."),
 ) -> None:
-    """Tell the story of a job: what happened, what was decided, and on what evidence.
+    """Print the events of a job: what happened, what was decided, and on what evidence.
 
     Example: megascale events runs/stdlib
     """
@@ -134,18 +134,18 @@ def events(
     from megascale.resilience.driver.journal import JournalReader
 
     reader, console, after = JournalReader(run), Console(highlight=False, soft_wrap=True), 0
-    told = _trainers(run) if all_events else []
+    trainers = _trainer_events(run) if all_events else []
     first: float | None = None
     while True:
         fresh = reader.events(after)
-        story: list[Any] = sorted([*fresh, *told], key=lambda e: e["time"] if isinstance(e, dict) else e.time)
-        told = []
-        for entry in story:
+        merged: list[Any] = sorted([*fresh, *trainers], key=lambda e: e["time"] if isinstance(e, dict) else e.time)
+        trainers = []
+        for entry in merged:
             if as_json:
                 typer.echo(strict_json.dumps(entry if isinstance(entry, dict) else vars(entry)))
                 continue
             first = first if first is not None else (entry["time"] if isinstance(entry, dict) else entry.time)
-            _tell(console, entry, first)
+            _show(console, entry, first)
         after = fresh[-1].id if fresh else after
         if not follow:
             break
@@ -153,7 +153,7 @@ def events(
     reader.close()
 
 
-def _trainers(run: Path) -> list[dict[str, Any]]:
+def _trainer_events(run: Path) -> list[dict[str, Any]]:
     found = []
     file = run / "events.jsonl"
     for line in file.read_text().splitlines() if file.exists() else []:
@@ -166,7 +166,7 @@ def _trainers(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _tell(console: Any, entry: Any, first: float) -> None:
+def _show(console: Any, entry: Any, first: float) -> None:
     from rich.text import Text
 
     from megascale.resilience.driver.audit_log import clock
@@ -267,7 +267,7 @@ def _order(run: Path, path: str, why: str, **more: Any) -> None:
 
 
 def _ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Talk to the run's driver. Raises ConfigError for what it refuses, TrainingError if it does not answer."""
+    """Ask the run's driver. Raises ConfigError for what it refuses, TrainingError if it does not answer."""
     import urllib.error
     import urllib.request
 

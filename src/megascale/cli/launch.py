@@ -19,10 +19,10 @@ def register(app: typer.Typer) -> None:
         nodes: int = typer.Option(None, "--nodes", help="Nodes with ranks; here each is a local process."),
         spares: int = typer.Option(None, "--spares", help="Nodes that stand by."),
     ) -> None:
-        """Train with nobody watching: faults are found, explained and recovered from.
+        """Train unattended: faults are found, explained and recovered from.
 
         A driver watches one agent a node; each agent runs its ranks from a process that has everything imported.
-        Every decision and its evidence goes to runs/NAME/journal.sqlite: `megascale events runs/NAME` tells it.
+        Every decision and its evidence goes to runs/NAME/journal.sqlite: `megascale events runs/NAME` prints them.
         Kill the driver, and the same command takes the running job over. Ctrl-C saves and ends; the same command
         goes on. Settings as --section.key=value, as for `train`; [resilience] has the windows and budgets.
 

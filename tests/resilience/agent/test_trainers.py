@@ -1,4 +1,4 @@
-"""A node's trainers, real ones: what ended them is told by number and word, whatever their logs say."""
+"""A node's trainers, real ones: what ended them is reported by number and text, whatever their logs say."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
     def kill_soon(mine: Trainers) -> None:
-        mine._heard = lambda message: os.kill(mine._server.pid, signal.SIGKILL) if "forked" in message else None
+        mine._received = lambda message: os.kill(mine._server.pid, signal.SIGKILL) if "forked" in message else None
 
     [verdict] = ended(tmp_path, ["train", str(tiny)], before=kill_soon)
     assert verdict.kind == "process_killed"
@@ -100,11 +100,11 @@ def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_long_exception_in_any_script_fits_the_pipe():
-    from megascale.resilience.agent.fork_server import _tell
+    from megascale.resilience.agent.fork_server import _report
 
     read, write = os.pipe()
     for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
-        _tell(write, OSError(errno.ENOSPC, text))
+        _report(write, OSError(errno.ENOSPC, text))
         line = os.read(read, 65536)
         assert line.endswith(b"}\n")
         assert b'"errno": 28' in line

@@ -107,13 +107,13 @@ def test_an_agent_that_holds_nonsense_holds_nothing(held, text, stepped):
     assert _held(hello(held={"state": text, "stepped": stepped}), "a") is None
 
 
-class Told:
+class Channel:
     """The driver's end of a channel."""
 
     def __init__(self) -> None:
         self.orders: list[str] = []
 
-    def tell(self, do: str, **about: object) -> None:
+    def send_message(self, do: str, **about: object) -> None:
         self.orders.append(do)
 
     def close(self) -> None:
@@ -133,9 +133,9 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
     newest = max(attempt for attempt, _, _ in agents)
     held = {a: [f"n{i}" for i, (b, runs, _) in enumerate(agents) if runs and a == b] for a in range(7)}
 
-    async def work() -> tuple[Driver, list[Told]]:
+    async def work() -> tuple[Driver, list[Channel]]:
         driver = Driver(run, Config(), LocalCluster(run), ["train"], journal, JobState("a", phase, known), unsure=True)
-        channels = [Told() for _ in agents]
+        channels = [Channel() for _ in agents]
         for i, (attempt, runs, stepped) in enumerate(agents):
             words = {"epoch": 1, "address": "", "pod": "", "boot": str(i), "hardware": {}, "versions": {}}
             if runs:

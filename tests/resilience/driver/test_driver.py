@@ -1,4 +1,4 @@
-"""A driver over real sockets with one agent that is played: what it is told leads to the right orders."""
+"""A driver over real sockets with one agent that is played: what it receives leads to the right orders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 class OneNode:
     """A cluster whose agent is the test's."""
 
-    def places(self) -> list[NodeInfo]:
+    def nodes(self) -> list[NodeInfo]:
         return [NodeInfo("n0", "127.0.0.1", True, True)]
 
     async def start_agent(self, name: str) -> bool:
@@ -57,14 +57,14 @@ class Played:
             "version": agent_channel.VERSION,
         }
         about = {"epoch": self.epoch, "attempt": self.attempt, "hardware": {}, "versions": {}}
-        channel.tell(do="hello", **hello, **about)
+        channel.send_message(do="hello", **hello, **about)
         while True:
             order = json.loads((await channel.receive())[1])
             assert order["epoch"] >= self.epoch
             self.epoch = order["epoch"]
             if order["do"] == "stop":
                 self.port += 1
-                channel.tell(do="stopped", order=order["order"], attempt=self.attempt, port=self.port, codes={})
+                channel.send_message(do="stopped", order=order["order"], attempt=self.attempt, port=self.port, codes={})
             elif order["do"] == "start" and order["attempt"] > self.attempt:  # an agent does nothing twice
                 self.attempt = order["attempt"]
                 self.starts.append(order)
@@ -138,7 +138,7 @@ def test_trainers_that_cannot_be_started_for_want_of_room_tell_of_a_full_disk(tm
     def full(played: Played, channel: agent_channel.AgentChannel) -> bool:
         if len(played.starts) == 1:
             why = "could not start the trainers: No space left on device"
-            channel.tell(do="failed", attempt=played.attempt, why=why, errno=errno.ENOSPC)
+            channel.send_message(do="failed", attempt=played.attempt, why=why, errno=errno.ENOSPC)
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""The ladder and the state machine: every choice is within its budget and explained, every phase leads somewhere."""
+"""The escalation policy and the state machine: each choice is within its budget and explained, no phase is a trap."""
 
 from __future__ import annotations
 

@@ -65,18 +65,18 @@ def line(step: int, loss: float = 1.0) -> str:
 
 def test_metrics_are_followed_through_cut_lines_and_rewrites(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
-    figures = MetricsTail(tmp_path)
-    assert figures.read() == []
+    metrics_tail = MetricsTail(tmp_path)
+    assert metrics_tail.read() == []
     whole = line(3)
     file.write_text(line(1) + '{"step": 1, "valid_loss": 2.0}\n' + line(2) + whole[:9])
-    assert [m.step for m in figures.read()] == [1, 2]
+    assert [m.step for m in metrics_tail.read()] == [1, 2]
     with open(file, "a") as out:
         out.write(whole[9:] + line(4, float("nan")))
-    found = figures.read()
+    found = metrics_tail.read()
     assert [m.step for m in found] == [1, 2, 3, 4]
     assert found[2] == Metric(3, 1.0, 0.5, 0.1)
     assert found[3].loss != found[3].loss
     # A resumed run puts another file in its place.
     (tmp_path / "new").write_text(line(1) + line(2))
     os.replace(tmp_path / "new", file)
-    assert [m.step for m in figures.read()] == [1, 2]
+    assert [m.step for m in metrics_tail.read()] == [1, 2]

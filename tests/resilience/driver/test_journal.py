@@ -1,4 +1,4 @@
-"""The journal: one writer at a time, nothing lost by a crash, damage set aside and told."""
+"""The journal: one writer at a time, nothing lost by a crash, damage set aside and noted."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def written(run) -> Journal:
     journal, _ = Journal.take(run, 0.05)
     journal.save_job(JobState("a", Phase.RUNNING, 5, ("n0",), 1, 1))
     journal.save_node(NodeRow("n0", "127.0.1.1", "up", "its agent came", 1, {"pod": "p"}))
-    journal.add("ladder", attempt=5, action="retry", nodes=("n0",), evidence=("use 1 of 5",), seconds=(1, 2.5))
+    journal.add("recovery_action", attempt=5, action="retry", nodes=("n0",), evidence=("use 1 of 5",), seconds=(1, 2.5))
     return journal
 
 
@@ -224,13 +224,13 @@ def driver(run, journal: LastingJournal) -> Driver:
 def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicted, garbled):
     run = tmp_path_factory.mktemp("run")
     journal, _ = LastingJournal.take(run, 0.05)
-    telemetry = driver(run, journal)
+    held = driver(run, journal)
     for i in range(12):
         if i == evicted:
-            telemetry.note("node_evicted", nodes=("n7",), evidence=("it was slow",))
+            held.note("node_evicted", nodes=("n7",), evidence=("it was slow",))
         else:
-            telemetry.note("ladder", action="retry", nodes=(f"n{i}",), ranks=(i,), evidence=("why",), seconds=i / 3)
-    told = journal.events()
+            held.note("recovery_action", action="retry", nodes=(f"n{i}",), ranks=(i,), evidence=("why",), seconds=i / 3)
+    noted = journal.events()
     journal.close()
     db = sqlite3.connect(run / FILE)
     db.execute("DELETE FROM events WHERE id > ?", (kept,))
@@ -242,9 +242,9 @@ def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicte
     again, damaged = Journal.take(run, 0.05)
     assert not damaged
     recalled = recall.restore(again, run)
-    whole = [e for i, e in enumerate(told) if i < kept or i != garbled]
-    assert [e.__dict__ | {"id": 0} for e in again.events()] == [e.__dict__ | {"id": 0} for e in whole]
-    assert recalled.events == len(whole) - kept
+    expected = [e for i, e in enumerate(noted) if i < kept or i != garbled]
+    assert [e.__dict__ | {"id": 0} for e in again.events()] == [e.__dict__ | {"id": 0} for e in expected]
+    assert recalled.events == len(expected) - kept
     assert recalled.attempt == 3
     back = kept <= evicted != garbled
     assert recalled.evicted == (("n7",) if back else ())
@@ -295,10 +295,10 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     assert not damaged
     assert journal.network == "nfs4"
     assert journal.job() == JobState("a", Phase.RUNNING, 5, ("n0",), 1, 1)
-    telemetry = driver(run, journal)
-    start_driver._tell(telemetry, journal, recall.Recalled())
+    held = driver(run, journal)
+    start_driver._report_journal(held, journal, recall.Recalled())
     reader = JournalReader(run)  # while the driver has it open
-    telemetry.note("x", evidence=("more",))
+    held.note("x", evidence=("more",))
     assert [e.kind for e in reader.events()] == ["recovery_action", "journal_without_wal", "x"]
     assert "nfs4" in reader.events()[1].evidence[0]
     reader.close()

@@ -25,7 +25,7 @@ from megascale.resilience.rules.verdicts import Verdict
 from tests.conftest import lines
 
 
-def strike(run: Path, **fault: object) -> None:
+def inject_fault(run: Path, **fault: object) -> None:
     """A fault that both ranks do to themselves in every attempt."""
     (run / "faults").mkdir(parents=True)
     for rank in range(2):
@@ -34,7 +34,7 @@ def strike(run: Path, **fault: object) -> None:
 
 
 def test_a_step_that_kills_every_start_ends_the_job_and_is_named_with_its_samples(launch, megascale, tmp_path):
-    strike(tmp_path / "runs" / "doomed", kind="segfault", step=7)
+    inject_fault(tmp_path / "runs" / "doomed", kind="segfault", step=7)
     words = ["--nodes=1", "--train.steps=50", "--checkpoint.interval=2", "--resilience.faults=true"]
     job = launch("doomed", *words, "--resilience.no_progress_limit=3")
     assert job.finish() == 1, job.story()

@@ -1,4 +1,4 @@
-"""The fault injector: it strikes whom it should, refuses what it must, and needs permission to break from inside."""
+"""The fault injector: it breaks what it should, refuses what it must, and needs permission to break from inside."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_the_network_of_the_machine_is_left_alone(run, rank):
         inject(run, "partition", Options(node="n0"))
 
 
-def test_redis_is_told_to_end(run):
-    """The words on the wire; a server of our own, as the real one may not be installed."""
+def test_redis_is_ordered_to_end(run):
+    """The command as it is sent; a server of our own, as the real one may not be installed."""
     heard = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -30,13 +30,13 @@ class Heard:
         self.gone = 0
 
     def joined(self, channel, hello):
-        channel.tell(do="welcome", epoch=1)
+        channel.send_message(do="welcome", epoch=1)
         return ""
 
     def beat(self, node, channel, heartbeat):
         self.beats.append(heartbeat)
 
-    def told(self, node, channel, message):
+    def received(self, node, channel, message):
         self.messages.append(message)
 
     def left(self, node, channel):
@@ -67,7 +67,7 @@ def beat(sequence: int, **changes: Any) -> str:
 
 
 def scene(play) -> Heard:
-    """Run `play(connect)` against an intake; `connect` gives (channel, tapped writer) after a greeting."""
+    """Run `play(connect)` against an agent server; `connect` gives (channel, tapped writer) after a greeting."""
 
     async def run() -> Heard:
         heard = Heard()
@@ -78,7 +78,7 @@ def scene(play) -> Heard:
             reader, writer = await asyncio.open_connection(host, port)
             tapped = Tapped(writer)
             channel = await agent_channel.open_channel(reader, tapped, token, driver=False)
-            channel.tell(**HELLO | hello)
+            channel.send_message(**HELLO | hello)
             answer = json.loads((await channel.receive())[1])
             return channel, tapped, answer
 
@@ -101,7 +101,7 @@ def test_heartbeats_and_messages_come_in_order():
         assert answer == {"do": "welcome", "epoch": 1}
         for i in range(1, 50):
             channel.send(agent_channel.HEARTBEAT, beat(i))
-        channel.tell(do="stopped", order=5)
+        channel.send_message(do="stopped", order=5)
         await until(lambda: heard.messages)
         channel.close()
         await until(lambda: heard.gone)

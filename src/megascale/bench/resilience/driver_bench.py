@@ -1,7 +1,7 @@
 """One driver, many agents: 1,536 authenticated connections over loopback, a heartbeat a second each, some fall silent.
 
-The driver is the real one (intake, rules, journal, loop) in a process pinned to one core; the agents are coroutines of
-a few client processes that speak the real protocol. Verdicts are noted, not acted upon, so that detection can be
+The driver is the real one (agent server, rules, journal, loop) in a process pinned to one core; the agents are coroutines
+of a few client processes that speak the real protocol. Verdicts are noted, not acted upon, so that detection can be
 timed again and again: a silent agent comes back later, and a verdict on one that was not silent is a false alarm.
 """
 
@@ -69,9 +69,9 @@ def driver(
         found = [results.get(timeout=seconds + 300) for _ in range(processes + 1)]
         for process in (served, *clients):
             process.join()
-    told = next(r for r in found if "verdicts" in r)
+    measures = next(r for r in found if "verdicts" in r)
     silences = [tuple(s) for r in found for s in r.get("silences", ())]
-    figures = _judge(told, silences, window)
+    figures = _judge(measures, silences, window)
     figures |= {"agents": agents, "seconds": seconds, "window": window, "cores": os.cpu_count()}
     figures |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
     table = Table("what", "figure", title=f"{agents} agents, {agents * RANKS} ranks, one driver on one core")
@@ -82,17 +82,17 @@ def driver(
     typer.echo(f"figures: {out}")
 
 
-def _judge(told: dict[str, Any], silences: list[tuple[str, float, float]], window: float) -> dict[str, Any]:
+def _judge(measures: dict[str, Any], silences: list[tuple[str, float, float]], window: float) -> dict[str, Any]:
     """Match verdicts with silences; times are of this machine's monotonic clock, one for all processes."""
     late, matched, false = [], set(), 0
-    for node, at in told["verdicts"]:
+    for node, at in measures["verdicts"]:
         cause = next((s for s in silences if s[0] == node and s[1] + window * 0.5 < at < s[2] + 1.0), None)
         if cause is None:
             false += 1
         elif cause not in matched:
             matched.add(cause)
             late.append(at - cause[1])
-    due = [s for s in silences if s[2] - s[1] > window + 1.0 and s[1] + window + 1.0 < told["ended"]]
+    due = [s for s in silences if s[2] - s[1] > window + 1.0 and s[1] + window + 1.0 < measures["ended"]]
     late.sort()
     return {
         "silences": len(due),
@@ -100,20 +100,22 @@ def _judge(told: dict[str, Any], silences: list[tuple[str, float, float]], windo
         "false alarms": false,
         "detection median s": late[len(late) // 2] if late else None,
         "detection p99 s": late[min(len(late) - 1, int(len(late) * 0.99))] if late else None,
-        "heartbeats a second": told["beats"] / told["lasted"],
-        "driver CPU share": told["cpu"] / told["lasted"],
-        "slowest loop turn s": told["slowest"],
-        "resident MiB after 90 s": told["memory"][min(90, len(told["memory"]) - 1)],  # its history is full by then
-        "resident MiB last": told["memory"][-1],
-        "resident MiB every 5 minutes": [round(m) for m in told["memory"][::300]],
-        "joined within s": told["joining"],
+        "heartbeats a second": measures["beats"] / measures["lasted"],
+        "driver CPU share": measures["cpu"] / measures["lasted"],
+        "slowest loop iteration s": measures["slowest"],
+        "resident MiB after 90 s": measures["memory"][
+            min(90, len(measures["memory"]) - 1)
+        ],  # its history is full by then
+        "resident MiB last": measures["memory"][-1],
+        "resident MiB every 5 minutes": [round(m) for m in measures["memory"][::300]],
+        "joined within s": measures["joining"],
     }
 
 
 class _Nowhere:
     """A cluster whose nodes come by themselves."""
 
-    def places(self) -> list[Any]:
+    def nodes(self) -> list[Any]:
         return []
 
     async def start_agent(self, name: str) -> bool:
@@ -187,14 +189,19 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
         await asyncio.sleep(1.0)
         memory.append(_memory())
     lasted = time.monotonic() - start
-    told = {"verdicts": measured.verdicts, "beats": measured.beats, "lasted": lasted, "joining": joined - began}
-    told |= {"cpu": time.process_time() - cpu, "slowest": measured.slowest, "memory": memory, "ended": time.monotonic()}
+    measures = {"verdicts": measured.verdicts, "beats": measured.beats, "lasted": lasted, "joining": joined - began}
+    measures |= {
+        "cpu": time.process_time() - cpu,
+        "slowest": measured.slowest,
+        "memory": memory,
+        "ended": time.monotonic(),
+    }
     measured.interrupt()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(60):
             await work
     (run / "over").touch()
-    return told
+    return measures
 
 
 def _memory() -> float:
@@ -270,7 +277,9 @@ async def _agent(
         ):  # all come at once: an agent that was not heard in time tries again
             await asyncio.sleep(1.0 + offset)
     hello: dict[str, Any] = {"job": contact.job, "node": name, "address": "127.0.0.1", "pod": "", "boot": name}
-    channel.tell(do="hello", **hello, epoch=0, attempt=0, version=agent_channel.VERSION, hardware={}, versions={})
+    channel.send_message(
+        do="hello", **hello, epoch=0, attempt=0, version=agent_channel.VERSION, hardware={}, versions={}
+    )
     orders: dict[str, Any] = {}
 
     async def obey() -> None:
@@ -280,7 +289,7 @@ async def _agent(
                 orders.update(order, started=time.monotonic())
             elif order["do"] == "stop":
                 orders.clear()
-                channel.tell(do="stopped", attempt=0, order=order["order"], port=1, codes={})
+                channel.send_message(do="stopped", attempt=0, order=order["order"], port=1, codes={})
 
     listening = asyncio.create_task(obey())
     sequence, due = 0, time.monotonic()

@@ -112,7 +112,7 @@ class Launched:
         return self.process
 
     def end(self, grace_period: float = WAIT) -> int:
-        """Exit code; a job that does not end is interrupted (-1), one that does not heed that is killed."""
+        """Exit code; a job that does not end is interrupted (-1), one that ignores that is killed."""
         try:
             return self.process.wait(grace_period)
         except subprocess.TimeoutExpired:
@@ -144,8 +144,8 @@ class Launched:
             time.sleep(0.02)
         return None
 
-    def told(self) -> list[dict[str, Any]]:
-        """What the trainers told, oldest first."""
+    def trainer_events(self) -> list[dict[str, Any]]:
+        """The trainers' events, oldest first."""
         found = []
         file = self.run / "events.jsonl"
         for line in file.read_text().splitlines() if file.exists() else []:
@@ -177,13 +177,15 @@ class Launched:
 def phases(job: Launched, injected: float, verdict: Any, again: Any) -> dict[str, float | int | None]:
     """Seconds of a recovery by phase, and steps done twice.
 
-    detect: fault to verdict; stop: to the next attempt's start (all processes ended, ladder and placing); load: to
-    the state being back (processes, rendezvous, groups, checkpoint); step: to the first new step.
+    detect: fault to verdict; stop: to the next attempt's start (all processes ended, recovery actions and placement);
+    load: to the state being back (processes, rendezvous, groups, checkpoint); step: to the first new step.
     """
     after = verdict.time if verdict else injected
     started = next((e for e in job.events() if e.kind == "attempt_started" and e.time > after), None)
     after = started.time if started else after
-    back = next((e for e in job.told() if e["event"] in ("resumed", "run_started") and e["time"] > after), None)
+    back = next(
+        (e for e in job.trainer_events() if e["event"] in ("resumed", "run_started") and e["time"] > after), None
+    )
     found: dict[str, float | int | None] = {"detect": verdict.time - injected if verdict else None}
     found["stop"] = started.time - verdict.time if started and verdict else None
     found["load"] = back["time"] - started.time if back and started else None

@@ -221,13 +221,13 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: di
     injected = time.time()
     failed: list[BaseException] = []
 
-    def strike() -> None:
+    def inject_it() -> None:
         try:
             inject(job.run, case.kind or kind, options)
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=strike)  # some faults take a while
+    thread = threading.Thread(target=inject_it)  # some faults take a while
     thread.start()
     if kind == "kill-driver":
         thread.join()

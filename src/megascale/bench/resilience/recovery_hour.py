@@ -57,7 +57,7 @@ def _faults(job: Launched, until: float, every: float, dice: random.Random) -> l
     left = _DRAWN | _ONCE
     due = time.time() + dice.expovariate(1 / every)
     while True:
-        due = max(due, time.time() + 10.0)  # a fault while one is being mended is another bench's
+        due = max(due, time.time() + 10.0)  # a fault while one is being recovered from is another bench's
         if due > until - 60.0:
             time.sleep(max(0.0, until - time.time()))
             return rows

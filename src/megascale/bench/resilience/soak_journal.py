@@ -77,11 +77,11 @@ def _case(job: Launched, rng: random.Random, old: Path) -> SoakCase:
         wrong.append("its trainers were ended")
     if _attempt(job) != attempt:
         wrong.append(f"attempt {attempt} became {_attempt(job)}")
-    told = [e.kind for e in _since(job, last) if e.kind.startswith("journal_") or e.kind == "attempt_adopted"]
+    noted = [e.kind for e in _since(job, last) if e.kind.startswith("journal_") or e.kind == "attempt_adopted"]
     if wrong:
         story = [f"{e.kind} {e.evidence}" for e in _since(job, last)]
         return SoakCase(what, False, f"{'; '.join(wrong)}; {story[:20]}")
-    return SoakCase(what, True, f"trainers went on; told: {', '.join(told) or 'nothing, as nothing was lost'}")
+    return SoakCase(what, True, f"trainers went on; noted: {', '.join(noted) or 'nothing, as nothing was lost'}")
 
 
 def _end_agents(job: Launched) -> None:

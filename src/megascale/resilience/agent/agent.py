@@ -57,7 +57,7 @@ class Agent:
         self.gpus = gpu_health.GpuHealth()
         self.facts = (node_health.hardware(), node_health.versions())
         self.forward: int | None = None
-        self.state = ""  # the job as the trainers were started; "" once they were told to stop
+        self.state = ""  # the job as the trainers were started; "" once they were ordered to stop
         self.ended = asyncio.Event()
         self._soon = asyncio.Event()
         self._doing: asyncio.Task[None] | None = None
@@ -122,7 +122,7 @@ class Agent:
                     "hardware": self.facts[0],
                     "versions": self.facts[1],
                 }
-                channel.tell(do="hello", **hello)
+                channel.send_message(do="hello", **hello)
                 _, text = await channel.receive()
             except BaseException:
                 writer.close()
@@ -201,19 +201,19 @@ class Agent:
         codes = {w.rank: w.code for w in self.trainers.workers()}
         port = free_port(self.address, self._offered)
         self._offered.append(port)  # where it was taken by the time of its use, the next is another one
-        self._tell(do="stopped", attempt=self.trainers.attempt, order=order["order"], port=port, codes=codes)
+        self._send(do="stopped", attempt=self.trainers.attempt, order=order["order"], port=port, codes=codes)
 
     def _start(self, order: dict[str, Any]) -> None:
         if order["attempt"] <= self.trainers.attempt:
-            return  # told twice
+            return  # sent twice
         if self.trainers.running():
-            self._tell(do="failed", attempt=order["attempt"], why="trainers of an older attempt still run")
+            self._send(do="failed", attempt=order["attempt"], why="trainers of an older attempt still run")
             return
         try:
             self.trainers.start(order, self.address)
         except OSError as error:
             why = f"could not start the trainers: {error}"
-            self._tell(do="failed", attempt=order["attempt"], why=why, errno=errno_of(error))
+            self._send(do="failed", attempt=order["attempt"], why=why, errno=errno_of(error))
             return
         self.forward, self.state = order.get("forward"), str(order.get("state", ""))
         self.logs.follow({t.rank: (t.log, t.log_start) for t in self.trainers.trainers.values()})
@@ -242,22 +242,22 @@ class Agent:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        self._tell(do="diagnosed", order=order["order"], **report)
+        self._send(do="diagnosed", order=order["order"], **report)
 
     def _held(self) -> dict[str, Any]:
-        """What a driver must know to go on with the trainers, should its journal be lost (adopting.py)."""
+        """What a driver must know to go on with the trainers, should its journal be lost (adoption.py)."""
         if not self.state:
             return {}
         stages = self.trainers.stages().values()
         stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
         return {"held": {"state": self.state, "stepped": stepped}}
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         if self.channel is not None:
             with contextlib.suppress(ConnectionError):
-                self.channel.tell(**message)
+                self.channel.send_message(**message)
 
-    # telling --------------------------------------------------------------------------------------------------------
+    # telemetry --------------------------------------------------------------------------------------------------------
 
     def beat_soon(self) -> None:
         """Something changed: send a heartbeat now rather than at the next interval."""
@@ -268,7 +268,7 @@ class Agent:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.interval):
                     await self._soon.wait()
-                    await asyncio.sleep(0.01)  # what ends together is told together
+                    await asyncio.sleep(0.01)  # what ends together is sent together
             self._soon.clear()
             if self.channel is None:
                 continue
@@ -314,7 +314,7 @@ class Agent:
     def _pass_lines(self) -> None:
         lines = self.logs.look(self.forward)
         if lines:
-            self._tell(do="lines", rank=self.forward, lines=[fit(line) for line in lines[-100:]])
+            self._send(do="lines", rank=self.forward, lines=[fit(line) for line in lines[-100:]])
 
     async def _orphan(self) -> None:
         while True:

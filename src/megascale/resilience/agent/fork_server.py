@@ -48,7 +48,7 @@ def serve(sock: socket.socket, modules: list[str]) -> None:
     gc.collect()
     gc.freeze()  # what is imported stays shared between the children
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    told_read, told_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    report_read, report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     last_words: dict[int, dict[str, Any]] = {}
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -59,22 +59,22 @@ def serve(sock: socket.socket, modules: list[str]) -> None:
         if wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            _reap(sock, told_read, last_words)
+            _reap(sock, report_read, last_words)
         if sock.fileno() in readable:
             data = sock.recv(65536)
             if not data:
                 return
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                _fork(sock, json.loads(line), (wake_read, wake_write, told_read), told_write)
+                _fork(sock, json.loads(line), (wake_read, wake_write, report_read), report_write)
 
 
 def _say(sock: socket.socket, message: dict[str, Any]) -> None:
     sock.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _reap(sock: socket.socket, told: int, last_words: dict[int, dict[str, Any]]) -> None:
-    """Tell of children that have ended. `told`: where they say with what exception; kept in `last_words` by pid."""
+def _reap(sock: socket.socket, reports: int, last_words: dict[int, dict[str, Any]]) -> None:
+    """Report children that have ended. `reports`: where they write their exception; kept in `last_words` by pid."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -83,14 +83,14 @@ def _reap(sock: socket.socket, told: int, last_words: dict[int, dict[str, Any]])
         if not pid:
             return
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(told, 65536):  # each message was written at once, and before its writer ended
+            while data := os.read(reports, 65536):  # each message was written at once, and before its writer ended
                 for line in data.splitlines():
                     message = json.loads(line)
                     last_words[message.pop("pid")] = message
         _say(sock, {"ended": pid, "status": status} | last_words.pop(pid, {}))
 
 
-def _fork(sock: socket.socket, order: dict[str, Any], pipes: tuple[int, ...], told: int) -> None:
+def _fork(sock: socket.socket, order: dict[str, Any], pipes: tuple[int, ...], reports: int) -> None:
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -106,11 +106,11 @@ def _fork(sock: socket.socket, order: dict[str, Any], pipes: tuple[int, ...], to
         for pipe in pipes:
             os.close(pipe)
         _become(order)
-        code = _call(told)
+        code = _call(reports)
     except BaseException as error:
         import traceback
 
-        _tell(told, error)  # first: on a full disk what follows may fail
+        _report(reports, error)  # first: on a full disk what follows may fail
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -133,7 +133,7 @@ def _become(order: dict[str, Any]) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _tell(told: int, error: BaseException) -> None:
+def _report(reports: int, error: BaseException) -> None:
     """Say which exception ends this process."""
     for limit in (1000, 300):  # a character takes up to 12 bytes
         message = {"pid": os.getpid(), "errno": errno_of(error), "error": words_of(error)[:limit]}
@@ -141,10 +141,10 @@ def _tell(told: int, error: BaseException) -> None:
         if len(line) <= select.PIPE_BUF:  # so that it is written as a whole
             break
     with contextlib.suppress(OSError):
-        os.write(told, line)
+        os.write(reports, line)
 
 
-def _call(told: int) -> int:
+def _call(reports: int) -> int:
     """The same entry as the command line's; its exit code."""
     import atexit
 
@@ -154,7 +154,7 @@ def _call(told: int) -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)
         if code:
-            _tell(told, end)
+            _report(reports, end)
     atexit._run_exitfuncs()
     return code
 

@@ -41,7 +41,7 @@ class GpuHealth:
         self._xids = XidWatch(nvml, self._handles)
 
     def take(self) -> tuple[GpuReport, ...]:
-        """One record a device; a value that a device does not tell is 0."""
+        """One record a device; a value that a device does not report is 0."""
         return tuple(self._one(index, handle) for index, handle in self._handles.items())
 
     def close(self) -> None:
@@ -97,8 +97,8 @@ class XidWatch:
         except nvml.NVMLError as error:
             log.warning("Xid errors are not seen: %s", error)
             return
-        heard = [index for index, handle in handles.items() if self._register(index, handle)]
-        if heard:
+        watched = [index for index, handle in handles.items() if self._register(index, handle)]
+        if watched:
             self._thread = threading.Thread(target=self._listen, name="megascale-xid", daemon=True)
             self._thread.start()
 

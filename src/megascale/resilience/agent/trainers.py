@@ -21,13 +21,13 @@ from megascale.core.failure import room
 from megascale.core.status import read_status
 from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
 
-# Imported once by the fork server; by name, as this room does not know the trainer's.
+# Imported once by the fork server; by name, as this package does not know the trainer's.
 PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "megascale.train.rank_info")
 
 
 @dataclass
 class TrainerProcess:
-    """One rank's process. status: its wait status once ended; word: its last status; first: its first step.
+    """One rank's process. status: its wait status once ended; last_status: of its status file; first: its first step.
 
     errno, error: of the exception it ended with; ended: when, on the monotonic clock; by_agent: not by itself;
     tail: what stands for the end of its log, where it has not come so far as to write one.
@@ -38,7 +38,7 @@ class TrainerProcess:
     log_start: int
     pid: int = 0
     status: int | None = None
-    word: tuple[Any, ...] = ()
+    last_status: tuple[Any, ...] = ()
     changed: float = 0.0
     first: int = -1
     checksum: str = ""
@@ -115,7 +115,7 @@ class Trainers:
             while data := await loop.sock_recv(sock, 65536):
                 *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
-                    self._heard(json.loads(line))
+                    self._received(json.loads(line))
         # The server is gone by itself, and its children with it. Have a new one ready, unless it cannot even start.
         self._reading = None
         self._server_ended()
@@ -139,7 +139,7 @@ class Trainers:
                 error = f"its fork server (process {self._server.pid}) ended with {how}"
                 trainer.end(signal.SIGKILL, by_agent=True, error=error)
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _received(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self._ready = True
         elif "broken" in message:
@@ -149,8 +149,8 @@ class Trainers:
         elif "ended" in message:
             for trainer in self.trainers.values():
                 if trainer.pid == message["ended"]:
-                    told = {name: message[name] for name in ("errno", "error") if name in message}
-                    trainer.end(message["status"], **told)
+                    about = {name: message[name] for name in ("errno", "error") if name in message}
+                    trainer.end(message["status"], **about)
         self._changed()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Trainers:
                 os.kill(pid, number)
         return pids
 
-    # telling --------------------------------------------------------------------------------------------------------
+    # telemetry --------------------------------------------------------------------------------------------------------
 
     def workers(self) -> tuple[Worker, ...]:
         """Every rank as it stands now."""
@@ -227,7 +227,7 @@ class Trainers:
         """rank -> (phase, whether it has done a step): changes of it are worth a heartbeat at once."""
         for t in self.running():
             self._look(t)
-        return {t.rank: (t.word[0], t.word[1] > t.first) for t in self.running() if t.word}
+        return {t.rank: (t.last_status[0], t.last_status[1] > t.first) for t in self.running() if t.last_status}
 
     def checksums(self) -> dict[str, str]:
         """ "STEP:RANK" -> the newest checksum of each rank that makes them."""
@@ -241,9 +241,9 @@ class Trainers:
     def _look(self, t: TrainerProcess) -> None:
         status = read_status(self.run / "status" / f"rank-{t.rank}.status")
         if status is not None and status.pid == t.pid:
-            word = (status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
-            if word != t.word:
-                t.word, t.changed = word, time.monotonic()
+            seen = (status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
+            if seen != t.last_status:
+                t.last_status, t.changed = seen, time.monotonic()
                 if status.phase == "train" and t.first < 0:
                     t.first = status.step
             t.checksum, t.compute_seconds = status.checksum, status.compute_seconds
@@ -251,7 +251,7 @@ class Trainers:
     def _worker(self, t: TrainerProcess) -> Worker:
         self._look(t)
         now = time.monotonic()
-        phase, step, action, microbatch, message = t.word[:5] if t.word else ("", 0, "", -1, "")
+        phase, step, action, microbatch, message = t.last_status[:5] if t.last_status else ("", 0, "", -1, "")
         state: Literal["running", "exited", "signalled"] = "running"
         code, tail = 0, ""
         if t.status is not None:

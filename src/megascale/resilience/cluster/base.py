@@ -19,7 +19,7 @@ class NodeInfo:
 class Cluster(Protocol):
     """Nodes with an agent each. Calls are quick or asynchronous; the driver's loop waits for none of them long."""
 
-    def places(self) -> list[NodeInfo]:
+    def nodes(self) -> list[NodeInfo]:
         """Every node that exists now, evicted ones included until they are removed."""
         ...
 

@@ -37,10 +37,10 @@ class LocalCluster:
 
     def ensure(self, count: int) -> None:
         """Have at least `count` nodes that are not down, without starting anything."""
-        while sum(place.alive for place in self.places()) < count:
+        while sum(info.alive for info in self.nodes()) < count:
             self._create()
 
-    def places(self) -> list[NodeInfo]:
+    def nodes(self) -> list[NodeInfo]:
         return [
             NodeInfo(path.name, _address(path.name), not (path / DOWN).exists(), self._agent(path.name) is not None)
             for path in sorted(self.folder.iterdir(), key=lambda p: _number(p.name))

@@ -46,7 +46,7 @@ def exchange(world: int, device: str = "cuda", bytes_: int = _BYTES) -> SelfChec
         for rank, process in enumerate(processes):
             out, error = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
             if process.returncode:
-                last = (error.strip().splitlines() or ["no words"])[-1]
+                last = (error.strip().splitlines() or ["no output"])[-1]
                 return SelfCheck(name, "failed", details=f"rank {rank}: {last[:300]}")
             rates.append(float(json.loads(out.strip().splitlines()[-1])["rate"]))
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Does a device compute: the rate of matrix products, the same bits every time, a small model trained twice."""
+"""Does a device compute: the rate of GEMMs, the same bits every time, a small model trained twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from megascale.resilience.diagnose.check import SelfCheck
 
-SECONDS = 0.5  # of products on a device
+SECONDS = 0.5  # of GEMMs on a device
 
 
 def devices() -> list[torch.device]:
@@ -48,7 +48,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def gemms() -> Iterator[SelfCheck]:
-    """Rate of matrix products, and whether the same product gives the same bits every time."""
+    """Rate of GEMMs, and whether the same GEMM gives the same bits every time."""
     for device in devices():
         cuda = device.type == "cuda"
         size, kind = (8192, torch.bfloat16) if cuda else (768, torch.float32)
@@ -77,10 +77,10 @@ def _same_bits(device: torch.device, a: torch.Tensor, b: torch.Tensor) -> SelfCh
         repeats = 20 if device.type == "cuda" else 4
         for number in range(repeats):
             if not torch.equal(torch.mm(a, b), first):
-                return SelfCheck(name, "failed", details=f"product {number + 2} of the same matrices has other bits")
+                return SelfCheck(name, "failed", details=f"GEMM {number + 2} of the same matrices has other bits")
         if not torch.isfinite(first).all():
-            return SelfCheck(name, "failed", details="a product of finite matrices is not finite")
-        return SelfCheck(name, "passed", digest=digest(first), details=f"{repeats + 1} equal products")
+            return SelfCheck(name, "failed", details="a GEMM of finite matrices is not finite")
+        return SelfCheck(name, "passed", digest=digest(first), details=f"{repeats + 1} equal GEMMs")
     finally:
         torch.set_num_threads(threads)
 

@@ -26,7 +26,7 @@ TOLERANCE = {"cuda": 0.8, "cpu": 0.1}
 
 
 def default_file() -> Path:
-    """Where expectations lie unless told otherwise."""
+    """Where expectations lie by default."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache) / "megascale" / "expected.json"
 
@@ -69,7 +69,7 @@ class Expected:
             ) from None
 
     def save(self, file: Path) -> None:
-        """Write whole or not at all; several nodes of a machine may do so at once, the last one stays."""
+        """Write completely or not at all; several nodes of a machine may do so at once, the last one stays."""
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{file.name}.{os.getpid()}")
         temporary.write_text(json.dumps({"rates": self.rates, "digests": self.digests}, indent=1))

@@ -1,8 +1,8 @@
-"""Network cards of this host: link state, a stream to the host's own addresses and between them, RDMA loopback.
+"""NICs of this host: link state, a stream to the host's own addresses and between them, RDMA loopback.
 
 Linux carries traffic between addresses of one host through memory, so a TCP stream tests sockets, drivers' addresses
-and memory, not the card's wire; RDMA loopback (perftest's ib_write_bw) goes through the card, and is used where it is
-installed. MegaScale section 4.3 tests loopback from every card to memory and devices, and card to card.
+and memory, not the NIC's link; RDMA loopback (perftest's ib_write_bw) goes through the NIC, and is used where it is
+installed. MegaScale section 4.3 tests loopback from every NIC to memory and devices, and NIC to NIC.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _ib_write(device: str, port: int) -> SelfCheck:
 
 
 def streams() -> Iterator[SelfCheck]:
-    """A TCP stream to each address of the host from itself, and between each pair of its cards; bytes counted."""
+    """A TCP stream to each address of the host from itself, and between each pair of its NICs; bytes counted."""
     known = addresses()
     if not known:
         yield absent("nic loopback", "no interface has an address")
@@ -108,7 +108,7 @@ def streams() -> Iterator[SelfCheck]:
         yield _stream(f"nic loopback {name}", address, address)
     nics = sorted(name for name in known if name != "lo")
     if len(nics) < 2:
-        yield absent("nic to nic", f"{len(nics)} network cards with an address")
+        yield absent("nic to nic", f"{len(nics)} NICs with an address")
     for source in nics:
         for target in nics:
             if source != target:

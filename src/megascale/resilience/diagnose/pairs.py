@@ -63,7 +63,7 @@ def take_part(store: Any, node: int, world: int, measure: Measure, seconds: floa
 
     Args:
         store: a torch store that all nodes share.
-        node: this node's number, in the order of the nodes' places; 0 leads.
+        node: this node's number, in the order of the nodes' location; 0 leads.
         seconds: for a measurement; a node that has not reported by then has failed.
     """
     lead = _Lead(store, world, seconds) if node == 0 else None
@@ -74,7 +74,7 @@ def take_part(store: Any, node: int, world: int, measure: Measure, seconds: floa
         order = json.loads(store.get(f"round/{number}"))
         if "findings" in order:
             found = order["findings"]
-            store.set(f"heard/{node}", "1")
+            store.set(f"done/{node}", "1")
             if lead is not None:
                 lead.part()
             links = tuple((a, b) for a, b in found["links"])
@@ -83,7 +83,7 @@ def take_part(store: Any, node: int, world: int, measure: Measure, seconds: floa
             if node in (a, b):
                 store.set(f"result/{number}/{node}", json.dumps(_measured(measure, (a, b), node, number)))
         if lead is not None:
-            lead.listen(number)
+            lead.collect(number)
     raise AssertionError("an inquiry ends within its rounds")
 
 
@@ -116,17 +116,17 @@ class _Lead:
     def part(self) -> None:
         """The store ends with node 0, so the others must have read the findings first; a silent node is not waited for
         longer than a measurement."""
-        heard = [f"heard/{node}" for node in range(self.world) if node not in self.inquiry.bad]
+        done = [f"done/{node}" for node in range(self.world) if node not in self.inquiry.bad]
         with contextlib.suppress(RuntimeError):
-            self.store.wait(heard, timedelta(seconds=min(10.0, self.seconds)))
+            self.store.wait(done, timedelta(seconds=min(10.0, self.seconds)))
 
-    def listen(self, number: int) -> None:
+    def collect(self, number: int) -> None:
         """Wait for the round's results; who stays silent has failed."""
         deadline = time.monotonic() + self.seconds
         rates: dict[Pair, float | None] = {}
         for pair in self.pairs:
-            heard = [self._result(number, node, deadline) for node in pair]
-            known = [rate for rate in heard if rate is not None]
+            results = [self._result(number, node, deadline) for node in pair]
+            known = [rate for rate in results if rate is not None]
             rates[pair] = min(known) if len(known) == 2 else None
             self.rates[f"{pair[0]}-{pair[1]}"] = rates[pair]
         fine = [rate for rate in rates.values() if rate is not None]

@@ -18,7 +18,7 @@ class Inquiry:
     """The state of an inquiry over nodes numbered as in `nodes`.
 
     Attributes:
-        nodes: in the order of their places, so that neighbours share a switch.
+        nodes: in the order of their location, so that neighbours share a switch.
         good: passed with somebody.
         bad: failed with two nodes that are good.
         broken: pairs that failed.
@@ -66,8 +66,8 @@ class Inquiry:
 
     def receive(self, results: Iterable[tuple[Pair, bool]]) -> None:
         """Take in what pairs gave: (pair, whether it passed)."""
-        heard = [(_key(*pair), passed) for pair, passed in results]
-        for (a, b), passed in heard:
+        received = [(_key(*pair), passed) for pair, passed in results]
+        for (a, b), passed in received:
             self.tried.add((a, b))
             if passed:
                 self.good |= {a, b}

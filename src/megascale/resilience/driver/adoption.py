@@ -1,6 +1,6 @@
 """A driver whose journal is behind what runs: it takes over what the agents hold, and trainers go on.
 
-An agent keeps the state that came with the order to start its trainers until it is told to stop them. A driver whose
+An agent keeps the state that came with the order to start its trainers until it is ordered to stop them. A driver whose
 journal was lost, or brought back to an older state, stops nothing and starts nothing until all agents that run have
 come (or `_decide_by`); then the highest attempt among them is the job's.
 """
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megascale.core.events import Event
-from megascale.resilience.driver.diagnosis import Judging
+from megascale.resilience.driver.diagnosis import Diagnosis
 from megascale.resilience.driver.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.nodes import Node, NodeState
 from megascale.resilience.driver.placement import TOGETHER
@@ -20,7 +20,7 @@ from megascale.resilience.driver.placement import TOGETHER
 _LIMIT = 200_000  # characters of a state that an agent holds
 
 
-class Adopting(Judging):
+class Adoption(Diagnosis):
     """A part of Driver. unsure: whether the agents may know more of the job than this driver."""
 
     unsure: bool = False
@@ -33,15 +33,15 @@ class Adopting(Judging):
         """Do nothing before the agents have said what they hold."""
         self.unsure, self._decide_by = True, now + max(TOGETHER, 2 * self.limits.window)
 
-    def heed_held(self, node: Node, hello: dict[str, Any]) -> None:
-        """An agent tells its attempt: one that is newer than the journal's shows that the journal is behind."""
+    def handle_held(self, node: Node, hello: dict[str, Any]) -> None:
+        """Keep what an agent holds: an attempt that is newer than the journal's shows that the journal is behind."""
         node.held = _held(hello, self.job.name)
         if node.attempt > self.job.attempt and not self.unsure:
             self.doubt(time.monotonic())
 
     def decide(self, now: float) -> bool:
         """Once all agents that run have come, or late: whose attempt is the job's. False: not yet."""
-        coming = [p.name for p in self.cluster.places() if p.running]
+        coming = [info.name for info in self.cluster.nodes() if info.running]
         coming = [n for n in coming if n in self.nodes and self.nodes[n].state is not NodeState.EVICTED]
         if now < self._decide_by and any(self.nodes[name].channel is None for name in coming):
             return False

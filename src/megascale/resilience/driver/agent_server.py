@@ -1,4 +1,4 @@
-"""Where agents come in: each connection is authenticated, each message checked, before the driver hears of it."""
+"""Where agents come in: each connection is authenticated, each message checked, before the driver receives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STRANGERS = 4096  # connections that have not yet proved themselves
 
 
 class Listener(Protocol):
-    """What the driver offers to the intake."""
+    """What the driver offers to the agent server."""
 
     def joined(self, channel: agent_channel.AgentChannel, hello: dict[str, Any]) -> str:
         """A node came: welcome it on the channel and return ""; or why it is refused."""
@@ -22,7 +22,7 @@ class Listener(Protocol):
 
     def beat(self, node: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None: ...
 
-    def told(self, node: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None: ...
+    def received(self, node: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None: ...
 
     def left(self, node: str, channel: agent_channel.AgentChannel) -> None: ...
 
@@ -35,7 +35,7 @@ class AgentServer:
     Args:
         job: name that every heartbeat must carry.
         token: what agents must know.
-        listener: told of all that is in order, and of refusals.
+        listener: receives all that is in order, and refusals.
     """
 
     def __init__(self, job: str, token: bytes, listener: Listener) -> None:
@@ -94,13 +94,12 @@ class AgentServer:
             theirs = str(hello.get("version") or "before 0.1.0 (form 2)")[:100]
             why = (
                 f"node {node} has an agent of MegaScale {theirs}, this driver is {agent_channel.VERSION}; install "
-                "the same "
-                "version on both: until then the node is not used"
+                "the same version on both: until then the node is not used"
             )
         else:
             why = self._listener.joined(channel, hello)
         if why:
-            channel.tell(do="refuse", why=why)
+            channel.send_message(do="refuse", why=why)
             return self._listener.refused(peer, node, why)
         try:
             await self._receive(channel, node)
@@ -128,7 +127,7 @@ class AgentServer:
                 message = json.loads(text)
                 if type(message) is not dict or type(message.get("do")) is not str:
                     raise ValueError("a message that says nothing to do")
-                self._listener.told(node, channel, message)
+                self._listener.received(node, channel, message)
 
 
 def _hello(text: bytes) -> dict[str, Any]:

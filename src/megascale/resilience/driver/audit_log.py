@@ -1,4 +1,4 @@
-"""Writes what the driver does three times: into the journal, into the run's events.jsonl, and to the terminal."""
+"""The audit log: every event of the driver goes into the journal, the run's events.jsonl, and to the terminal."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AuditLog:
                 raise
 
     def uses(self) -> list[Use]:
-        """Rungs used so far, for their budgets: on the monotonic clock of this process.
+        """Recovery actions taken so far, for their budgets: on the monotonic clock of this process.
 
         The journal has the time of day. What it says is yet to come was written before the clock was set back: when,
         nobody knows, so it counts as of now, and expires like any other.

@@ -1,4 +1,4 @@
-"""What the driver concludes: the view that rules judge, their verdicts, and what follows from them."""
+"""Diagnosis: the view that the rules judge, their verdicts, and what follows from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megascale.resilience.driver import hang_diagnosis, progress
 from megascale.resilience.driver.job_state import Phase
 from megascale.resilience.driver.metrics_tail import MetricsTail
 from megascale.resilience.driver.phase_durations import PhaseDurations
-from megascale.resilience.driver.placement import Placing
+from megascale.resilience.driver.placement import Placement
 from megascale.resilience.rules.verdicts import SEVERITY, Verdict
 from megascale.resilience.rules.view import View
 
@@ -23,10 +23,10 @@ SETTLING_SECONDS = 0.3  # seconds after a first bad end in which others of the s
 THOROUGH = 1.0  # seconds between looks at the history of all nodes
 
 
-class Judging(Placing):
+class Diagnosis(Placement):
     """A part of Driver."""
 
-    figures: MetricsTail
+    metrics_tail: MetricsTail
     phase_durations: PhaseDurations
     past: list[tuple[float, Verdict]]
     _noted: set[tuple[Any, ...]]
@@ -61,7 +61,7 @@ class Judging(Placing):
             learned=self.phase_durations.usual(),
             incidents=list(self.incidents),
             past=list(self.past),
-            metrics=self.figures.read(),
+            metrics=self.metrics_tail.read(),
         )
 
     def judge(self, now: float) -> None:
@@ -91,7 +91,7 @@ class Judging(Placing):
         self.act([v for v in verdicts if v.kind != Event.HANG])
 
     async def _look_through(self, view: View) -> None:
-        """Judge the history of all nodes beside the loop: heartbeats are read meanwhile, silence is seen in time."""
+        """Judge the history of all nodes in a thread: heartbeats are read meanwhile, silence is seen in time."""
         try:
             verdicts = await asyncio.to_thread(rules.judge, view, rules.SLOW)
         finally:
@@ -101,7 +101,7 @@ class Judging(Placing):
             self.act(verdicts)
 
     async def _explain(self, hang: Verdict, view: View) -> None:
-        """Find out who began a hang, beside the loop: ranks are asked for their stacks."""
+        """Find out in a thread who began a hang: ranks are asked for their stacks."""
         try:
             found = await asyncio.to_thread(hang_diagnosis.refine, hang, view, self.run_folder)
         finally:

@@ -1,4 +1,4 @@
-"""The driver: one loop that watches all nodes of a job, decides by rules and ladder, and writes down why.
+"""The driver: one loop that watches a job's nodes, decides by rules and the escalation policy, and writes down why.
 
 It holds no process and no device: killed and started again it reads its journal, waits for the agents to come back,
 and goes on; training does not notice. One thread on one asyncio loop does it all, but for looks that take long.
@@ -21,7 +21,7 @@ from megascale.core.events import Event
 from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver import hot_update
-from megascale.resilience.driver.adoption import Adopting
+from megascale.resilience.driver.adoption import Adoption
 from megascale.resilience.driver.agent_server import AgentServer
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.driver_garbage import OldGarbage
@@ -41,11 +41,11 @@ log = logging.getLogger("megascale.driver")
 
 TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
-GONE = 0.1  # seconds after a connection has closed in which its agent may come again or end
+GONE = 0.1  # grace period, seconds, after a connection has closed in which its agent may come again or end
 LEAVE = 10.0  # seconds that agents get to end
 
 
-class Driver(Adopting):
+class Driver(Adoption):
     """Args:
     run: the run folder.
     config: resolved; `resilience` and the layout are used.
@@ -54,7 +54,7 @@ class Driver(Adopting):
     journal: held by this driver.
     job: where it stands: new, or as the journal remembers it.
     say: called with each line for the terminal: (who, text).
-    unsure: the journal may be behind what runs, so the agents are asked first (adopting.py).
+    unsure: the journal may be behind what runs, so the agents are asked first (adoption.py).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Driver(Adopting):
         self.uses = self.audit_log.uses()
         self.incidents: list[tuple[float, str, str]] = []
         self.past: list[tuple[float, Verdict]] = []
-        self.figures = MetricsTail(run)
+        self.metrics_tail = MetricsTail(run)
         self.phase_durations = PhaseDurations()
         self._checks = 0
         self.reasons: dict[str, str] = {}
@@ -104,7 +104,7 @@ class Driver(Adopting):
         self.address = await self.agent_server.open(self.limits.listen, self.limits.port)
 
     def announce(self, api_url: str) -> None:
-        """Tell agents and commands where to come."""
+        """Write down where agents and commands reach this driver."""
         self.api_url = api_url
         write_contact(
             self.run_folder, Contact(self.job.name, self.journal.epoch, os.getpid(), self.address, self.api_url)
@@ -158,14 +158,14 @@ class Driver(Adopting):
         return self.job.exit_code
 
     def _next_silence(self) -> float:
-        """Seconds until the first node that is heard now would count as silent."""
+        """Seconds until the first node whose heartbeats come now would count as silent."""
         now = time.monotonic()
         left = (self.nodes[name].last_seen + self.limits.window - now for name in self.job.placement)
         return max(0.01, min((seconds for seconds in left if seconds > 0), default=TICK))
 
     def _forgive(self, late: float) -> None:
-        """A driver that was held up (a slow disk, a host without CPU) heard nobody meanwhile: that is not the nodes'
-        silence."""
+        """A driver that was held up (a slow disk, a host without CPU) received nothing meanwhile: that is no silence of
+        the nodes."""
         now = time.monotonic()
         for node in self.nodes.values():
             node.last_seen = min(now, node.last_seen + late)
@@ -177,13 +177,13 @@ class Driver(Adopting):
         deadline = time.monotonic() + LEAVE
         while any(n.channel for n in self.nodes.values()) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        for place in self.cluster.places():
-            if place.running:
-                await self.cluster.fence(place.name)
+        for info in self.cluster.nodes():
+            if info.running:
+                await self.cluster.fence(info.name)
         self.note(Event.DRIVER_ENDED, evidence=(f"the job is {self.job.phase}: {self.job.why}",))
 
     def spawn(self, work: Any) -> None:
-        """Run a coroutine beside the loop."""
+        """Run a coroutine as a task of the loop."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -194,7 +194,7 @@ class Driver(Adopting):
             log.error("a task of the driver failed", exc_info=task.exception())
         self._wake.set()
 
-    # what agents say ------------------------------------------------------------------------------------------------
+    # telemetry from agents --------------------------------------------------------------------------------------------
 
     def joined(self, channel: agent_channel.AgentChannel, hello: dict[str, Any]) -> str:
         """A node's agent has come, or come again."""
@@ -207,16 +207,16 @@ class Driver(Adopting):
         if node is None:
             node = self.nodes[name] = Node(name)
         if node.channel is not None:
-            node.channel.close()  # a connection that broke without a word, or an agent started anew
+            node.channel.close()  # a connection that broke unnoticed, or an agent started anew
         again, node.boot = node.boot not in ("", hello["boot"]), hello["boot"]
         node.channel, node.last_seen, node.attempt = channel, now, hello["attempt"]
         node.address = hello["address"]
         node.facts = {"pod": hello["pod"], "hardware": hello["hardware"], "versions": hello["versions"]}
-        channel.tell(do="welcome", epoch=self.journal.epoch, version=agent_channel.VERSION)
+        channel.send_message(do="welcome", epoch=self.journal.epoch, version=agent_channel.VERSION)
         if node.state is not NodeState.UP and node.state is not NodeState.EVICTED:
             self.set_state(node, NodeState.UP, "its agent came")
             self.note(Event.NODE_JOINED, nodes=(name,), evidence=(f"{name} at {node.address} joined",))
-        self.heed_held(node, hello)
+        self.handle_held(node, hello)
         if again or node.attempt < self.job.attempt:
             node.forget_attempt()
         if not self.unsure:
@@ -239,7 +239,7 @@ class Driver(Adopting):
         self.note(Event.JOURNAL_DAMAGED, nodes=(hello["node"],), evidence=(text,))
 
     def catch_up(self, node: Node) -> None:
-        """Tell a node that comes (again) what it has missed."""
+        """Order a node that comes (again) to do what it has missed."""
         phase, placed = self.job.phase, node.name in self.job.placement
         if phase is Phase.STOPPING:
             self.send_stop(node)
@@ -263,7 +263,7 @@ class Driver(Adopting):
             self._wake.set()
 
     def _learn(self, before: Heartbeat | None, after: Heartbeat) -> None:
-        """How long trainers stay in a phase without any change, as long as they then go on."""
+        """Phase durations: how long trainers were in a phase without any change, of those that then went on."""
         if before is None or before.attempt != after.attempt or self.job.phase is not Phase.RUNNING:
             return  # a first step is longer than any other
         for old, new in zip(before.workers, after.workers, strict=False):
@@ -271,7 +271,7 @@ class Driver(Adopting):
             if moved and old.rank == new.rank and old.phase:
                 self.phase_durations.add(old.phase, old.status_age)
 
-    def told(self, name: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None:
+    def received(self, name: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None:
         """Any other message of a node."""
         node = self.nodes[name]
         if channel is not node.channel:
@@ -305,8 +305,8 @@ class Driver(Adopting):
         await asyncio.sleep(GONE)
         if self.unsure:
             return
-        place = next((p for p in self.cluster.places() if p.name == node.name), None)
-        if place is None or place.running or node.channel is not None or node.state is not NodeState.UP:
+        info = next((each for each in self.cluster.nodes() if each.name == node.name), None)
+        if info is None or info.running or node.channel is not None or node.state is not NodeState.UP:
             return
         if self.job.phase not in ENDED and self.job.goal not in ENDED:
             self.missing(node, f"the agent of {node.name} has ended: its connection closed and no process is there")

@@ -1,13 +1,13 @@
-"""The ladder of recovery: the mildest rung that still has a budget, and why. Pure functions of plain data.
+"""The escalation policy: the mildest recovery action that still has a budget, and why. Pure functions of plain data.
 
     retry      fork the processes again in place, from what is already imported
     respawn    start the node's agent and fork server again on the same machine
     spare      a warm node takes the place of the bad one
     replenish  ask the cluster for a new node and wait for it
     shrink     go on with fewer data-parallel copies
-    stop       no rung is left: a person is needed
+    stop       no action is left: a person is needed
 
-Each use of a rung counts against its budget for `resilience.budget_seconds`; a used-up budget leads one rung up.
+Each use of an action counts against its budget for `resilience.budget_seconds`; a used-up budget escalates to the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = ("retry", "respawn", "spare", "re
 
 @dataclass(frozen=True)
 class Use:
-    """A rung was used for a node ("" for no node in particular). time: seconds on the driver's monotonic clock."""
+    """An action was taken for a node ("" for no node in particular). time: seconds on the driver's monotonic clock."""
 
     time: float
     action: RecoveryAction
@@ -36,11 +36,11 @@ class Situation:
     """What the choice depends on.
 
     Attributes:
-        node: the node to mend, "" if none is to blame.
+        node: the node to recover, "" if none is to blame.
         evict: it must not be used again.
         reachable: its agent answers.
         alive: an agent could be started on it.
-        running: the cluster says that its agent runs; if it is not reachable too, it cannot be heard.
+        running: the cluster says that its agent runs; if it is not reachable too, nothing comes from it.
         spares: warm nodes that are free.
         tested: how many of them passed the self-checks.
         now: seconds, on the clock of the uses.
@@ -58,14 +58,14 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The rung, and the sentences that explain it."""
+    """The recovery action, and the sentences that explain it."""
 
     action: RecoveryAction
     why: tuple[str, ...]
 
 
 def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choice:
-    """The mildest rung with a budget left, for one node."""
+    """The mildest recovery action with a budget left, for one node."""
     recent = [use for use in uses if at.now - use.time < config.budget_seconds]
     why: list[str] = []
 
@@ -87,7 +87,7 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
         if at.node and not at.alive:
             why.append(f"respawn: not possible, {at.node} is down")
         elif at.node and at.running and not at.reachable and at.spares:
-            why.append(f"respawn: left out, the agent of {at.node} runs but is not heard: its network, or its machine")
+            why.append(f"respawn: left out, the agent of {at.node} runs but sends nothing: its network, or its machine")
         elif budget("respawn", config.respawns, at.node):
             return Choice("respawn", tuple(why))
     else:
@@ -114,7 +114,7 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
 
 
 def give_back(uses: list[Use]) -> None:
-    """Strike the last start that blamed no node from `uses`, in place: its cause has been found since.
+    """Remove the last start that blamed no node from `uses`, in place: its cause has been found since.
 
     Only `retry` and `respawn` are chosen for want of a node to blame; a `shrink` names none either, but is spent.
     """

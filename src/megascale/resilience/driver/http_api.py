@@ -118,8 +118,8 @@ def build(driver: Driver) -> FastAPI:
     bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token")
 
     def check(given: HTTPAuthorizationCredentials | None = Security(bearer)) -> None:
-        word = given.credentials.encode() if given is not None else b""
-        if not hmac.compare_digest(word, driver.token):
+        token = given.credentials.encode() if given is not None else b""
+        if not hmac.compare_digest(token, driver.token):
             raise HTTPException(
                 401, "the token is missing or wrong; it stands in RUN/driver/token", {"WWW-Authenticate": "Bearer"}
             )

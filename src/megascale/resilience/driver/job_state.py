@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from megascale.resilience.driver.journal_migration import current_fields
+
 
 class Phase(StrEnum):
     """Where a job stands."""
@@ -106,12 +108,10 @@ class JobState:
     @classmethod
     def from_json(cls, text: str) -> JobState:
         """As `to_json` wrote it; ValueError or TypeError for anything else."""
-        record = json.loads(text)
+        record = current_fields(json.loads(text))
         record["phase"], record["goal"] = Phase(record["phase"]), Phase(record["goal"])
         for name in ("placement", "master", "fresh"):
             record[name] = tuple(record[name])
-        if "fruitless" in record:  # the name in older journals
-            record["starts_without_progress"] = record.pop("fruitless")
         record["ends"] = tuple(record.get("ends", ()))  # an older version does not know it
         known = {each.name for each in fields(cls)}  # a newer version may know more
         return cls(**{name: value for name, value in record.items() if name in known})

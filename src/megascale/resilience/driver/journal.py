@@ -75,7 +75,7 @@ class Journal:
     """The writing side, held by one driver. Open it with `take`.
 
     Attributes:
-        aside: where a damaged file was set aside, None if it was whole; damage: what was wrong with it.
+        aside: where a damaged file was set aside, None if it was complete; damage: what was wrong with it.
         network: the type of the network file system that it lies on, "" if it does not.
     """
 
@@ -92,7 +92,7 @@ class Journal:
     def take(cls, run: Path, lease: float, least_epoch: int = 0) -> tuple[Self, bool]:
         """Become the driver of this run: (journal with a new epoch, whether the old file was damaged and set aside).
 
-        A holder on this host counts as dead if its process is; elsewhere, or if that cannot be told, if it does not
+        A holder on this host counts as dead if its process is; elsewhere, or if that cannot be known, if it does not
         renew its lease for `lease` seconds of watching. `least_epoch`: the newest known from elsewhere.
 
         Raises ConfigError if another driver is at work.
@@ -327,25 +327,25 @@ def _check(db: sqlite3.Connection) -> None:
 _SUM = "sum"
 
 
-def _sealed(record: dict[str, Any], *beside: Any) -> str:
-    """A record as JSON with a checksum of itself and of the columns beside it."""
-    return strict_json.dumps(record | {_SUM: _sum(record, beside)})
+def _sealed(record: dict[str, Any], *columns: Any) -> str:
+    """A record as JSON with a checksum of itself and of of the other columns of its row."""
+    return strict_json.dumps(record | {_SUM: _sum(record, columns)})
 
 
-def _unsealed(text: str, *beside: Any) -> dict[str, Any]:
+def _unsealed(text: str, *columns: Any) -> dict[str, Any]:
     """The record; ValueError if its checksum is wrong. Rows of older versions have none."""
     record = json.loads(text)
     if type(record) is not dict:
         raise ValueError("a row that is no record")
     kept = record.pop(_SUM, None)
-    if kept is not None and kept != _sum(record, beside):
+    if kept is not None and kept != _sum(record, columns):
         raise ValueError(f"the checksum of a row is wrong: {text[:100]}")
     return record
 
 
-def _sum(record: dict[str, Any], beside: tuple[Any, ...]) -> int:
+def _sum(record: dict[str, Any], columns: tuple[Any, ...]) -> int:
     # As it is read back: keys that are no strings, tuples.
-    return zlib.crc32(json.dumps([json.loads(strict_json.dumps(record)), *beside], sort_keys=True).encode())
+    return zlib.crc32(json.dumps([json.loads(strict_json.dumps(record)), *columns], sort_keys=True).encode())
 
 
 def _insert(db: sqlite3.Connection, epoch: int, entry: Entry) -> int:
@@ -371,8 +371,8 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 def _sound(error: sqlite3.DatabaseError) -> bool:
     """Whether an error says nothing against the file: no room, no right, or somebody holds it."""
-    whole = getattr(error, "sqlite_errorcode", None) or 0
-    code = 0 if whole == sqlite3.SQLITE_IOERR_SHORT_READ else whole & 0xFF  # a file that was cut
+    extended = getattr(error, "sqlite_errorcode", None) or 0
+    code = 0 if extended == sqlite3.SQLITE_IOERR_SHORT_READ else extended & 0xFF  # a file that was cut
     outside = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
     return code in (*outside, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM)
 

@@ -21,13 +21,13 @@ from megascale.errors import TrainingError
 from megascale.resilience.driver.job_state import JobState
 from megascale.resilience.driver.journal import Entry, Journal, JournalFenced, NodeRow, _open
 
-EVERY = 60.0  # seconds between words about a full disk
+EVERY = 60.0  # seconds between messages about a full disk
 
 
 def lacks_room(error: BaseException, folder: Path) -> bool:
     """Whether an error of SQLite or the system is for want of room (disk, quota, size of a file) in `folder`."""
     if isinstance(error, sqlite3.Error):
-        # SQLite tells a full disk, but of a quota or a limit only that writing failed.
+        # SQLite reports a full disk, but of a quota or a limit only that writing failed.
         code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
         return code == sqlite3.SQLITE_FULL or (
             code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and _try_to_write(folder) in NO_ROOM

@@ -23,31 +23,31 @@ class MetricsTail:
         self._inode = self._at = 0
 
     def read(self) -> list[Metric]:
-        """The last steps' figures, oldest first."""
+        """The last steps' metrics, oldest first."""
         try:
             with open(self.file, "rb") as file:
-                self._follow(file)
+                self._read_new(file)
         except OSError:
             pass
         return list(self._steps)
 
-    def _follow(self, file: BinaryIO) -> None:
+    def _read_new(self, file: BinaryIO) -> None:
         state = os.fstat(file.fileno())
         if state.st_ino != self._inode or state.st_size < self._at:
             self._inode, self._at = state.st_ino, max(0, state.st_size - _CHUNK)
             self._steps.clear()
         file.seek(self._at)
         data = file.read(_CHUNK)
-        whole = data.rpartition(b"\n")[0]  # a last line without its end is still being written
-        self._at += len(whole) + 1 if whole else 0
-        for line in whole.splitlines():
+        complete = data.rpartition(b"\n")[0]  # a last line without its end is still being written
+        self._at += len(complete) + 1 if complete else 0
+        for line in complete.splitlines():
             metric = _metric(line)
             if metric is not None:
                 self._steps.append(metric)
 
 
 def _metric(line: bytes) -> Metric | None:
-    """A training step's figures; None for other lines, and for the piece of a line that reading began in."""
+    """A training step's metrics; None for other lines, and for the piece of a line that reading began in."""
     try:
         record = json.loads(line)
         return Metric(int(record["step"]), float(record["loss"]), float(record["grad_norm"]), float(record["seconds"]))

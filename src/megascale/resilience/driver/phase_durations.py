@@ -1,18 +1,18 @@
-"""How long trainers stay in a phase without any change, learned from the run itself, robust against single outliers."""
+"""How long phases of trainers last without any change, learned from the run itself, robust against single outliers."""
 
 from __future__ import annotations
 
 from bisect import insort
 
 KEPT = 20
-_SINGLE = 0.3  # part of the longest stay of all that always counts
+_SINGLE = 0.3  # part of the longest duration of all that always counts
 
 
 class PhaseDurations:
-    """The longest stays of each phase.
+    """The longest durations of each phase.
 
-    A stay that came `KEPT` times (one in twenty while few were seen) is usual, so that a pause every hundred steps is
-    never a hang; a single one, such as a host that was busy for a moment, counts with less weight.
+    A duration that came `KEPT` times (one in twenty while few were seen) is usual, so that a pause every hundred steps
+    is never a hang; a single one, such as a host that was busy for a moment, counts with less weight.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class PhaseDurations:
         self._seen: dict[str, int] = {}
 
     def add(self, phase: str, seconds: float) -> None:
-        """A trainer stayed this long in a phase and then went on."""
+        """A trainer was in a phase for this long and then went on."""
         kept = self._longest.setdefault(phase, [])
         self._seen[phase] = self._seen.get(phase, 0) + 1
         if len(kept) < KEPT or seconds > kept[0]:
@@ -28,9 +28,9 @@ class PhaseDurations:
             del kept[:-KEPT]
 
     def usual(self) -> dict[str, float]:
-        """phase -> the longest stay that is usual, seconds."""
+        """phase -> the longest duration that is usual, seconds."""
         found = {}
         for phase, kept in self._longest.items():
-            place = min(KEPT, max(1, self._seen[phase] // 20), len(kept))
-            found[phase] = max(kept[-place], _SINGLE * kept[-1])
+            index = min(KEPT, max(1, self._seen[phase] // 20), len(kept))
+            found[phase] = max(kept[-index], _SINGLE * kept[-1])
         return found

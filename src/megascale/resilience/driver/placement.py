@@ -1,4 +1,4 @@
-"""Moving ranks: which nodes hold which, stopping, starting, testing, and what people ask for nodes."""
+"""Placement: which nodes hold which ranks, stopping, starting, testing, and what people ask for nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-class Placing(Recovery):
+class Placement(Recovery):
     """A part of Driver."""
 
     # stopping -------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class Placing(Recovery):
             if node.state is NodeState.UP and now - self._entered > limit:
                 self.lose(node, f"{node.name} did not stop its processes within {limit:g} s")
                 if not final:
-                    self.mend(node.name, evict=True)
+                    self.recover_node(node.name, evict=True)
         # One that is lost runs nothing any more (it was fenced) and is not waited for; a joining one may still run.
         if any(node.state is NodeState.UP for node in waited):
             return
@@ -71,21 +71,21 @@ class Placing(Recovery):
     def place(self, now: float) -> None:
         """Give every rank a node, when there are enough: the old ones where they still serve, spares in the gaps."""
         while self._to_evict:
-            self.mend(self._to_evict.pop(), evict=True)
+            self.recover_node(self._to_evict.pop(), evict=True)
         job, limits = self.job, self.limits
-        whole = limits.nodes
+        wanted = limits.nodes
         free = [self.nodes[n] for n in sorted(self.nodes, key=_natural) if n not in job.placement]
         free = sorted((n for n in free if n.usable), key=lambda n: not n.tested)  # those that passed first
         kept = [self.nodes[name] for name in job.placement]
         usable = sum(n.usable for n in kept) + len(free)
         coming = self._requests or any(n.state is NodeState.JOINING for n in self.nodes.values())
         if any(n.state is NodeState.JOINING for n in kept):
-            return  # what the ladder chose is under way
-        if not kept and coming and (usable < whole or now - self._entered < TOGETHER):
+            return  # the recovery action is under way
+        if not kept and coming and (usable < wanted or now - self._entered < TOGETHER):
             return  # nodes that start together are placed in the order of their names
-        data, count = job.data, len(kept) or whole
-        if usable >= whole:
-            data, count = whole * job.ranks_per_node // self._model, whole
+        data, count = job.data, len(kept) or wanted
+        if usable >= wanted:
+            data, count = wanted * job.ranks_per_node // self._model, wanted
         if usable < count:
             if coming:
                 return
@@ -198,7 +198,7 @@ class Placing(Recovery):
         )
         if not passed:
             self.reasons[node.name] = f"self-checks {verdict}"
-            self.mend(node.name, evict=True)
+            self.recover_node(node.name, evict=True)
 
     # what people ask ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Whether starting again helps: counts starts that brought no new step, and names the step that ends them all.
 
-Every fault that ends a start is counted here, whatever its cause and whatever the rules make of it (`Judging.act` is
+Every fault that ends a start is counted here, whatever its cause and whatever the rules make of it (`Diagnosis.act` is
 the one caller): a job whose starts bring nothing new ends after `resilience.no_progress_limit` of them.
 """
 
@@ -72,7 +72,7 @@ def hopeless(job: JobState, limit: int) -> str:
 
 async def samples_of(run: Path, step: int) -> tuple[str, dict[str, Any]]:
     """The samples that a step trains: (a sentence, {"first", "count", "samples"}); looked up by a process of its own,
-    as this room knows no data. Where it cannot tell, the sentence says why."""
+    as this package knows no data. Where it cannot find them, the sentence says why."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megascale.cli.main", "data", "samples", str(run), f"--step={step}", "--json"),
         stdin=asyncio.subprocess.DEVNULL,

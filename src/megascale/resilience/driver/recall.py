@@ -1,7 +1,7 @@
 """What is known of a job when its journal is not to be trusted: every event stands in the run's events.jsonl too.
 
 A journal that was damaged, or that SQLite brought back to an older state because the end of its log was broken, gets
-the events back that it has lost. What then runs, the agents know (adopting.py).
+the events back that it has lost. What then runs, the agents know (adoption.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Recalled:
 
     Attributes:
         events: how many the journal had lost.
-        attempt: the newest that any event tells of.
-        paused: the last that is told of the job is that a person paused it.
+        attempt: the newest of any event.
+        paused: by the last event about it, a person has paused the job.
         evicted: nodes that were taken out for good.
     """
 
@@ -37,10 +37,10 @@ class Recalled:
 
 def restore(journal: Journal, run: Path) -> Recalled:
     """Put back what `journal` has lost and the run's events.jsonl still has."""
-    told = read(run / "events.jsonl")
-    # One that found no room on the disk at first has its time among its details (lasting.py).
+    logged = read(run / "events.jsonl")
+    # One that found no room on the disk at first has its time among its details (lasting_journal.py).
     known = {(entry.details.get("noted", entry.time), entry.kind) for entry in journal.events()}
-    lost = [entry for entry in told if (entry.time, entry.kind) not in known]
+    lost = [entry for entry in logged if (entry.time, entry.kind) not in known]
     if lost:
         journal.restore(lost)
     evicted = _evicted(lost, {row.name for row in journal.nodes() if row.state == NodeState.EVICTED})
@@ -50,12 +50,12 @@ def restore(journal: Journal, run: Path) -> Recalled:
         facts = rows[name].facts if name in rows else {}
         why = "; ".join(entry.evidence)
         journal.save_node(NodeRow(name, address, NodeState.EVICTED.value, why, entry.time, facts))
-    attempt = max((entry.attempt for entry in told), default=0)
-    return Recalled(len(lost), attempt, _paused(told), tuple(evicted))
+    attempt = max((entry.attempt for entry in logged), default=0)
+    return Recalled(len(lost), attempt, _paused(logged), tuple(evicted))
 
 
 def least_epoch(run: Path) -> int:
-    """An epoch that drivers of this run have had: each told its start."""
+    """An epoch that drivers of this run have had: each start is an event."""
     started = (Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER)
     return sum(entry.kind in started for entry in read(run / "events.jsonl"))
 
@@ -100,10 +100,10 @@ def _evicted(lost: Iterable[Entry], already: set[str]) -> dict[str, Entry]:
     return found
 
 
-def _paused(told: Iterable[Entry]) -> bool:
+def _paused(logged: Iterable[Entry]) -> bool:
     deciding = (Event.PAUSED, Event.CONTINUED, Event.ATTEMPT_STARTED, Event.JOB_INTERRUPTED, Event.JOB_FAILED)
     last = ""
-    for entry in told:
+    for entry in logged:
         if entry.kind in deciding:
             last = entry.kind
     return last == Event.PAUSED

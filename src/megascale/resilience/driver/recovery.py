@@ -1,4 +1,4 @@
-"""Keeping nodes: starting and asking for agents, noticing that they are gone, and the ladder's rung for each fault."""
+"""Recovery: starting and asking for agents, noticing that they are gone, and the recovery action for each fault."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recovery:
     nodes: dict[str, Node]
     uses: list[Use]
     incidents: list[tuple[float, str, str]]
-    reasons: dict[str, str]  # what was last held against each node
+    reasons: dict[str, str]  # why each node was last blamed
     order: int
     started: float
     _entered: float
@@ -90,14 +90,14 @@ class Recovery:
     def begin_nodes(self, now: float) -> None:
         """At the driver's start: have agents on as many nodes as the job and its spares take."""
         wanted = self.limits.nodes + self.limits.spares
-        for place in self.cluster.places():
-            node = self.nodes.setdefault(place.name, Node(place.name, place.address))
+        for info in self.cluster.nodes():
+            node = self.nodes.setdefault(info.name, Node(info.name, info.address))
             if node.state is NodeState.EVICTED or wanted <= 0:
                 continue
-            if place.running:
+            if info.running:
                 wanted -= 1
                 node.state, node.deadline = NodeState.JOINING, now + JOIN
-            elif place.alive:
+            elif info.alive:
                 wanted -= 1
                 self.start_agent(node, "started with the driver")
         for _ in range(wanted):
@@ -165,7 +165,7 @@ class Recovery:
             if node.name in judged:
                 continue
             if node.state is NodeState.UP and now - node.last_seen > self.limits.window:
-                why = f"no word from {node.name} for {now - node.last_seen:.1f} s"
+                why = f"no message from {node.name} for {now - node.last_seen:.1f} s"
             elif node.state is NodeState.JOINING and now > node.deadline:
                 why = f"the agent of {node.name} did not come"
             else:
@@ -199,7 +199,7 @@ class Recovery:
             self._ask_for_node()
 
     def missing(self, node: Node, why: str) -> None:
-        """A node is gone while the job goes on: mend it; one that goes missing again and again is evicted."""
+        """A node is gone while the job goes on: recover it; one that goes missing again and again is evicted."""
         running = self.job.phase in (Phase.STARTING, Phase.RUNNING) and node.name in self.job.placement
         verdict = Verdict(Event.NODE_LOST, (node.name,), self.job.ranks(node.name), "respawn", (why,))
         verdict = repeated(self.view(time.monotonic()), [verdict])[0]
@@ -209,7 +209,7 @@ class Recovery:
             self.reasons[node.name] = "; ".join(verdict.evidence)
             self.lose(node, self.reasons[node.name])
             self.incidents.append((time.monotonic(), node.name, str(verdict.kind)))
-            self.mend(node.name, evict=verdict.action == "evict")
+            self.recover_node(node.name, evict=verdict.action == "evict")
 
     def lose(self, node: Node, why: str) -> None:
         """A node is gone."""
@@ -222,24 +222,24 @@ class Recovery:
     # recovery -------------------------------------------------------------------------------------------------------
 
     def recover(self, blamed: tuple[str, ...], evict: frozenset[str]) -> None:
-        """After a fault: choose a rung for each node to blame, stop what runs, start again."""
-        actions = {name: self.mend(name, name in evict) for name in blamed or ("",)}
-        if self.job.phase is not Phase.STOPPING:  # mend may have ended the job
+        """After a fault: choose a recovery action for each node to blame, stop what runs, start again."""
+        actions = {name: self.recover_node(name, name in evict) for name in blamed or ("",)}
+        if self.job.phase is not Phase.STOPPING:  # recover_node may have ended the job
             why = ", ".join(f"{action} {name}".strip() for name, action in actions.items())
             self.suspend(Phase.WAITING, why)
 
-    def mend(self, name: str, evict: bool) -> str:
-        """Choose and begin the ladder's rung for one node ("": for all, none to blame); returns the rung."""
+    def recover_node(self, name: str, evict: bool) -> str:
+        """Choose and begin the recovery action for one node ("": for all, none to blame); returns it."""
         node = self.nodes.get(name)
-        places = {place.name: place for place in self.cluster.places()}
+        known = {info.name: info for info in self.cluster.nodes()}
         spares = [n for n in self.nodes.values() if n.usable and n.name not in self.job.placement]
         silent = node is not None and time.monotonic() - node.last_seen > self.limits.window
         at = Situation(
             node=name,
             evict=evict,
             reachable=node is None or (node.state is NodeState.UP and node.channel is not None and not silent),
-            alive=node is None or (name in places and places[name].alive),
-            running=name in places and places[name].running,
+            alive=node is None or (name in known and known[name].alive),
+            running=name in known and known[name].running,
             spares=len(spares),
             tested=sum(bool(n.tested) for n in spares),
             now=time.monotonic(),
@@ -259,7 +259,7 @@ class Recovery:
         if choice.action == "stop":
             step, times = progress.same_end(self.job)
             again = f"; each of the last {times} starts ended in step {step}" if step and times > 1 else ""
-            self.fail("the ladder has no rung left: " + "; ".join(choice.why) + again)
+            self.fail("no recovery action is left: " + "; ".join(choice.why) + again)
         elif choice.action == "respawn":
             for each in [node] if node is not None else [self.nodes[n] for n in self.job.placement]:
                 self.start_agent(each, "respawn")
@@ -284,4 +284,4 @@ class Recovery:
         """Send an order, if the node is there."""
         if node.channel is not None:
             with contextlib.suppress(ConnectionError):
-                node.channel.tell(epoch=self.journal.epoch, **order)
+                node.channel.send_message(epoch=self.journal.epoch, **order)

@@ -83,7 +83,7 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     try:
         lock = run_lock.take_for_driver(run, "megascale launch")
         try:
-            return _drive(run, config, found, _heard(say), lock.warning)
+            return _drive(run, config, found, _outliving_the_terminal(say), lock.warning)
         finally:
             lock.drop()
     except (OSError, sqlite3.Error) as error:
@@ -98,14 +98,14 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
         raise
 
 
-def _heard(say: Callable[[str, str], None]) -> Callable[[str, str], None]:
+def _outliving_the_terminal(say: Callable[[str, str], None]) -> Callable[[str, str], None]:
     """`say`, where a terminal that is gone or a log file on a full disk stops nothing."""
 
-    def quietly(who: str, text: str) -> None:
+    def suppressing(who: str, text: str) -> None:
         with contextlib.suppress(OSError):
             say(who, text)
 
-    return quietly
+    return suppressing
 
 
 def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], None], warning: str) -> int:
@@ -123,11 +123,11 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     settings = contact.folder(run) / "job.toml"
     # A journal that has lost something must not have anything stopped: what runs is asked first.
     behind = damaged or recalled.events > 0 or job is None
-    unsure = behind and settings.exists() and any(place.running for place in cluster.places())
+    unsure = behind and settings.exists() and any(info.running for info in cluster.nodes())
     attempt = max(job.attempt if job is not None else 0, recalled.attempt)
     new = JobState(config.train.name, Phase.WAITING, attempt, (), found.ranks_per_node, found.data)
     if unsure:
-        # Until the agents have told: nothing is placed, or, if a person paused the job, nothing is to be.
+        # Until the agents have said what runs: nothing is placed, or, if a person paused the job, nothing is to be.
         job = replace(new if job is None else job, attempt=attempt, goal=Phase.STARTING)
         job = replace(job, phase=Phase.PAUSED if recalled.paused else Phase.WAITING)
     elif job is None or job.phase in ENDED or not job.attempt:  # nothing of it runs
@@ -140,7 +140,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
         say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")
     journal.save_job(job)
     driver = Driver(run, config, cluster, ["train", str(settings)], journal, job, say, unsure)
-    _tell(driver, journal, recalled)
+    _report_journal(driver, journal, recalled)
     try:
         return asyncio.run(_serve(driver))
     except JournalFenced as error:
@@ -151,8 +151,8 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
         journal.close()
 
 
-def _tell(driver: Driver, journal: LastingJournal, recalled: recall.Recalled) -> None:
-    """What is wrong with the journal, and what became of it."""
+def _report_journal(driver: Driver, journal: LastingJournal, recalled: recall.Recalled) -> None:
+    """Events about what is wrong with the journal, and what became of it."""
     back = f"{recalled.events} of its events were put back from events.jsonl"
     if recalled.evicted:
         back += f"; {', '.join(recalled.evicted)} stay evicted"
@@ -180,7 +180,7 @@ def _hand_down_password(config: Config) -> Config:
 
 
 def is_running(config: Config) -> bool:
-    """Whether the run's journal tells of a job that has not ended, which a driver would take over as it is."""
+    """Whether the run's journal has a job that has not ended, which a driver would take over as it is."""
     run = config.run_folder.absolute()
     if not (run / FILE).exists():
         return False

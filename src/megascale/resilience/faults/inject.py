@@ -40,7 +40,7 @@ class Fault:
 
     Attributes:
         kind: its name.
-        target: what it strikes.
+        target: what it is injected into.
         inside: whether the trainer does it to itself.
         does: what happens, in words.
         follows: what the driver should make of it.
@@ -85,7 +85,7 @@ _FILE_LIMIT = 4096
 
 @dataclass(frozen=True)
 class Options:
-    """Where and how: rank or node, seconds, and the step from which on a trainer strikes itself (0: the next)."""
+    """Where and how: rank or node, seconds, and the first step in which a trainer injects it (0: the next)."""
 
     rank: int | None = None
     node: str | None = None
@@ -96,7 +96,7 @@ class Options:
 
 
 def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
-    """Strike. Returns what was done, a sentence each.
+    """Inject a fault. Returns what was done, a sentence each.
 
     Raises:
         ConfigError: no such kind, a rank or node that is missing, or a run that does not allow faults.
@@ -110,9 +110,9 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
     if not (run / "config.toml").exists():
         raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
     if fault.target == "rank" and options.rank is None and options.node is None:
-        raise ConfigError(f"{kind} strikes one rank: say which with --rank N")
+        raise ConfigError(f"{kind} is injected into one rank: say which with --rank N")
     if fault.target == "node" and options.node is None:
-        raise ConfigError(f"{kind} strikes one node: say which with --node NAME; `megascale nodes` names them")
+        raise ConfigError(f"{kind} is injected into one node: say which with --node NAME; `megascale nodes` names them")
     if fault.inside:
         return _ask_trainer(run, kind, options)
     outside: dict[str, Callable[[Path, Options], list[str]]] = {
@@ -144,7 +144,7 @@ def _ask_trainer(run: Path, kind: str, options: Options) -> list[str]:
     temporary.write_text(json.dumps(fault))
     os.replace(temporary, folder / f"{name}.json")
     who = f"rank {options.rank}" if options.node is None else f"every rank of {options.node}"
-    return [f"{who} will strike itself with {kind} at " + (f"step {options.step}" if options.step else "its next step")]
+    return [f"{who} injects {kind} into itself at " + (f"step {options.step}" if options.step else "its next step")]
 
 
 # processes ----------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def _redis_loss(run: Path, options: Options) -> list[str]:
             answer = link.recv(200)
             if answer.startswith(b"-"):
                 raise TrainingError(f"the Redis server refused: {answer.decode(errors='replace').strip()}")
-    return [f"the Redis server at {url.hostname}:{url.port} was told to end without saving"]
+    return [f"the Redis server at {url.hostname}:{url.port} was ordered to end without saving"]
 
 
 def _namespace(run: Path) -> list[str]:

@@ -1,1 +1,1 @@
-"""What driver and agents say to each other, and how they find each other."""
+"""The protocol of driver and agents: messages, the channel they go over, and how both ends find each other."""

@@ -62,7 +62,7 @@ class AgentChannel:
         self._writer.write(_LENGTH.pack(len(body)) + self._mac(self._out, self._sent, body) + body)
         self._sent += 1
 
-    def tell(self, **message: Any) -> None:
+    def send_message(self, **message: Any) -> None:
         """Queue one JSON message."""
         self.send(MESSAGE, json.dumps(message, separators=(",", ":")))
 

@@ -1,4 +1,4 @@
-"""How agents and commands find a run's driver: RUN/driver/contact.json and the token beside it (mode 600)."""
+"""How agents and commands find a run's driver: RUN/driver/contact.json and the token next to it (mode 600)."""
 
 from __future__ import annotations
 

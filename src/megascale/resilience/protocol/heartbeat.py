@@ -1,4 +1,4 @@
-"""What an agent tells the driver about its node once a heartbeat: workers, logs, devices, traffic.
+"""The heartbeat: what an agent sends the driver about its node: workers, logs, devices, traffic.
 
 Plain data with a strict JSON form. It comes over a network, so reading it checks every type and size before
 anything else sees it, and a driver reads thousands a second, so the checks are written out field by field.
@@ -27,13 +27,13 @@ class Worker:
         rank, pid: its rank in the world; process id on its node.
         state: "running", "exited" (by itself) or "signalled" (ended by a signal).
         code: exit code, or the number of the signal; 0 while it runs.
-        phase, step, action, microbatch: its last word in the status file (core/status.py).
-        status_age: seconds since that word changed, on the agent's monotonic clock.
+        phase, step, action, microbatch: its last entry in the status file (core/status.py).
+        status_age: seconds since that entry changed, on the agent's monotonic clock.
         message: its status message, such as the error it failed with.
         rss: resident memory in bytes.
         cpu_seconds: CPU time used so far.
         stderr_tail: the last lines it wrote, when it ended badly; else empty.
-        errno: of the system call that its last exception tells of (core/failure.py), 0: none, or it told none.
+        errno: of the system call that its last exception is about (core/failure.py), 0: none, or it reported none.
         error: that exception, "TYPE: TEXT".
         ended_age: seconds since it ended, on the agent's monotonic clock; 0 while it runs.
         by_agent: its agent ended it, or what the agent started it from did; it did not end by itself.
@@ -72,8 +72,8 @@ class LogMatch:
 class GpuReport:
     """Health of one device. temperature in degrees Celsius; ecc_errors: uncorrected since boot.
 
-    xid: the last error that the agent was told of, one that a machine does not outlive (core/xid.py) before others; 0:
-    none. recovery: what its driver says that it needs, such as "reset"; "": nothing.
+    xid: the last error that the agent was notified of, one that a machine does not outlive (core/xid.py) before others;
+    0: none. recovery: what its driver says that it needs, such as "reset"; "": nothing.
     """
 
     index: int

@@ -4,7 +4,7 @@ A machine's fault is met by starting again; a user's mistake by stopping with it
 repeat it. What tells them apart: an exception on many ranks at once, or the same one on the same step twice, is in the
 code or the data; one on a single rank that does not come back, or comes back different, is the machine's.
 
-What decides, in this order: the number of the system call's error that the process told of, its signal, its own words
+What decides, in this order: the number of the system call's error that the process reported, its signal, its own words
 (status message and exception), the room on its disks, and last what its log ends with. Who ended first, by itself,
 names the cause: others that its end broke off, or that were ended with it, are not asked.
 """
@@ -89,7 +89,7 @@ _LAST = 10  # lines, where nothing marks an end
 # What another rank's end can bring about, when it comes after it.
 _FOLLOWS = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
 # Exceptions that are no mistake in code.
-_TOLD = ("TrainingError", "MegascaleError", "KeyboardInterrupt")
+_EXPECTED = ("TrainingError", "MegascaleError", "KeyboardInterrupt")
 
 
 def processes(view: View) -> list[Verdict]:
@@ -118,7 +118,7 @@ def processes(view: View) -> list[Verdict]:
 
 
 def cause_of(member: RankView, worker: Worker) -> Cause:
-    """Why a process ended, from the error it told of, its signal, its exit code and what it said."""
+    """Why a process ended, from the error it reported, its signal, its exit code and what it said."""
     if worker.errno in NO_ROOM or _DISK.search(worker.message + "\n" + worker.error):
         return DISK_FULL
     if worker.errno == errno.EADDRINUSE:
@@ -139,13 +139,13 @@ def cause_of(member: RankView, worker: Worker) -> Cause:
         return CODE
     if full_disks(member):
         return DISK_FULL
-    if "Traceback (most recent call" in said or (worker.error and not worker.error.startswith(_TOLD)):
+    if "Traceback (most recent call" in said or (worker.error and not worker.error.startswith(_EXPECTED)):
         return CODE
     return OTHER
 
 
 def _said(worker: Worker) -> str:
-    """What a process said of its end: the exception that it told of, else the end of its log.
+    """What a process said of its end: the exception that it reported, else the end of its log.
 
     Of one that a signal ended only an abort says why, on its last lines. What stands in the log before any other signal
     is older than it.
@@ -162,8 +162,8 @@ def _said(worker: Worker) -> str:
 
 def _ended(member: RankView, worker: Worker) -> float:
     """When a process ended, on the driver's clock."""
-    heard = next((when for when, h in reversed(member.history) if h is member.heartbeat), member.last_seen)
-    return heard - worker.ended_age
+    received = next((when for when, h in reversed(member.history) if h is member.heartbeat), member.last_seen)
+    return received - worker.ended_age
 
 
 def full_disks(member: RankView) -> list[str]:

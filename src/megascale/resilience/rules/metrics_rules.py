@@ -206,7 +206,7 @@ def checksums(view: View) -> list[Verdict]:
             + ", ".join(f"rank {r} on {where[r]} {by_rank[r]}" for r in sorted(by_rank)[:8])
         ]
         if not clear:
-            evidence.append("no majority tells which copy is right, so all are tested")
+            evidence.append("no majority shows which copy is right, so all are tested")
         action = "evict" if clear and len(nodes) == 1 else "diagnose"
         return [Verdict(Event.CHECKSUM_MISMATCH, nodes, tuple(odd), action, tuple(evidence))]  # type: ignore[arg-type]
     return []

@@ -28,7 +28,7 @@ def heartbeats(view: View) -> list[Verdict]:
         if not member.connected:
             evidence.append("its connection is gone too")
         if not any(m.heartbeat for m in placed if m is not member) and len(placed) > 1:
-            evidence.append("no other node has been heard of either")
+            evidence.append("no other node has sent one either")
         found.append(Verdict(Event.MISSED_HEARTBEAT, (member.node,), member.ranks, "respawn", tuple(evidence)))
     return found
 
@@ -46,16 +46,16 @@ def slow_start(view: View) -> list[Verdict]:
     absent = sorted(set(range(view.grid.world)) - {w.rank for w in workers})
     evidence = [text]
     if absent:
-        evidence.append(f"nothing was heard of ranks {absent[:12]}")
+        evidence.append(f"nothing was received from ranks {absent[:12]}")
     elif len(behind) < view.grid.world:
         evidence.append(f"ranks {list(behind)[:12]} are still in phase {order[least] or 'before start'!r}")
     return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "respawn", tuple(evidence))]
 
 
 def hang(view: View) -> list[Verdict]:
-    """Nothing moves: every rank's last word is older than its phase may go without one.
+    """Nothing moves: every rank's last status is older than its phase may go without a new one.
 
-    A rank in a long compute moves no word, but its peers stop too, so only all together is a hang. Who began it is
+    A rank in a long compute changes no status, but its peers stop too, so only all together is a hang. Who began it is
     for the hang verdict to say (resilience/driver/hang_diagnosis.py).
     """
     if view.phase != "running":
@@ -75,13 +75,13 @@ def hang(view: View) -> list[Verdict]:
         f"ranks stand in step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:8]))}",
     ]
     evidence += [
-        f"rank {w.rank} on {m.node}: {_place(w)} for {old:.1f} s" for old, _, m, w in sorted(ages, key=_age)[-8:]
+        f"rank {w.rank} on {m.node}: {_position(w)} for {old:.1f} s" for old, _, m, w in sorted(ages, key=_age)[-8:]
     ]
     return [Verdict(Event.HANG, (), (), "respawn", tuple(evidence))]
 
 
 def age(view: View, member: RankView, worker: Worker) -> float:
-    """Seconds since a worker's last word changed: the agent's count, and what has passed since it told us."""
+    """Seconds since a worker's status changed: the agent's count, and what has passed since its heartbeat."""
     return worker.status_age + max(0.0, view.now - member.last_seen - view.interval)
 
 
@@ -99,6 +99,6 @@ def _age(item: tuple[float, float, RankView, Worker]) -> float:
     return item[0]
 
 
-def _place(worker: Worker) -> str:
+def _position(worker: Worker) -> str:
     at = f", {worker.action}" + (f" of micro-batch {worker.microbatch}" if worker.microbatch >= 0 else "")
     return f"{worker.phase} step {worker.step}{at if worker.action else ''}"

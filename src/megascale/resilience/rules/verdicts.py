@@ -21,7 +21,7 @@ class Verdict:
         action: none (note it), alert (tell a person), diagnose (suspend and test), respawn (start the processes
             again), evict (take the nodes out and start again), stop (end the job).
         evidence: sentences a person understands, one an observation.
-        person: only a person can mend it, such as an exception in the user's own code.
+        person: only a person can fix it, such as an exception in the user's own code.
     """
 
     kind: str

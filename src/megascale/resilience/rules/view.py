@@ -47,7 +47,7 @@ class RankView:
     connected: bool = True
 
     def worker(self, rank: int) -> Worker | None:
-        """The newest word about one rank, None if there is none."""
+        """The newest heartbeat's entry about one rank, None if there is none."""
         workers = self.heartbeat.workers if self.heartbeat is not None else ()
         return next((w for w in workers if w.rank == rank), None)
 
@@ -72,7 +72,7 @@ class View:
 
     Attributes:
         job, attempt: which start of which job.
-        phase: state of the job (see machine.py): "starting", "running", ...
+        phase: state of the job (see job_state.py): "starting", "running", ...
         now: the present.
         started: when this attempt's processes were started.
         members: the nodes that hold its ranks, in rank order, and the spares after them.
@@ -80,8 +80,8 @@ class View:
         window: seconds without a heartbeat after which a node counts as lost.
         interval: seconds between heartbeats.
         first_step: most seconds that start, loading and the first step may take.
-        learned: seconds that trainers usually stay in a phase ("train", "evaluate", "save", ...) without any change
-            at the longest (learning.py); empty or lacking a phase before it was seen.
+        learned: seconds that trainers are usually in a phase ("train", "evaluate", "save", ...) without any change
+            at the longest (phase_durations.py); empty or lacking a phase before it was seen.
         incidents: (time, node, kind) of verdicts that named a node, over all attempts, oldest first.
         past: (time, verdict) of what earlier attempts were ended for, oldest first.
         metrics: of this attempt's last steps, oldest first.
@@ -108,7 +108,7 @@ class View:
         return replace(self, members=Paced(replace(m, history=deque(m.history, HISTORY)) for m in self.members))
 
     def workers(self) -> list[tuple[RankView, Worker]]:
-        """Every worker that has been heard of, with its node, by rank. Worked out once a view."""
+        """Every worker that a heartbeat has named, with its node, by rank. Worked out once a view."""
         if self._workers is None:
             found = [
                 (m, w)
