@@ -1,6 +1,6 @@
 """One driver, many agents: 1,536 authenticated connections over loopback, a heartbeat a second each, some fall silent.
 
-The driver is the real one (agent server, rules, journal, loop) in a process pinned to one core; the agents are coroutines
+The driver is the real one (agent server, rules, journal, loop) in a process on one core; the agents are coroutines
 of a few client processes that speak the real protocol. Verdicts are noted, not acted upon, so that detection can be
 timed again and again: a silent agent comes back later, and a verdict on one that was not silent is a false alarm.
 """
