@@ -350,7 +350,9 @@ def test_small_mount_is_refused(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(FitError, match="free of"):
         ring.create(path, RingShape(((0,),), 1 << 20, 1 << 13, 1 << 6), 1, "too large")
     assert not path.exists()
-    plan = plan_host(configured(prefix, tmp_path, ring_steps=1 << 40), 1, 0, 1)
+    plan = plan_host(
+        configured(prefix, tmp_path, ring_steps=10_000, micro_batch=1 << 14, global_batch=1 << 22), 1, 0, 1
+    )
     with pytest.raises(FitError, match=r"data\.ring_steps"):
         host_loader.prepare(plan)
 
