@@ -15,11 +15,11 @@ RENAMED: dict[str, str] = {
     "resilience.patience": "resilience.grace_period",
     "resilience.fruitless": "resilience.no_progress_limit",
 }
-_told: set[str] = set()
+_noted: set[str] = set()
 
 
 def migrate(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree of settings with today's keys; each old one is told in one line, once a process.
+    """A tree of settings with today's keys; each old one is noted in one line, once a process.
 
     Raises ConfigError if a key is given under both names.
     """
@@ -33,7 +33,7 @@ def migrate(tree: Mapping[str, Any]) -> dict[str, Any]:
         if name in table:
             raise ConfigError(f"{old} is the old name of {new}, and both are given; leave {old} out")
         table[name] = table.pop(key)
-        if old not in _told:
-            _told.add(old)
+        if old not in _noted:
+            _noted.add(old)
             print(f"note: {old} is called {new} now; the old name is still read", file=sys.stderr)
     return found
