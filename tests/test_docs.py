@@ -16,7 +16,7 @@ LINK = re.compile(r"\]\(([\w./-]+\.(?:md|py|toml))(?:#[\w-]*)?\)")
 
 
 def files(path: str) -> list[Path]:
-    """What a page may mean: a path from the root, the package or docs/, or the end of one under tests/ or the package."""
+    """What a page may mean: a path from the root, the package or docs/, or the end of one in package or tests."""
     found = [file for base in BASES for file in base.glob(path.rstrip("/"))]
     return found or [file for base in (BASES[1], ROOT / "tests") for file in base.rglob(path)]
 
