@@ -1,7 +1,6 @@
 """What the documents name is there: files, modules, functions and tests of the tree that they stand in."""
 
 import re
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BASES = (ROOT, ROOT / "src" / "megascale", ROOT / "docs")
 # The log says what was true on its dates, in the names of its time.
-PAGES = sorted(page for page in chain(ROOT.glob("*.md"), ROOT.glob("docs/*.md")) if page.name != "log.md")
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")} - {ROOT / "docs/log.md"})
 FILE = re.compile(r"`((?:src|tests|docs|examples|scripts)/[\w./*-]*|[\w./-]+\.py)(?:::([\w.]+))?")
 MODULE = re.compile(r"(?<![\w/.-])megascale((?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|py|toml))(?:#[\w-]*)?\)")
