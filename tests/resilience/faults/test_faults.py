@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from megascale.api import load_config, train
 from megascale.cli.main import app
 from megascale.config import load
+from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.observe.hang.evidence import process_state
 from megascale.resilience.faults.inject import FAULTS, Options, inject
@@ -144,7 +145,7 @@ def test_a_nan_gradient_skips_the_step_and_training_goes_on(tiny, tmp_path):
     folder.mkdir(parents=True)
     (folder / "a.json").write_text(json.dumps({"kind": "nan-gradient", "rank": 0, "step": 3}))
     result = train(load_config(tiny, ["--resilience.faults=true"]))
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    rows = [strict_json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
     norms = {r["step"]: r["grad_norm"] for r in rows if "loss" in r}
     assert result.finished
     assert norms[3] != norms[3]
