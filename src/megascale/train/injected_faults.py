@@ -1,7 +1,7 @@
 """Breaks this rank on purpose, as `megascale faults inject` asks: only where `resilience.faults` is true.
 
 A fault is a file in the run folder's `faults/`, looked for once a step. Its rank takes it by renaming it, so that it
-strikes once, also over restarts; a persistent one (a slow node) is taken again by whoever comes to its node.
+is injected once, also over restarts; a persistent one (a slow node) is taken again by whoever comes to its node.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FaultInjector:
         self._slow = 0.0
 
     def step(self, step: int) -> None:
-        """Strike what is due at the start of `step`."""
+        """Inject what is due at the start of `step`."""
         if self.folder.is_dir():
             for file in sorted(self.folder.glob("*.json")):
                 self._consider(file, step)
@@ -49,12 +49,12 @@ class FaultInjector:
             return  # half-written, or taken by another rank
         if not meant or step < int(fault.get("step") or 0):
             return
-        strike: Callable[[dict[str, Any]], None] | None = getattr(self, "_" + kind.replace("-", "_"), None)
-        if strike is None or kind not in KINDS:
+        inject: Callable[[dict[str, Any]], None] | None = getattr(self, "_" + kind.replace("-", "_"), None)
+        if inject is None or kind not in KINDS:
             return
         if not fault.get("persistent", fault.get("stays")):
             file.rename(file.with_suffix(".injected"))
-        strike(fault)
+        inject(fault)
 
     def _meant(self, fault: dict[str, Any]) -> bool:
         if fault.get("node"):

@@ -112,9 +112,9 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     driver.job = replace(driver.job, phase=Phase.RUNNING)
     driver.spawn = lambda work: work.close()  # no cluster is asked
     report = {"code": 1, "said": "failed: memory bandwidth cpu: 1 GB/s"}
-    heeded = threading.Event()
-    served.loop.call_soon_threadsafe(lambda: (driver.handle_report(driver.nodes["n1"], report), heeded.set()))
-    assert heeded.wait(20)
+    handled = threading.Event()
+    served.loop.call_soon_threadsafe(lambda: (driver.handle_report(driver.nodes["n1"], report), handled.set()))
+    assert handled.wait(20)
     assert driver.nodes["n1"].state is NodeState.EVICTED
     assert "memory bandwidth" in driver.nodes["n1"].why
     assert driver.job.phase is Phase.RUNNING  # training does not notice

@@ -1,4 +1,4 @@
-"""Stays in a phase: what recurs is usual, what came once hardly counts."""
+"""How long phases last: what recurs is usual, what came once hardly counts."""
 
 from __future__ import annotations
 
