@@ -134,7 +134,8 @@ def test_new_settings_take_force_and_bad_ones_are_taken_back(launch, megascale):
     refused = megascale("restart", job.run, "--model.hidden=64")
     assert refused.returncode == 2
     assert "model.hidden=64 cannot be changed" in refused.stderr
-    assert megascale("restart", job.run, "--data.train=nowhere/train", "--why", "new data").returncode == 0
+    accept = "--checkpoint.accept_changes=data.train"
+    assert megascale("restart", job.run, "--data.train=nowhere/train", accept, "--why", "new data").returncode == 0
     assert "brought no step" in job.until("update_undone").evidence[0]
     job.until("first_step")  # with the settings before
     assert "nowhere" not in (job.run / "driver" / "job.toml").read_text()
