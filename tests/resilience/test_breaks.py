@@ -75,7 +75,7 @@ def test_a_disk_that_is_full_for_the_driver_and_the_trainers_ends_neither_a_seco
     before = job.pid(0)
     hard = resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE)[1]
     resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (4096, hard))
-    injected = megascale("faults", "inject", job.run, "full-disk")
+    injected = megascale("faults", "inject", "full-disk", "--run", job.run)
     assert injected.returncode == 0, injected.stderr
     job.wait(lambda: job.pid(0) != before, "the second attempt, of which the journal has no room to tell")
     resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
