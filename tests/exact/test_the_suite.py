@@ -81,7 +81,7 @@ def padding_has_a_probability() -> Iterator[None]:
 
 @contextmanager
 def gradients_are_read_before_gemms_end() -> Iterator[None]:
-    with late_gemms(), mock.patch.object(Late, "settle"):
+    with late_gemms(), mock.patch.object(Late, "synchronize"):
         yield
 
 
