@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
         nodes: int = typer.Option(None, "--nodes", help="Nodes with ranks; here each is a local process."),
         spares: int = typer.Option(None, "--spares", help="Nodes that stand by."),
     ) -> None:
-        """Train with nobody watching: faults are found, explained and recovered from.
+        """Train unattended: faults are found, explained and recovered from.
 
         A driver watches one agent a node; each agent runs its ranks from a process that has everything imported.
         Every decision and its evidence goes to runs/NAME/journal.sqlite: `megascale events runs/NAME` tells it.

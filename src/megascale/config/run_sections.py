@@ -147,5 +147,5 @@ class ObserveConfig(Section):
     peak_tflops: float | None = Field(
         None,
         gt=0,
-        description="bf16 dense peak of one device for MFU; default: known cards, else MFU is not printed",
+        description="bf16 dense peak of one device for MFU; default: known GPUs, else MFU is not printed",
     )

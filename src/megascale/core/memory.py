@@ -2,7 +2,7 @@
 
 What one layer keeps from forward to backward for one micro-batch (recompute none). Sequence s, micro-batch b, width
 h, heads x head size q, key/value width k, MLP width f, tensor ranks t; sequence parallelism is always on with t > 1,
-so everything between the tensor-parallel products is cut along the sequence. Activations are in the training
+so everything between the tensor-parallel GEMMs is cut along the sequence. Activations are in the training
 precision, statistics in float32.
 
 | tensor | shape here | why |
@@ -68,7 +68,7 @@ class MemoryEstimate:
     Attributes:
         weights: parameters in the training precision.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
-            backward fills while the other is on the wire.
+            backward fills while the other is in flight.
         optimizer: float32 master weights (16-bit training) and two moments, sharded from ZeRO-1 on.
         activations: what forwards keep, at the schedule's peak, without logits.
         logits: the chunk of logits that the loss works on.
@@ -209,7 +209,7 @@ def stage_memory(
     if parallel.zero == 2 and grid.data > 1:
         gradients = master * (shard + 2 * max(_chunk_counts(model, parallel, stage)))
     if parallel.reduce_dtype == "bfloat16" and grid.data > 1:
-        # Rounded copies on the wire: of a whole stage at the end of a step, of two chunks with ZeRO-2.
+        # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
         sent = count if parallel.zero < 2 else 2 * max(_chunk_counts(model, parallel, stage))
         gradients += BYTES["bfloat16"] * sent
     full = saved_by_layer(model, t, micro_batch, precision)

@@ -108,7 +108,7 @@ def dial(host: str, port: int, limit: float) -> socket.socket:
 
 
 def pack(words: Iterable[Any]) -> bytes:
-    """One command as bytes on the wire."""
+    """One command as bytes of the protocol."""
     parts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     return b"".join([b"*%d\r\n" % len(parts), *(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)])
 

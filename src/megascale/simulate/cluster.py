@@ -22,7 +22,7 @@ class GpuSpec(_Part):
 
     name: str
     peak_tflops: float = Field(gt=0, description="dense bf16")
-    processors: int = Field(ge=1, description="streaming multiprocessors: GEMM tiles run in waves of this many")
+    processors: int = Field(ge=1, description="SMs: GEMM tiles run in waves of this many")
     memory_gbs: float = Field(gt=0, description="HBM bandwidth as printed")
     memory_gib: float = Field(gt=0, description="HBM size")
 

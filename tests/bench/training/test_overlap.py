@@ -1,4 +1,4 @@
-"""`megascale bench overlap`: the products of a layer as the model makes them, timed in real processes."""
+"""`megascale bench overlap`: the GEMMs of a layer as the model makes them, timed in real processes."""
 
 from __future__ import annotations
 

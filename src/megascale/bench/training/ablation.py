@@ -1,7 +1,7 @@
 """`megascale bench ablation`: what each technique adds on this machine, one on top of the other.
 
 The order is that of the paper's Table 3 (section 6.1). Every row is a real `megascale train` of some steps; rows take
-turns over several repeats, so that a card that warms up or a busy host touches all alike.
+turns over several repeats, so that a GPU that warms up or a busy host touches all alike.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One step is traced on every rank, as it is between others: from the sum of one s
 change and the first of them are gathered, to the next one's. Exposed is the time in which a kind's kernels or copies
 run and no product, norm or other computation does; where several kinds run at once they share it. A kernel that has
 begun before its other members have moves nothing yet: until the last of them has come it waits, for their compute and
-not for a network (a pipeline's bubble, uneven stages, uneven cards). Then the collectives that the step made are made
+not for a network (a pipeline's bubble, uneven stages, uneven GPUs). Then the collectives that the step made are made
 again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
 """
 
