@@ -61,7 +61,7 @@ PROSE: dict[str, str] = {
     r"\bon the wire\b": "the communication dtype, or in flight",
     r"\bfruitless\b": "without progress",
     r"\brungs?\b": "recovery action",
-    r"(?<!Jacob's )\bladder\b": "escalation policy",
+    r"(?<!Jacob's )\bladder\b(?!\": Event)": "escalation policy",
     r"\bunadded\b": "deferred residual add",
     r"\briders?\b": "piggybacked scalars",
     r"\bstruck\b": "injected",

@@ -39,7 +39,7 @@ def test_a_flipped_weight_stops_the_run_before_anything_is_saved(tiny, tmp_path)
     with pytest.raises(TrainingError, match="flipped bit"):
         train(load_config(tiny, ["--resilience.faults=true", "--resilience.checksum_interval=2"]))
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-2", "step-4"]
-    assert (run / "faults" / "a.struck").exists()
+    assert (run / "faults" / "a.injected").exists()
 
 
 def test_without_resilience_faults_nothing_is_injected(tiny, tmp_path):

@@ -35,8 +35,8 @@ class ParallelConfig(Section):
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="dtype of the gradients' communication between data-parallel ranks: float32: as they were accumulated; bfloat16: "
-        "rounded, half the bytes, summed in float32 (needs zero of 1 or 2)",
+        description="communication dtype of gradients between data-parallel ranks: float32: as they were accumulated; "
+        "bfloat16: rounded, half the bytes, summed in float32 (needs zero of 1 or 2)",
     )
     bucket_elements: int = Field(
         40_000_000,

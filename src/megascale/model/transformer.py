@@ -31,7 +31,7 @@ class Chunk(nn.Module):
         first, last: whether the embedding and the loss are here.
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
-        recompute: what backward computes again, as parallel.recompute.
+        recompute: what backward recomputes, as parallel.recompute.
         embedding: the token embedding of another chunk of this process, for tied logits here: it stays that chunk's.
     """
 
@@ -60,7 +60,7 @@ class Chunk(nn.Module):
             spec = Spec(
                 (Piece.whole("embedding.position.weight", shape),),
                 init_std=model.init_std,
-                shared=True,
+                replicated=True,
             )
             self.position_embedding = parameter(shape, spec, dtype)
         self.blocks = nn.ModuleList(Block(model, i, axis, dtype, recompute) for i in layers)
@@ -163,7 +163,7 @@ class Chunk(nn.Module):
         if device not in self._tables or self._tables[device][0].shape[0] < past + length:
             width = int(model.head_size * model.rotary_fraction)
             size = max(model.sequence_length, past + length)
-            wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-            self._tables[device] = rotary_tables(size, width, model.rotary_base, device, wide)
+            table_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+            self._tables[device] = rotary_tables(size, width, model.rotary_base, device, table_dtype)
         cos, sin = self._tables[device]
         return cos[past : past + length], sin[past : past + length]

@@ -53,7 +53,7 @@ class FaultInjector:
         if strike is None or kind not in KINDS:
             return
         if not fault.get("persistent", fault.get("stays")):
-            file.rename(file.with_suffix(".struck"))
+            file.rename(file.with_suffix(".injected"))
         strike(fault)
 
     def _meant(self, fault: dict[str, Any]) -> bool:

@@ -198,7 +198,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             moved(C, C),
         ),
         case(
-            "split wide gelu",
+            "split fused projection gelu",
             W,
             lambda x: fused_projection.split_fused_projection(x, M, M, D, "gelu")[:4],
             lambda x: fused_projection.split_fused_projection_reference(x, M, M, D, "gelu", None, None, None, False),

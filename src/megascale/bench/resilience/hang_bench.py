@@ -117,7 +117,7 @@ def run_case(case: str, folder: Path, rng: random.Random, layout: tuple[int, int
             time.sleep(rng.uniform(0, 0.3))
             os.kill(_pid(run, rank), signal.SIGSTOP)
         else:
-            injected = lambda: any((run / "faults").glob("*.struck"))
+            injected = lambda: any((run / "faults").glob("*.injected"))
             _until(lambda: injected() or process.poll() is not None, "the fault did not strike", folder)
         if process.poll() is not None:
             raise RuntimeError(f"training ended: {(folder / 'out').read_text()[-500:]}")

@@ -238,5 +238,5 @@ def show(record: dict[str, Any]) -> None:
         before, after = (x / 1e12 for x in record["gemm_flop_per_s"])
         console.print(f"sustained GEMM: {before:.0f} TFLOP/s before, {after:.0f} after, in the same run")
     for what, choice in record["active"].items():
-        if what != "independent products" or record["setting"] != "overlap.gemms":
+        if what != "independent GEMMs" or record["setting"] != "overlap.gemms":
             console.print(f"{what}: {choice}")
