@@ -113,7 +113,7 @@ def test_packed_refuses_what_is_not_one_tensor():
     has_bias=st.sampled_from(["no", "mlp", "wide"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
+def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, dtype):
     (S, B), (N, G), (D, R) = shape, heads, sizes
     columns = 2 * ffn if activation == "swiglu" else ffn
     tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)

@@ -56,7 +56,7 @@ class AblationRun:
         tokens: of a step.
         mfu: median of the timed steps, None where the device's peak is unknown.
         memory_gib: most that rank 0 held on its GPU, None on CPU.
-        sustained: FLOP/s of plain products right before its repeat, mean over the GPUs; None on CPU.
+        sustained: FLOP/s of plain GEMMs right before its repeat, mean over the GPUs; None on CPU.
     """
 
     row: str
@@ -296,7 +296,7 @@ def _figures(
 
 
 def _sustained(seconds: float = 2.0) -> float:
-    """FLOP/s that plain products sustain on all GPUs at once, their mean, in a process of its own."""
+    """FLOP/s that plain GEMMs sustain on all GPUs at once, their mean, in a process of its own."""
     import subprocess
     import sys
 

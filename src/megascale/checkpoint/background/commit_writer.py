@@ -1,4 +1,4 @@
-"""From a snapshot in memory to a commit in storage: files, part records, the commit, what becomes superfluous. No torch.
+"""From a snapshot in memory to a commit in storage: files, part records, the commit, what is superfluous. No torch.
 
 The half of the checkpoint service that knows storage. One `Writer` a service; all its methods may be called by several
 threads at once.

@@ -118,7 +118,7 @@ class CheckpointService:
         )
 
     def on_fill(self, sock: socket.socket, message: service_protocol.Message) -> None:
-        """The trainer is about to overwrite a slot: from here on it is not complete."""
+        """The trainer is about to overwrite a slot: from here on its snapshot is not complete."""
         slot = self.slots[message["rank"]][message["slot"]]
         slot.generation = ""
         service_protocol.send(sock, {})

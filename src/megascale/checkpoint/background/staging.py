@@ -121,14 +121,14 @@ def next_slot(
 ) -> int | None:
     """Which slot the next snapshot goes to, None if none may be given up yet.
 
-    Each process must take the same one, and a snapshot that is complete everywhere must stay until another is: else a kill
-    could leave each process with a snapshot of another step.
+    Each process must take the same one, and a snapshot that is complete everywhere must stay until another is: else a
+    kill could leave each process with a snapshot of another step.
 
     Args:
         free, whole: of each slot whether on every process nobody works on it, and whether its snapshot is complete.
         filled: generation of each slot's snapshot, as this process has it; the same on all where it is complete on all.
         origin: of each slot whether some process has in it what the run began from (others may have it from a peer).
-        resumed: the run began from memory. As long as nothing newer is complete everywhere, one snapshot is made at a time.
+        resumed: the run began from memory. As long as nothing newer is complete everywhere, one is made at a time.
     """
     if resumed and not any(whole) and not all(free):
         return None
