@@ -97,7 +97,7 @@ class MemoryEstimate:
 
 
 def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
-    """Parameters of one layer on one tensor-parallel rank. Norms and row-parallel biases are whole on each."""
+    """Parameters of one layer on one tensor-parallel rank. Norms and row-parallel biases are replicated."""
     h, q, k = model.hidden, model.heads * model.head_size, model.kv * model.head_size
     inner = model.ffn * (2 if model.gated else 1)
     norms = h * (2 if model.norm == "layernorm" else 1) * (2 if _second_norm(model) else 1)

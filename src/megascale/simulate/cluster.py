@@ -34,7 +34,7 @@ class Kernels(_Part):
     gemm_sustained: float = Field(
         gt=0,
         le=1,
-        description="share of peak that products hold for seconds, whatever their shape: the power limit",
+        description="share of peak that GEMMs hold for seconds, whatever their shape: the power limit",
     )
     gemm_half_depth: float = Field(gt=0, description="inner dimension at which a GEMM reaches half of that")
     memory: float = Field(gt=0, le=1, description="share of the printed HBM bandwidth that streaming kernels reach")

@@ -130,7 +130,7 @@ def _measure(
 
 
 class _Step:
-    """Matrix products, an all-reduce of gradients' size, an update of all of the state."""
+    """GEMMs, an all-reduce of gradients' size, an update of all of the state."""
 
     def __init__(self, device: torch.device, state: torch.Tensor, checkpointer: Checkpointer) -> None:
         self.device, self.state, self.checkpointer = device, state, checkpointer
@@ -150,7 +150,7 @@ class _Step:
             torch.cuda.synchronize(self.device)
 
     def calibrate(self, seconds: float) -> None:
-        """As many products as last about `seconds`, the same number on all processes."""
+        """As many GEMMs as last about `seconds`, the same number on all processes."""
         for _ in range(2):
             self.sync()
             begun = time.perf_counter()

@@ -144,7 +144,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             moved(4 * H, 4 * H, 4 * H),
         ),
         case(
-            "gelu, product's bias",
+            "gelu, GEMM's bias",
             4 * H,
             lambda x, b: activation.gelu(x, b, added=True),
             lambda x, b: activation.gelu_reference(activation.fuse_bias_gradient(x, b)),

@@ -145,7 +145,7 @@ def ablation(
         out.write_text(strict_json.dumps(record | {"runs": [asdict(r) for r in runs]}, indent=1) + "\n")
     show(record, runs)
     draw(record, runs, plot)
-    typer.echo(f"figures: {out}; plot: {plot}")
+    typer.echo(f"metrics: {out}; plot: {plot}")
 
 
 def rows_of(config: Config, data: int, window: int, cuda: bool) -> tuple[list[AblationRow], list[str]]:

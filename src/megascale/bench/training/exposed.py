@@ -2,7 +2,7 @@
 
 One step is traced on every rank, as it is between others: from the sum of one step's gradient norm, after which weights
 change and the first of them are gathered, to the next one's. Exposed is the time in which a kind's kernels or copies
-run and no product, norm or other computation does; where several kinds run at once they share it. A kernel that has
+run and no GEMM, norm or other computation does; where several kinds run at once they share it. A kernel that has
 begun before its other members have moves nothing yet: until the last of them has come it waits, for their compute and
 not for a network (a pipeline's bubble, uneven stages, uneven GPUs). Then the collectives that the step made are made
 again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
@@ -66,7 +66,7 @@ def exposed(
     preset: str = typer.Argument("gpt-13b", help="A shipped model shape."),
     warmup: int = typer.Option(5, min=2, help="Steps before the traced one."),
     plot: Path | None = typer.Option(None, help="Draw the step's timeline, a track a kind, into this PNG."),
-    out: Path = typer.Option(Path("bench-exposed.json"), help="JSON file for the figures."),
+    out: Path = typer.Option(Path("bench-exposed.json"), help="JSON file for the metrics."),
 ) -> None:
     """Trace a step and say how much of each kind of communication is not hidden under compute.
 
@@ -96,7 +96,7 @@ def exposed(
         if plot is not None:
             draw(record, plot)
             typer.echo(f"timeline: {plot}")
-        typer.echo(f"figures: {out}")
+        typer.echo(f"metrics: {out}")
 
 
 class Counting(NoCalls):

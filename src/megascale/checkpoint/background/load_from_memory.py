@@ -23,7 +23,7 @@ from megascale.checkpoint.object_collectives import Peers
 
 @dataclass(frozen=True)
 class Held:
-    """A save that is whole in the memory of the hosts of a group.
+    """A save that is complete in the memory of the hosts of a group.
 
     Attributes:
         step, generation: which.

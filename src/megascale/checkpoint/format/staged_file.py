@@ -71,7 +71,7 @@ class Slot:
         return {name: getattr(self, name) for name in names}
 
     def become(self, label: dict[str, Any], crcs: list[int]) -> None:
-        """It is whole now, and this."""
+        """It is complete now, and this."""
         self.crcs, self.step, self.ranks = crcs, label["step"], label["ranks"]
         self.state, self.identity = label["state"], label["identity"]
         self.generation = label["generation"]

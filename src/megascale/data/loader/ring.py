@@ -129,7 +129,7 @@ class Ring:
     # the loader's side ------------------------------------------------------------------------------------------
 
     def produced(self, stream: int) -> int:
-        """Micro-batches of a stream that are whole."""
+        """Micro-batches of a stream that are complete."""
         return int(self._produced[stream])
 
     def rewind(self, stream: int, number: int) -> None:
@@ -162,7 +162,7 @@ class Ring:
         self._taken[stream][reader] = number
 
     def ready(self, stream: int, number: int) -> bool:
-        """Whether micro-batch `number` is whole."""
+        """Whether micro-batch `number` is complete."""
         there = int(self._labels[stream, number % self.shape.depth]["ready"]) == number + 1
         fence()
         return there
