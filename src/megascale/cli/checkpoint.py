@@ -31,7 +31,7 @@ def inspect(
     all_tensors: bool = typer.Option(False, "--all", help="list every tensor; default: the first 40"),
     as_json: bool = typer.Option(False, "--json", help="print JSON instead of tables"),
 ) -> None:
-    """Show what a checkpoint holds: tensors, shapes, types, bytes, step, samples, configuration, whether it is complete.
+    """Show what a checkpoint holds: tensors, shapes, types, bytes, step, samples, configuration; is it complete?
 
     Reads the index only, so it is quick for any size.
 
