@@ -174,8 +174,8 @@ def generate(
 
     config, _ = trained_config(Path(run), step)
     tokenizer = tokenizer_for(config.data)  # before the model, which may take a while to read
-    check_tokenizer(Path(run), config, tokenizer, step)
     tokenizer_agreement.check_run(Path(run), config)
+    check_tokenizer(Path(run), config, tokenizer, step)
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascale.checkpoint import Shard
+from megascale.checkpoint import TensorShard
 from megascale.core.tensors import Box, flat_boxes
 
 # Children fork from a server that has torch loaded already, so a group of four starts in well under a second.
@@ -82,12 +82,12 @@ def logical_state(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> list[Shard]:
+def whole(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
     """Each tensor as one shard."""
-    return [Shard(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors.items()]
+    return [TensorShard(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors.items()]
 
 
-def cut(tensors: dict[str, torch.Tensor], how: str, rank: int, size: int) -> list[Shard]:
+def cut(tensors: dict[str, torch.Tensor], how: str, rank: int, size: int) -> list[TensorShard]:
     """This rank's shards, views on `tensors`: by rows, columns, flat ranges, or all on every rank (replicas)."""
     shards = []
     for name, t in tensors.items():
@@ -98,11 +98,11 @@ def cut(tensors: dict[str, torch.Tensor], how: str, rank: int, size: int) -> lis
         elif how == "flat":
             start, stop = t.numel() * rank // size, t.numel() * (rank + 1) // size
             for box, _, _ in flat_boxes(Box((0,) * t.dim(), shape), start, stop):
-                shards.append(Shard(name, shape, box.offsets, view(t, box)))
+                shards.append(TensorShard(name, shape, box.offsets, view(t, box)))
         else:
             start, stop = shape[dim] * rank // size, shape[dim] * (rank + 1) // size
             offsets = tuple(start if d == dim else 0 for d in range(t.dim()))
-            shards.append(Shard(name, shape, offsets, t.narrow(dim, start, stop - start)))
+            shards.append(TensorShard(name, shape, offsets, t.narrow(dim, start, stop - start)))
     return shards
 
 

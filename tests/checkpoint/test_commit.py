@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megascale.checkpoint import Shard, inspect, latest, load, save, steps
+from megascale.checkpoint import TensorShard, inspect, latest, load, save, steps
 from megascale.checkpoint.format.step_folders import COMMIT, read_index, survey
 from megascale.checkpoint.storage.base import open_storage
 from megascale.core.tensors import Box
@@ -173,10 +173,10 @@ def test_nothing_and_half_written_are_named(folder: Path) -> None:
 def test_other_model_is_refused(folder: Path) -> None:
     saved = {"config": {"model": {"hidden": 12, "layers": 1, "vocab_size": 37, "ffn_hidden": None}}}
     save(folder, 1, whole(logical_state()), saved, keep=1)
-    other = Shard("model.embedding.weight", (40, 12), (0, 0), torch.zeros(40, 12))
+    other = TensorShard("model.embedding.weight", (40, 12), (0, 0), torch.zeros(40, 12))
     with pytest.raises(DataError, match=r"embedding.weight is \[37, 12\] there and \[40, 12\].*model.vocab_size"):
         load(folder, [other])
-    deeper = [Shard(f"model.layers.{i}.attention.query.bias", (12,), (0,), torch.zeros(12)) for i in range(2)]
+    deeper = [TensorShard(f"model.layers.{i}.attention.query.bias", (12,), (0,), torch.zeros(12)) for i in range(2)]
     with pytest.raises(DataError, match=r"no model.layers.1.*model.layers is likely 1 there and 2 here"):
         load(folder, deeper)
     with pytest.raises(DataError, match=r"optimizer.name likely differs"):
@@ -209,7 +209,7 @@ def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.Monk
 SAVER = """
 import sys, torch
 from pathlib import Path
-from megascale.checkpoint import Shard, load, latest, save
+from megascale.checkpoint import TensorShard, load, latest, save
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
 step = latest(folder) or 0
@@ -217,7 +217,8 @@ while True:
     step += 1
     w = torch.full((64, 4096), float(step))
     b = torch.arange(1000) + step
-    save(folder, step, [Shard("w", (64, 4096), (0, 0), w), Shard("b", (1000,), (0,), b)], {"step": step}, keep=2)
+    shards = [TensorShard("w", (64, 4096), (0, 0), w), TensorShard("b", (1000,), (0,), b)]
+    save(folder, step, shards, {"step": step}, keep=2)
     print(step, flush=True)
 """
 
@@ -238,7 +239,7 @@ def test_killed_at_random_points_of_saving(folder: Path) -> None:
         assert newest is not None
         assert newest >= reported
         w, b = torch.zeros(64, 4096), torch.zeros(1000, dtype=torch.int64)
-        state = load(folder, [Shard("w", (64, 4096), (0, 0), w), Shard("b", (1000,), (0,), b)])
+        state = load(folder, [TensorShard("w", (64, 4096), (0, 0), w), TensorShard("b", (1000,), (0,), b)])
         assert state == {"step": newest}
         assert (w == newest).all()
         assert torch.equal(b, torch.arange(1000) + newest)

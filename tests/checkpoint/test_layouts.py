@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.checkpoint import LoadReport, Shard, load, save
+from megascale.checkpoint import LoadReport, TensorShard, load, save
 from megascale.checkpoint.format.chunks import slices, split
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.format.read_plan import Want, assign_readers, moves, rounds
@@ -90,16 +90,16 @@ def test_subset_and_other_dtype(folder: Path) -> None:
     save(folder, 1, whole(tensors), {}, keep=1)
     name = "model.embedding.weight"
     got = torch.zeros(37, 12, dtype=torch.float64)
-    load(folder, [Shard(name, (37, 12), (0, 0), got)])
+    load(folder, [TensorShard(name, (37, 12), (0, 0), got)])
     assert torch.equal(got, tensors[name].double())
 
 
 def test_hole_is_refused(folder: Path) -> None:
     t = torch.zeros(4, 4)
     with pytest.raises(TrainingError, match=r"w: the boxes handed in hold 8 of 16"):
-        save(folder, 1, [Shard("w", (4, 4), (0, 0), t[:2])], {}, keep=1)
+        save(folder, 1, [TensorShard("w", (4, 4), (0, 0), t[:2])], {}, keep=1)
     with pytest.raises(TrainingError, match="overlap"):
-        save(folder, 1, [Shard("w", (4, 4), (0, 0), t[:2]), Shard("w", (4, 4), (1, 0), t[:2])], {}, keep=1)
+        save(folder, 1, [TensorShard("w", (4, 4), (0, 0), t[:2]), TensorShard("w", (4, 4), (1, 0), t[:2])], {}, keep=1)
     with pytest.raises(TrainingError, match="complex64"):
         save(folder, 1, whole({"w": torch.zeros(2, dtype=torch.complex64)}), {}, keep=1)
 

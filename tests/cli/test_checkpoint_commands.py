@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from megascale.checkpoint import Shard, load, save, steps
+from megascale.checkpoint import TensorShard, load, save, steps
 from megascale.checkpoint.format.step_folders import COMMIT, find_steps, read_commit, read_index
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError
@@ -118,7 +118,7 @@ def test_import_of_a_plain_torch_checkpoint(tmp_path: Path) -> None:
     dcp.save(tensors, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     call("import", tmp_path / "dcp", tmp_path / "new", "--prefix", "")
     got = {"a": torch.zeros(5, 3), "b.c": torch.zeros(4, dtype=torch.int64)}
-    load(tmp_path / "new", [Shard(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in got.items()])
+    load(tmp_path / "new", [TensorShard(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in got.items()])
     assert torch.equal(got["a"], tensors["a"])
     assert torch.equal(got["b.c"], torch.arange(4))
 

@@ -38,8 +38,8 @@ def layout(
     )
 
 
-def shards(engine: Engine) -> list[checkpoint.Shard]:
-    return [checkpoint.Shard(*parts) for parts in engine.optimizer.logical()]
+def shards(engine: Engine) -> list[checkpoint.TensorShard]:
+    return [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical()]
 
 
 def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:

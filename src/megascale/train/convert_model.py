@@ -80,7 +80,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         data = config.data.model_copy(update={"tokenizer": str(run / convert_tokenizer.NAME)})
         config = config.model_copy(update={"data": data})
     shards = [
-        checkpoint.Shard(f"model.{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+        checkpoint.TensorShard(f"model.{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
         for name, tensor in found.tensors.items()
     ]
     identity = secrets.token_hex(8)
@@ -143,7 +143,7 @@ def export_model(
 
     def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
         tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
-        shards = [checkpoint.Shard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
+        shards = [checkpoint.TensorShard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
         checkpoint.load(checkpoints, shards, step=step, accept=same)
         return tensors
 

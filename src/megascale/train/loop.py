@@ -149,7 +149,7 @@ class Trainer:
             place_of_state = config.checkpoint.location or self.folder.checkpoints
             kept = attention_choice.read(self.folder.path, place_of_state, config.checkpoint.resume)
         self.engine = Engine(self.layout, self.groups, place.device, kept=kept)
-        shards = [checkpoint.Shard(*parts) for parts in self.engine.optimizer.logical()]
+        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.optimizer.logical()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         self.origin = Origin(config, self.folder, self.checkpointer.peers)
         every = config.resilience.checksum_interval
@@ -379,7 +379,7 @@ class Trainer:
             self.clock.pause()
         return begun
 
-    def _handle_outcomes(self, outcomes: Sequence[checkpoint.Outcome], strict: bool = False) -> None:
+    def _handle_outcomes(self, outcomes: Sequence[checkpoint.SaveOutcome], strict: bool = False) -> None:
         """Record what became of saves. A save in the background that failed is told and training goes on; `strict`:
         it was the last one, and training must not end as if its result were kept."""
         for outcome in outcomes:

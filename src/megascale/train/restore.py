@@ -28,7 +28,7 @@ def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tupl
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
     config = config.model_copy(update={"parallel": parallel, "train": train})
     engine = Engine(lay_out(config, 1), None, _device(device))
-    shards = [checkpoint.Shard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
+    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
     checkpoint.load(checkpoint_folder(run, config), shards, step=step, accept=same)
     engine.loaded()
     return engine, config
@@ -44,7 +44,7 @@ def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -
     # Rows that only fill up the vocabulary are in no checkpoint.
     materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=place) for p in chunk.parameters()})
     shards = [
-        checkpoint.Shard(f"model.{piece.name}", piece.shape, piece.box.offsets, view)
+        checkpoint.TensorShard(f"model.{piece.name}", piece.shape, piece.box.offsets, view)
         for p in chunk.parameters()
         for piece, view in piece_views(spec_of(p), p.data)
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascale.checkpoint import Checkpointer, Shard, inspect, latest, load, save, steps
+from megascale.checkpoint import Checkpointer, TensorShard, inspect, latest, load, save, steps
 from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.storage.base import Storage, open_storage
 from megascale.checkpoint.storage.local_disk import LocalStorage
@@ -127,9 +127,9 @@ def test_checkpoints_on_any_storage(place: str) -> None:
 def _save_and_load(rank: int, size: int, place: str) -> int:
     tensors = {"w": torch.arange(1000.0).reshape(100, 10)}
     rows = slice(100 * rank // size, 100 * (rank + 1) // size)
-    save(place, 1, [Shard("w", (100, 10), (rows.start, 0), tensors["w"][rows])], {"step": 1}, keep=1)
+    save(place, 1, [TensorShard("w", (100, 10), (rows.start, 0), tensors["w"][rows])], {"step": 1}, keep=1)
     got = torch.zeros(100, 10)
-    load(place, [Shard("w", (100, 10), (0, 0), got)])
+    load(place, [TensorShard("w", (100, 10), (0, 0), got)])
     assert torch.equal(got, tensors["w"])
     return rank
 

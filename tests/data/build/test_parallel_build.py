@@ -64,7 +64,7 @@ def test_workers_do_not_change_the_result(tmp_path: Path, corpus: Path, monkeypa
 
 SCRIPT = """
 import sys
-from megascale.data import build as building, pool
+from megascale.data.build import builder as building, worker_pool as pool
 building._PIECE, pool.SMALL = int(sys.argv[4]), 0
 building.build(sys.argv[1], inputs=[sys.argv[2]], tokenizer=sys.argv[3], workers=2, progress=False)
 """

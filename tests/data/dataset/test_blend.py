@@ -112,7 +112,7 @@ def test_a_files_own_order_does_not_depend_on_the_weights(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"), [([1, 0], "positive"), ([1, float("nan")], "positive"), ([1], "one weight")]
+    ("weights", "says"), [([1, 0], "positive"), ([1, float("nan")], "finite"), ([1], "one weight")]
 )
 def test_bad_weights(tmp_path: Path, weights: list[float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -211,8 +211,8 @@ def test_stopped_loader_is_replaced(prefix: str, tmp_path: Path, hosts: list[Hos
 DIE = """
 import sys, os, signal
 from pathlib import Path
-from megascale.data.loader.host_loader import Reader
-reader = Reader(Path(sys.argv[1]), 1, 0)
+from megascale.data.loader.host_loader import LoaderReader
+reader = LoaderReader(Path(sys.argv[1]), 1, 0)
 reader.take()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -260,7 +260,7 @@ def test_ends_with_its_readers_and_leaves_nothing(prefix: str, tmp_path: Path) -
 START = """
 import os, signal, sys
 from pathlib import Path
-from megascale.data import host_loader
+from megascale.data.loader import host_loader
 from megascale.data.loader.host_layout import HostPlan
 plan = HostPlan.from_json(Path(sys.argv[1]).read_text())
 print(host_loader.start(plan.config, world=2, first_rank=0, ranks=2).folder, flush=True)
@@ -350,7 +350,9 @@ def test_small_mount_is_refused(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(FitError, match="free of"):
         ring.create(path, RingShape(((0,),), 1 << 20, 1 << 13, 1 << 6), 1, "too large")
     assert not path.exists()
-    plan = plan_host(configured(prefix, tmp_path, ring_steps=1 << 40), 1, 0, 1)
+    plan = plan_host(
+        configured(prefix, tmp_path, ring_steps=10_000, micro_batch=1 << 14, global_batch=1 << 22), 1, 0, 1
+    )
     with pytest.raises(FitError, match=r"data\.ring_steps"):
         host_loader.prepare(plan)
 

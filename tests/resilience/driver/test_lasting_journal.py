@@ -26,10 +26,10 @@ from megascale.resilience.driver.lasting_journal import LastingJournal
 FULL = """
 import json, resource, sys
 from pathlib import Path
-from megascale.resilience.driver.audit_log import Diary
-from megascale.resilience.driver.journal import NodeRow, Reader
+from megascale.resilience.driver.audit_log import AuditLog
+from megascale.resilience.driver.journal import NodeRow, JournalReader
 from megascale.resilience.driver.lasting_journal import LastingJournal
-from megascale.resilience.driver.job_state import Job, Phase
+from megascale.resilience.driver.job_state import JobState, Phase
 
 run, really, said = Path(sys.argv[1]), sys.argv[2] == "disk", []
 filler = run / "filler"
@@ -48,20 +48,20 @@ def room():
 
 journal, _ = LastingJournal.take(run, 0.1)
 journal.say = said.append
-diary = Diary(run, journal, lambda who, text: None)
+diary = AuditLog(run, journal, lambda who, text: None)
 (run / "events.jsonl").write_text("x" * 4095 + "\\n")
 diary.note("before", attempt=1)
 full()
 for number in range(200):
     diary.note(f"e{number}", attempt=2, nodes=("n0",), evidence=("x" * 500,), seconds=number)
     journal.renew()
-journal.save_job(Job("a", Phase.RUNNING, 2, ("n0",), 1, 1))
+journal.save_job(JobState("a", Phase.RUNNING, 2, ("n0",), 1, 1))
 journal.save_node(NodeRow("n0", "127.0.0.1", "up", "why", 1.5, {}))
 behind = journal.behind
 room()
 journal.renew()
 diary.note("after", attempt=2)
-reader = Reader(run)
+reader = JournalReader(run)
 lines = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()[1:]]
 found = [[e.kind for e in reader.events()], lines, reader.job.attempt, [n.name for n in reader.nodes()]]
 print(json.dumps([behind, journal.behind, said, *found]))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megascale.bench.checkpoint.checkpoint_crash import FaultyDisk, JournalDisk, after_power_cut
-from megascale.checkpoint import Checkpointer, Shard, load
+from megascale.checkpoint import Checkpointer, TensorShard, load
 from megascale.checkpoint.background import service, service_protocol
 from megascale.checkpoint.background.load_from_memory import ask
 from megascale.checkpoint.format import step_folders as folders
@@ -56,9 +56,9 @@ def state_of(step: int, scale: int = 1) -> dict[str, torch.Tensor]:
     }
 
 
-def shards_of(tensors: dict[str, torch.Tensor]) -> list[Shard]:
+def shards_of(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
     """Whole tensors as shards."""
-    return [Shard(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors.items()]
+    return [TensorShard(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors.items()]
 
 
 def check(place: Any, least: int, scale: int = 1) -> int:

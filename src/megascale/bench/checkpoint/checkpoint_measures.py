@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megascale.checkpoint import Checkpointer, LoadReport, Shard, load, save
+from megascale.checkpoint import Checkpointer, LoadReport, TensorShard, load, save
 from megascale.checkpoint.format.step_folders import prune
 from megascale.config import CheckpointConfig
 
@@ -27,14 +27,14 @@ Figures = dict[str, Any]
 _context = multiprocessing.get_context("forkserver")
 
 
-def model(gigabytes: float, fill: bool = True) -> list[Shard]:
+def model(gigabytes: float, fill: bool = True) -> list[TensorShard]:
     """About that many 10^9 bytes of float32 tensors, as a layer's matrices lie: 16 MB each."""
     count = max(1, round(gigabytes * 1e9 / (2048 * 2048 * 4)))
     make = torch.randn if fill else torch.zeros
-    return [Shard(f"model.layers.{i}.weight", (2048, 2048), (0, 0), make(2048, 2048)) for i in range(count)]
+    return [TensorShard(f"model.layers.{i}.weight", (2048, 2048), (0, 0), make(2048, 2048)) for i in range(count)]
 
 
-def data_bytes(shards: list[Shard]) -> int:
+def data_bytes(shards: list[TensorShard]) -> int:
     """Bytes of the tensors."""
     return sum(s.tensor.nbytes for s in shards)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megascale.checkpoint import Checkpointer, Shard
+from megascale.checkpoint import Checkpointer, TensorShard
 from megascale.config import CheckpointConfig
 
 _context = multiprocessing.get_context("spawn")
@@ -87,7 +87,7 @@ def _measure(
     width = 8192 if gigabytes > 1 else 1024
     rows = max(1, int(gigabytes * 1e9 / world / 4 / width / 64))
     state = torch.zeros(64, rows, width, device=device)
-    shards = [Shard(f"model.{i}.weight", (rows * world, width), (rank * rows, 0), state[i]) for i in range(64)]
+    shards = [TensorShard(f"model.{i}.weight", (rows * world, width), (rank * rows, 0), state[i]) for i in range(64)]
     config = CheckpointConfig(background=True, keep=1, linger=5.0, location=str(folder / "checkpoints"))
     checkpointer = Checkpointer(config, folder / "run", shards)
     begun = time.perf_counter()

@@ -179,9 +179,7 @@ def load(file: Path | None) -> list[TargetCase]:
     """The cases of a TOML file, of the shipped one for None; ConfigError naming case, key and value if it is wrong."""
     name = str(file or "targets.toml")
     try:
-        text = (
-            resources.files("megascale.bench.targets.targets") / "targets.toml" if file is None else file
-        ).read_text()
+        text = (resources.files("megascale.bench.targets") / "targets.toml" if file is None else file).read_text()
         tree = tomllib.loads(text)
         cases = _File.model_validate(tree).case
     except OSError as error:

@@ -1,0 +1,41 @@
+"""What the documents name is there: files, modules, functions and tests of the tree that they stand in."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BASES = (ROOT, ROOT / "src" / "megascale", ROOT / "docs")
+# The log says what was true on its dates, in the names of its time.
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")} - {ROOT / "docs/log.md"})
+FILE = re.compile(r"`((?:src|tests|docs|examples|scripts)/[\w./*-]*|[\w./-]+\.py)(?:::([\w.]+))?")
+MODULE = re.compile(r"(?<![\w/.-])megascale((?:\.[a-z_]\w*)+)")
+LINK = re.compile(r"\]\(([\w./-]+\.(?:md|py|toml))(?:#[\w-]*)?\)")
+
+
+def files(path: str) -> list[Path]:
+    """What a page may mean: a path from the root, the package or docs/, or the end of one in package or tests."""
+    found = [file for base in BASES for file in base.glob(path.rstrip("/"))]
+    return found or [file for base in (BASES[1], ROOT / "tests") for file in base.rglob(path)]
+
+
+def defines(file: Path, name: str) -> bool:
+    """Whether a file has the function, class or method, whose classes count as well."""
+    text = file.read_text()
+    return all(re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", text, re.M) for part in name.split("."))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page):
+    text = page.read_text()
+    missing = [m[0] for m in FILE.finditer(text) if not any(not m[2] or defines(f, m[2]) for f in files(m[1]))]
+    for dotted in MODULE.findall(text):
+        *parents, last = dotted[1:].split(".")
+        module = "/".join([*parents, last])
+        there = (
+            files(f"{module}.py") or files(module) or any(defines(f, last) for f in files("/".join(parents) + ".py"))
+        )
+        missing += [] if there else [f"megascale{dotted}"]
+    missing += [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    assert not missing
