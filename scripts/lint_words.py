@@ -52,6 +52,10 @@ NAMES: dict[str, str] = {
     "multiprocessor": "SM",
     "multiprocessors": "SMs",
     "cards": "gpus",
+    "round_sizes": "group_sizes",
+    "find_place": "find_rank_info",
+    "split_wide": "split_fused_projection",
+    "wide_bias": "fused_bias",
 }
 # Names of others, which no rule of ours changes.
 FOREIGN = re.compile(r"scaled_dot_product\w*|multi_processor_count|ndim_product")
@@ -62,7 +66,7 @@ PROSE: dict[str, str] = {
     r"\bon the wire\b": "the communication dtype, or in flight",
     r"\bfruitless\b": "without progress",
     r"\brungs?\b": "recovery action",
-    r"(?<!Jacob's )\bladder\b": "escalation policy",
+    r"(?<!Jacob's )(?:(?<!^\")\bladder\b|\bladder\b(?!\"$))": "escalation policy",
     r"\bunadded\b": "deferred residual add",
     r"\briders?\b": "piggybacked scalars",
     r"\bstruck\b": "injected",
@@ -71,6 +75,10 @@ PROSE: dict[str, str] = {
     r"(?<!network )(?<!sound )\bcards?\b": "GPU",
     r"\bround size\b": "micro-batch group size",
     r"\bdiary\b": "audit log",
+    r"\bsecond stream\b": "side stream",
+    r"\bgrad_unset\b": "overwrite_main_grad",
+    r"\bwire format\b": "protocol",
+    r"\bplain products?\b|\bsustained products?\b": "plain or sustained GEMM",
 }
 HISTORY = ("CHANGELOG.md", "docs/log.md", "docs/reports/", "migration.py", "scripts/lint_words.py")
 

@@ -1,3 +1,3 @@
-"""MegaScale: train large language models at any scale with nobody watching."""
+"""MegaScale: train large language models at any scale, unattended."""
 
 __version__ = "0.1.0"

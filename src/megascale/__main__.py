@@ -1,4 +1,4 @@
-"""`megascale` and `python -m megascale`: loads the command line, and ends quietly if it is interrupted meanwhile."""
+"""`megascale` and `python -m megascale`: loads the command line, and exits cleanly if it is interrupted meanwhile."""
 
 import sys
 

@@ -106,11 +106,11 @@ def train(config: Config) -> TrainResult:
     from megascale.core.layout import lay_out
     from megascale.train.claim import tell_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.rank_info import check_place, find_place
+    from megascale.train.rank_info import check_place, find_rank_info
 
     try:
         config = resolve(config)
-        place = find_place(config)
+        place = find_rank_info(config)
         lay_out(config, place.world)
         check_place(config, place, keeps=True)
     except MegascaleError as error:

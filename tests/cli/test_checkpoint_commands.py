@@ -65,7 +65,7 @@ def test_verify_names_file_and_tensor(run: Path) -> None:
     data = bytearray(path.read_bytes())
     data[index.columns["data"][row]] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"1 of 2 checkpoints .* not whole: step 10"):
+    with pytest.raises(DataError, match=r"1 of 2 checkpoints .* not complete: step 10"):
         call("verify", run)
     result = CliRunner().invoke(app, ["checkpoint", "verify", str(run), "--json"])
     damaged = json.loads(result.stdout)[0]

@@ -142,7 +142,7 @@ def test_one_communicator_for_both_ways_deadlocks():
 
 def test_a_short_last_round_deadlocks(monkeypatch):
     """Why a remainder is spread over the rounds."""
-    monkeypatch.setattr(schedules, "round_sizes", lambda p, m, _: [p] * (m // p) + [m % p] * (m % p > 0))
+    monkeypatch.setattr(schedules, "group_sizes", lambda p, m, _: [p] * (m // p) + [m % p] * (m % p > 0))
     with pytest.raises(ScheduleError, match="deadlocks"):
         check(interleaved_1f1b(4, 3, 5))
 

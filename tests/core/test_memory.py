@@ -170,7 +170,7 @@ def test_bytes_a_parameter(zero, precision):
 
 @pytest.mark.parametrize(("zero", "sent"), [(1, 1), (2, 2)])
 def test_rounded_gradients_are_held_with_the_full_ones(zero, sent):
-    """A copy of two bytes of what is on the wire: all of a stage's, or both of ZeRO-2's buffers."""
+    """A copy of two bytes of what is in flight: all of a stage's, or both of ZeRO-2's buffers."""
     model, train = {"preset": "gpt-1.3b"}, {"micro_batch": 1, "global_batch": 8, "precision": "bfloat16"}
     plain, rounded = (
         memory_of(configure(model, {"zero": zero, "reduce_dtype": dtype}, train), 8, 0)

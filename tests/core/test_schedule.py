@@ -12,11 +12,11 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
+    group_sizes,
     in_flight_bound,
     interleaved_1f1b,
     one_f_one_b,
     pipeline_schedule,
-    round_sizes,
 )
 from megascale.errors import FitError
 
@@ -54,7 +54,7 @@ def test_in_flight_is_the_stated_formula(sizes):
 def test_receives_are_posted_one_compute_slot_early(sizes):
     p, _, m = sizes
     schedule = pipeline_schedule(*sizes)
-    if max(round_sizes(p, m)) > p:
+    if max(group_sizes(p, m)) > p:
         return  # of messages that wait for their receiver's turn: the next test
     for stage in range(schedule.stages):
         actions = schedule[stage]
@@ -152,7 +152,7 @@ def test_two_stages_with_chunks_have_four_channels():
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 600))
 def test_rounds_add_up_and_none_is_short(p, m):
-    sizes = round_sizes(p, m)
+    sizes = group_sizes(p, m)
     assert sum(sizes) == m
     assert min(sizes) >= min(p, m)
     assert max(sizes) - min(sizes) <= 1
@@ -198,7 +198,7 @@ def test_the_paper_s_175b_schedule():
 @settings(deadline=None)
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 30), st.integers(1, 30))
 def test_long_rounds_take_as_many_microbatches_of_a_chunk_in_turn(p, v, m, micro_batch_group_size):
-    sizes = round_sizes(p, m, micro_batch_group_size)
+    sizes = group_sizes(p, m, micro_batch_group_size)
     assert sum(sizes) == m
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= min(m, max(p, micro_batch_group_size))

@@ -53,7 +53,7 @@ class Told:
 
 
 class Late(side_stream.InOrder):
-    """Runs works as late as a second stream may: when gradients are read, or when two others were asked for since."""
+    """Runs works as late as a side stream may: when gradients are read, or when two others were asked for since."""
 
     def __init__(self) -> None:
         self.open: deque[Callable[[], Any]] = deque()
@@ -73,7 +73,7 @@ class Late(side_stream.InOrder):
 
 @contextmanager
 def late_gemms() -> Iterator[None]:
-    """Products that run beside others run as late as they may."""
+    """GEMMs on the side stream run as late as they may."""
     with mock.patch.object(side_stream, "InOrder", Late):
         yield
 

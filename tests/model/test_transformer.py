@@ -27,7 +27,7 @@ SHAPES = {
         "--model.tied_embeddings=false",
         "--model.head_bias=true",
     ],
-    "odd": [  # biases on one half of the wide product, narrow heads, few groups, windows in two layers of three
+    "odd": [  # biases on one half of the fused projection, narrow heads, few groups, windows in two layers of three
         "--model.block=parallel",
         "--model.mlp_bias=false",
         "--model.attention_out_bias=false",

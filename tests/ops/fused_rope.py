@@ -113,7 +113,7 @@ def test_packed_refuses_what_is_not_one_tensor():
     has_bias=st.sampled_from(["no", "mlp", "wide"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
+def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, dtype):
     (S, B), (N, G), (D, R) = shape, heads, sizes
     columns = 2 * ffn if activation == "swiglu" else ffn
     tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
@@ -126,7 +126,7 @@ def test_split_wide(shape, heads, sizes, ffn, activation, has_bias, dtype):
         return torch.cat([_joined(parts), 4 * inner], dim=-1)
 
     compare(split, split, (x, bias), 2 * TOLERANCE[dtype])
-    assert dispatch.active()["split wide"] == "reference (float64)"  # the second of the two
+    assert dispatch.active()["split fused projection"] == "reference (float64)"  # the second of the two
 
 
 @FEW
@@ -163,7 +163,7 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
 
     for kept, made in zip(run(False), run(True), strict=True):
         assert (kept is None and made is None) or torch.equal(kept, made)
-    assert dispatch.active()["split wide"] == "triton"
+    assert dispatch.active()["split fused projection"] == "triton"
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -182,7 +182,7 @@ def test_gradients_go_straight_to_main_grad(kind, dtype):
             y = torch.cat(
                 [
                     part.flatten(2)
-                    for part in split_fused_projection(x * 1.0, 2, 1, width, "swiglu", wide_bias=used[0])[:4]
+                    for part in split_fused_projection(x * 1.0, 2, 1, width, "swiglu", fused_bias=used[0])[:4]
                 ],
                 -1,
             )

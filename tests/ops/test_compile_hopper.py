@@ -69,9 +69,11 @@ def optimizer(on_device: bool) -> None:
     segments.square_sums(g, table)
 
 
-def again(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    *_, inner, produce = fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", wide_bias=bias, again=True)
-    return linear_scatter(ALONE, inner, weight, recompute_fns=(produce,))
+def recomputed_activation(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    *_, inner, recompute_fn = fused_projection.split_fused_projection(
+        x, 40, 40, 128, "gelu", fused_bias=bias, recompute=True
+    )
+    return linear_scatter(ALONE, inner, weight, recompute_fns=(recompute_fn,))
 
 
 def add_norm(width: int) -> None:
@@ -111,7 +113,7 @@ CASES: dict[str, Callable[[], None]] = {
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),
-    "split wide": lambda: both_passes(
+    "split fused projection": lambda: both_passes(
         lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", b)[:4],
         zeros(8, 2, 15360 + 20480),
         zeros(20480),
@@ -119,13 +121,13 @@ CASES: dict[str, Callable[[], None]] = {
     "gelu, bias in already": lambda: both_passes(
         lambda x, b: activation.gelu(x, b, added=True), zeros(8, 2, 20480), collecting(20480)
     ),
-    "split wide, its product's bias": lambda: both_passes(
-        lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", wide_bias=b)[:4],
+    "split fused projection, its GEMM's bias": lambda: both_passes(
+        lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", fused_bias=b)[:4],
         zeros(8, 2, 15360 + 20480),
         collecting(15360 + 20480),
     ),
-    "split wide, its activation again": lambda: both_passes(
-        again,
+    "split fused projection, its activation recomputed": lambda: both_passes(
+        recomputed_activation,
         zeros(8, 2, 15360 + 20480),
         collecting(15360 + 20480),
         zeros(5120, 20480),

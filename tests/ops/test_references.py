@@ -172,7 +172,7 @@ def test_linear_accumulates_into_main_grad(dtype):
     torch.testing.assert_close(w.main_grad.double(), exact_w, rtol=rtol, atol=rtol)
     torch.testing.assert_close(b.main_grad.double(), exact_b, rtol=rtol, atol=rtol)
     torch.testing.assert_close(x.grad, 2 * want[0])
-    # What an unset gradient holds is nobody's business: the first product writes it, the next one adds.
+    # What an unset gradient holds is undefined: the first GEMM writes it, the next one adds.
     w.main_grad.fill_(float("nan"))
     w.overwrite_main_grad = True
     for _ in range(2):

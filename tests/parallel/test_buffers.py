@@ -44,7 +44,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
                 assert edges == sorted(edges)
                 for extent in shard.extents:
                     # Replicas all own what they hold; it counts on the first of them only.
-                    if (extent.spec.shared and t > 0) or (zero == 0 and d > 0):
+                    if (extent.spec.replicated and t > 0) or (zero == 0 and d > 0):
                         continue
                     for piece, offsets, view in extent_boxes(extent, shard.params):
                         whole = owned.setdefault(piece.name, np.zeros(piece.shape, int))

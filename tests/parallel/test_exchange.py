@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megascale.parallel import exchange as module
 from megascale.parallel.exchange import Exchange
 
-QUEUES = ("main", "beside", "side")
+QUEUES = ("main", "side", "copy")
 
 
 class Device:
@@ -36,22 +36,22 @@ class Device:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert to.shape == source.shape
         half = to.shape[0] // 2  # a copy takes time: others may come between
-        self.put("side", lambda: to[:half].copy_(source[:half]))
-        self.put("side", lambda: to[half:].copy_(source[half:]))
+        self.put("copy", lambda: to[:half].copy_(source[:half]))
+        self.put("copy", lambda: to[half:].copy_(source[half:]))
 
     def signal(self, peer: int, number: int) -> None:
-        self.put("side", lambda: self.flags.__setitem__((peer, self.rank), number))
+        self.put("copy", lambda: self.flags.__setitem__((peer, self.rank), number))
 
     def wait_for(self, peer: int, number: int) -> None:
-        self.put("side", lambda: None, lambda: self.flags.get((self.rank, peer), 0) >= number)
+        self.put("copy", lambda: None, lambda: self.flags.get((self.rank, peer), 0) >= number)
 
     def record_event(self, queue: str) -> dict[str, bool]:
         point = {"reached": False}
         self.put(queue, lambda: point.update(reached=True))
         return point
 
-    def stream_wait(self, queue: str, record_event: dict[str, bool]) -> None:
-        self.put(queue, lambda: None, lambda: record_event["reached"])
+    def stream_wait(self, queue: str, event: dict[str, bool]) -> None:
+        self.put(queue, lambda: None, lambda: event["reached"])
 
 
 def run(devices: list[Device], rng: random.Random) -> None:
@@ -161,7 +161,7 @@ def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:
 
 def test_one_turn_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: with memory for one call, some order overwrites what a peer still reads."""
-    monkeypatch.setattr(module, "TURNS", 1)
+    monkeypatch.setattr(module, "BUFFERS", 1)
     found = [pair for seed in range(60) for pair in play(2, ["gather"] * 6, 0, seed)]
     assert not all(torch.equal(*pair) for pair in found)
 

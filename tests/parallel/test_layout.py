@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megascale.parallel.buffer_layout import ALIGN, BufferMember, FlatLayout, lay_out
 
 sizes = st.one_of(st.integers(1, 300), st.sampled_from([ALIGN, 2 * ALIGN, 64 * ALIGN]))
-plain = st.builds(BufferMember, sizes, decay=st.booleans(), shared=st.booleans())
+plain = st.builds(BufferMember, sizes, decay=st.booleans(), replicated=st.booleans())
 
 
 @st.composite
@@ -18,7 +18,7 @@ def chunks(draw: st.DrawFn) -> list[BufferMember]:
     """A chunk's parameters, with a tied embedding in front, behind, or not at all."""
     members = draw(st.lists(plain, min_size=1, max_size=20))
     alone = draw(st.sampled_from(["none", "first", "last"]))
-    tied = [BufferMember(draw(sizes), decay=True, shared=False, alone=True)]
+    tied = [BufferMember(draw(sizes), decay=True, replicated=False, own_bucket=True)]
     return members if alone == "none" else tied + members if alone == "first" else members + tied
 
 
@@ -64,16 +64,16 @@ def test_buckets_fill_the_buffer_and_ranks_own_equal_aligned_parts(members, rank
 def test_what_is_treated_alike_is_contiguous(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
     order = sorted(range(len(members)), key=layout.starts.__getitem__)
-    kinds = [(members[i].alone, members[i].shared, not members[i].decay) for i in order]
+    kinds = [(members[i].own_bucket, members[i].replicated, not members[i].decay) for i in order]
     assert kinds == sorted(kinds)
     for kind in set(kinds):
         inside = [i for i, k in zip(order, kinds, strict=True) if k == kind]
         assert inside == sorted(inside, reverse=True), "backward finishes the last parameters first"
     # The shared region holds the shared members, all of them, and nobody else, in buckets of its own.
-    start, stop = layout.shared
+    start, stop = layout.replicated
     for m, (a, b) in zip(members, spans(layout, members), strict=True):
-        assert (start <= a and b <= stop) if m.shared else (b <= start or a >= stop)
-    if any(m.shared for m in members):
+        assert (start <= a and b <= stop) if m.replicated else (b <= start or a >= stop)
+    if any(m.replicated for m in members):
         assert start in {span.start for span in layout.buckets}
         assert stop in {span.stop for span in layout.buckets}
     else:
@@ -83,16 +83,16 @@ def test_what_is_treated_alike_is_contiguous(members, ranks, bucket):
 @cases
 def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
-    alone = [i for i, m in enumerate(members) if m.alone]
+    alone = [i for i, m in enumerate(members) if m.own_bucket]
     if not alone:
-        assert layout.alone is None
+        assert layout.own_bucket is None
         return
-    assert layout.alone is not None
-    assert layout.buckets[layout.alone].members == tuple(alone)
+    assert layout.own_bucket is not None
+    assert layout.buckets[layout.own_bucket].members == tuple(alone)
     # Another stage lays out the same embedding among other members: its shards must be the same ones.
     there = lay_out([BufferMember(5, False, True), members[alone[0]]], ranks, None)
-    assert there.alone is not None
-    ours, theirs = layout.buckets[layout.alone], there.buckets[there.alone]
+    assert there.own_bucket is not None
+    ours, theirs = layout.buckets[layout.own_bucket], there.buckets[there.own_bucket]
     assert ours.stop - ours.start == theirs.stop - theirs.start
 
 
@@ -100,7 +100,7 @@ def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
 @settings(max_examples=200)
 def test_buckets_are_as_large_as_asked_for(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
-    regions = len({(m.alone, m.shared) for m in members})
+    regions = len({(m.own_bucket, m.replicated) for m in members})
     if bucket is None:
         assert len(layout.buckets) == regions
         return
@@ -109,9 +109,9 @@ def test_buckets_are_as_large_as_asked_for(members, ranks, bucket):
     # A bucket was closed only because the next member would not have fitted, or because its region ended.
     for one, after in pairwise(layout.buckets):
         first = after.members[0]
-        same = (members[one.members[0]].alone, members[one.members[0]].shared) == (
-            members[first].alone,
-            members[first].shared,
+        same = (members[one.members[0]].own_bucket, members[one.members[0]].replicated) == (
+            members[first].own_bucket,
+            members[first].replicated,
         )
         lines = sum(-(-members[i].count // ALIGN) * ALIGN for i in one.members)
         assert not same or lines + members[first].count > bucket

@@ -26,6 +26,6 @@ def test_a_waterfall_has_one_line_a_part_at_any_width(systems: int, width: int) 
     assert max(map(len, lines)) <= width
     body = lines[next(i for i, line in enumerate(lines) if "───" in line) + 1 :]
     assert [line.split("  ")[0].strip() for line in body if line.strip()] == [
-        "matrix products", "exposed tensor comm.", "exposed pipeline comm.", "pipeline bubble",
+        "GEMMs", "exposed tensor comm.", "exposed pipeline comm.", "pipeline bubble",
     ]  # fmt: skip
     assert body[0].count("1.864") == systems

@@ -126,7 +126,7 @@ class Checkpointer:
     def accept(self) -> None:
         """The run goes on from what was loaded: checkpoints that were found damaged count as such from now on.
 
-        If nothing was loaded, images of a run before it in memory never are.
+        If nothing was loaded, snapshots of a run before it in memory never are.
         """
         if self.peers.rank == 0:
             storage = open_storage(self.folder)

@@ -1,4 +1,4 @@
-"""Loading: the newest committed checkpoint that is whole, checked, into live memory of any layout.
+"""Loading: the newest committed checkpoint that is complete, checked, into live memory of any layout.
 
 Each stored chunk is read by one process of the group and sent to the others that need part of it, so storage is read
 once however many replicas there are (MegaScale section 4.4). Readers share the bytes evenly; reading runs one round
@@ -145,7 +145,7 @@ def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
     halves = [f"{storage.url}/{folders.step_name(s)}" for s in folders.step_folders(storage)]
     if halves:
         return (
-            f"no checkpoint in {storage.url!r} is whole: {', '.join(halves)} half-written (no readable COMMIT); "
+            f"no checkpoint in {storage.url!r} is complete: {', '.join(halves)} half-written (no readable COMMIT); "
             "restore one, or start over from step 0 with --checkpoint.resume=false"
         )
     return f"there is no checkpoint in {storage.url!r}; train first, or name another run folder"

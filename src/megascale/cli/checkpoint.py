@@ -31,7 +31,7 @@ def inspect(
     all_tensors: bool = typer.Option(False, "--all", help="list every tensor; default: the first 40"),
     as_json: bool = typer.Option(False, "--json", help="print JSON instead of tables"),
 ) -> None:
-    """Show what a checkpoint holds: tensors, shapes, types, bytes, step, samples, configuration, whether it is whole.
+    """Show what a checkpoint holds: tensors, shapes, types, bytes, step, samples, configuration; is it complete?
 
     Reads the index only, so it is quick for any size.
 
@@ -153,7 +153,7 @@ def verify(
         Console().print(table)
     if bad:
         raise DataError(
-            f"{len(bad)} of {len(verdicts)} checkpoints in {path!r} are not whole: step "
+            f"{len(bad)} of {len(verdicts)} checkpoints in {path!r} are not complete: step "
             f"{', '.join(str(v.step) for v in bad)}; training resumes from the newest that is"
         )
 
@@ -178,7 +178,9 @@ def prune(
         removed = remove(storage, keep, whole=lambda commit: not check(storage, commit.step).problems)
         left = steps(storage)
     if not left:
-        raise DataError(f"no checkpoint in {path!r} is whole, so nothing was removed; see megascale checkpoint inspect")
+        raise DataError(
+            f"no checkpoint in {path!r} is complete, so nothing was removed; see megascale checkpoint inspect"
+        )
     swept = sorted(set(there) - set(left) - set(removed))
     also = f"; swept half-written steps {swept}" if swept else ""
     typer.echo(f"removed steps {removed or 'none'}{also}; kept {left}")

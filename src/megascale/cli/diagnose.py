@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Test this node: computing, memory, links between devices, NICs.
 
-        Matrix products and a small model must give the same bits every time and on every machine of the kind; rates
+        GEMMs and a small model must give the same bits every time and on every machine of the kind; rates
         are compared with what machines of the kind reached before (learned in one JSON file). Hardware that is not
         there is said to be absent. Exit code 0: fit; 1: something failed. A driver runs this on suspicion.
 

@@ -33,7 +33,7 @@ COMMANDS: tuple[str, ...] = (
 
 app = typer.Typer(
     name="megascale",
-    help="Train large language models at any scale with nobody watching.",
+    help="Train large language models at any scale, unattended.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

@@ -222,7 +222,7 @@ def ablate(
 
     Example:
 
-      megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ladder.png
+      megascale simulate ablate examples/gpt-175b.toml --gpus 256 --train.global_batch=256 --plot ablation.png
     """
     from megascale.simulate import render, simulation_plots
     from megascale.simulate.series import cumulative, leave_one_out

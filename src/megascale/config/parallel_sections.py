@@ -20,7 +20,7 @@ class ParallelConfig(Section):
         ge=1,
         le=MOST,
         description="micro-batches that each chunk of a stage takes in turn (interleaved 1F1B); default: pipeline. On "
-        "slow networks more of them hide gradients and parameters on the wire, for more activations held",
+        "slow networks more of them hide gradients and parameters in flight, for more activations held",
     )
     data: int | None = Field(
         None, ge=1, le=1_000_000, description="data-parallel ranks; default: what is left of the world"
@@ -35,8 +35,8 @@ class ParallelConfig(Section):
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="gradients on the wire between data-parallel ranks: float32: as they were accumulated; bfloat16: "
-        "rounded, half the bytes, summed in float32 (needs zero of 1 or 2)",
+        description="communication dtype of gradients between data-parallel ranks: float32: as they were accumulated; "
+        "bfloat16: rounded, half the bytes, summed in float32 (needs zero of 1 or 2)",
     )
     bucket_elements: int = Field(
         40_000_000,
@@ -52,7 +52,7 @@ class ParallelConfig(Section):
     gpus_per_host: int = Field(8, ge=1, le=1_000_000, description="ranks on one host, for placement and planning")
 
 
-# Layers as wide and micro-batches as small as this gained 0.4 to 1.4% by independent products on two streams; narrower
+# Layers as wide and micro-batches as small as this gained 0.4 to 1.4% by independent GEMMs on a side stream; narrower
 # layers and larger micro-batches lost 0.4 to 0.6%, save serial blocks cut by tensor parallelism (docs/performance.md).
 WIDE, FEW_TOKENS = 4096, 4096
 
@@ -62,8 +62,8 @@ class OverlapConfig(Section):
 
     tensor: Literal["auto", "fused", "async", "off"] = Field(
         "auto",
-        description="fused: products pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
-        "async: collectives beside independent products; auto: fused where it works, else async",
+        description="fused: GEMMs pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
+        "async: collectives overlapped with independent GEMMs; auto: fused where it works, else async",
     )
     pipeline: bool = Field(
         True, description="send results to the next stage while computing on, instead of waiting until they arrived"
@@ -71,8 +71,8 @@ class OverlapConfig(Section):
     data: bool = Field(True, description="reduce and gather buckets under compute instead of before and after the step")
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="on: products that do not depend on each other run on two streams, so that each fills the "
-        "multiprocessors that the other's last wave leaves idle (GPUs); auto: where that was measured to pay, layers "
+        description="on: GEMMs that do not depend on each other run on two streams, so that each fills the "
+        "SMs that the other's last wave leaves idle (GPUs); auto: where that was measured to pay, layers "
         f"at least {WIDE} wide and micro-batches of at most {FEW_TOKENS:,} tokens",
     )
     pipeline_channels: int = Field(
@@ -80,7 +80,7 @@ class OverlapConfig(Section):
         ge=1,
         le=64,
         description="most NCCL channels of a transfer between stages while compute overlaps it: each is a "
-        "multiprocessor that compute does without as long as a transfer runs or waits; 64: as many as NCCL likes",
+        "SM that compute does without as long as a transfer runs or waits; 64: as many as NCCL likes",
     )
     data_channels: int = Field(
         12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"

@@ -46,7 +46,7 @@ class CheckpointConfig(Section):
         ge=1,
         le=4,
         description="copies of the state in host memory when background is on; default: 1, with memory_interval 2, "
-        "so that one is whole while the other is filled",
+        "so that one is complete while the other is filled",
     )
     memory_interval: int = Field(
         0, ge=0, le=MOST, description="steps between copies to host memory that are not written; 0: only those written"
@@ -147,5 +147,5 @@ class ObserveConfig(Section):
     peak_tflops: float | None = Field(
         None,
         gt=0,
-        description="bf16 dense peak of one device for MFU; default: known cards, else MFU is not printed",
+        description="bf16 dense peak of one device for MFU; default: known GPUs, else MFU is not printed",
     )

@@ -37,7 +37,7 @@ class Config(Section):
 
     @property
     def gemms_on_side_stream(self) -> bool:
-        """Whether independent products run on two streams: overlap.gemms with auto resolved."""
+        """Whether independent GEMMs run on two streams: overlap.gemms with auto resolved."""
         tokens = self.model.sequence_length * self.train.micro_batch
         pays = self.model.hidden >= WIDE and tokens <= FEW_TOKENS
         return self.overlap.gemms == "on" or (self.overlap.gemms == "auto" and pays)

@@ -54,7 +54,7 @@ def layer_flops(model: ModelConfig, layer: int) -> FlopCount:
 
 
 def logits_flops(model: ModelConfig) -> float:
-    """The output product, forward, one token."""
+    """The output GEMM, forward, one token."""
     return 2.0 * model.hidden * model.padded_vocab
 
 

@@ -2,7 +2,7 @@
 
 What one layer keeps from forward to backward for one micro-batch (recompute none). Sequence s, micro-batch b, width
 h, heads x head size q, key/value width k, MLP width f, tensor ranks t; sequence parallelism is always on with t > 1,
-so everything between the tensor-parallel products is cut along the sequence. Activations are in the training
+so everything between the tensor-parallel GEMMs is cut along the sequence. Activations are in the training
 precision, statistics in float32.
 
 | tensor | shape here | why |
@@ -11,13 +11,13 @@ precision, statistics in float32.
 | norm statistics | s/t, b (twice for LayerNorm) | the same |
 | norm output | s/t, b, h | weight gradient of [QKV] or [QKV, MLP in]; gathered again in backward |
 | query, key, value | s, b, (q + 2k)/t | attention |
-| rotated query, key | s, b, (q + k)/t | rotary positions only: the product above stays for its value part |
-| attention output | s, b, q/t | attention; weight gradient of the output product |
+| rotated query, key | s, b, (q + k)/t | rotary positions only: the GEMM result above stays for its value part |
+| attention output | s, b, q/t | attention; weight gradient of the output GEMM |
 | attention logsumexp | b, heads/t, s | attention (flash: no s x s matrix) |
 | middle | s/t, b, h | serial block: residual stream between attention and MLP, for the second norm |
 | second norm statistics, output | as above | serial block, or parallel block with two norms |
 | MLP in | s, b, f/t (twice if gated) | backward of the activation |
-| MLP activation | s, b, f/t | weight gradient of the MLP's output product |
+| MLP activation | s, b, f/t | weight gradient of the MLP's output GEMM |
 
 Dropout keeps nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
 32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
@@ -68,12 +68,12 @@ class MemoryEstimate:
     Attributes:
         weights: parameters in the training precision.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
-            backward fills while the other is on the wire.
+            backward fills while the other is in flight.
         optimizer: float32 master weights (16-bit training) and two moments, sharded from ZeRO-1 on.
         activations: what forwards keep, at the schedule's peak, without logits.
         logits: the chunk of logits that the loss works on.
         workspace: gradients of activations inside one layer's backward, and what recompute restores of a layer.
-        tensor_buffers: gathered input and gathered gradient of a product, and the symmetric-memory copy.
+        tensor_buffers: gathered input and gathered gradient of a GEMM, and the symmetric-memory copy.
         pipeline_buffers: sends under way, receives posted.
     """
 
@@ -97,7 +97,7 @@ class MemoryEstimate:
 
 
 def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
-    """Parameters of one layer on one tensor-parallel rank. Norms and row-parallel biases are whole on each."""
+    """Parameters of one layer on one tensor-parallel rank. Norms and row-parallel biases are replicated."""
     h, q, k = model.hidden, model.heads * model.head_size, model.kv * model.head_size
     inner = model.ffn * (2 if model.gated else 1)
     norms = h * (2 if model.norm == "layernorm" else 1) * (2 if _second_norm(model) else 1)
@@ -198,7 +198,7 @@ def stage_memory(
         schedule: gives micro-batches in flight and send buffers.
         micro_batch: sequences in a micro-batch.
         precision: float32, bfloat16 or float64.
-        beside: whether weights' gradients are made beside what follows (Config.products_beside).
+        side_stream: whether weights' gradients are made on a side stream (Config.gemms_on_side_stream).
     """
     t, a = grid.tensor, BYTES[precision]
     master = max(4, a)
@@ -209,7 +209,7 @@ def stage_memory(
     if parallel.zero == 2 and grid.data > 1:
         gradients = master * (shard + 2 * max(_chunk_counts(model, parallel, stage)))
     if parallel.reduce_dtype == "bfloat16" and grid.data > 1:
-        # Rounded copies on the wire: of a whole stage at the end of a step, of two chunks with ZeRO-2.
+        # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
         sent = count if parallel.zero < 2 else 2 * max(_chunk_counts(model, parallel, stage))
         gradients += BYTES["bfloat16"] * sent
     full = saved_by_layer(model, t, micro_batch, precision)
@@ -220,7 +220,7 @@ def stage_memory(
     q, k = model.heads * model.head_size // t, model.kv * model.head_size // t
     f = model.ffn // t
     attention, mlp = q + (q + 2 * k), f + f * (2 if model.gated else 1)
-    # A parallel block's two branches go backward through one product, so both gradients live at once.
+    # A parallel block's two branches go backward through one GEMM, so both gradients live at once.
     inside = attention + mlp if model.block == "parallel" else max(attention, mlp)
     # Two of them may be under way, whose factors then live on (ops/side_stream.py): the two with the widest.
     wide = (q + 2 * k if model.block == "parallel" else 0) + f * (2 if model.gated else 1)

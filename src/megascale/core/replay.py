@@ -1,7 +1,7 @@
 """When everything happens: a schedule's dependency graph with durations. For the planner, simulator and what-if.
 
-Resources of a stage are its lanes: one compute stream, one parameter-gather lane, one gradient-reduce lane, and one
-lane for each of its channels. Work on a lane runs in list order. An action starts when its lane is free and
+Resources of a stage are its streams: one for compute, one for parameter gathers, one for gradient reductions, and one
+for each of its channels. Work on a stream runs in list order. An action starts when its stream is free and
 
 - FORWARD/BACKWARD: its message is here, its chunk's parameters are gathered (first forward), its send buffer is free,
   and without overlap (Schedule.exposed) what the stage sent before has arrived;
@@ -43,7 +43,7 @@ class Graph:
         partner: index of the other side of a SEND or RECV, else -1.
         before: [actions, 7] indices whose end an action's start awaits, -1 where none: the compute before it in
             the list; for compute its transfer, its gather and the send that must free a buffer; for a transfer the
-            compute before its RECV on the other stage; then the previous action on the lane; then the last
+            compute before its RECV on the other stage; then the previous action on the stream; then the last
             forward and backward sends that compute waits for without overlap.
         levels: indices in topological order, level by level: no action awaits one of its own level.
     """
@@ -129,7 +129,7 @@ class Timeline:
         return self.stream_time("compute")
 
     def stream_time(self, stream: str) -> np.ndarray:
-        """Time during which a lane of each stage works (transfers count at the sender): [stages, ...]."""
+        """Time during which a stream of each stage works (transfers count at the sender): [stages, ...]."""
         graph = self.graph
         mine = (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, _RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
@@ -216,14 +216,14 @@ def replay(schedule: Schedule | Graph, durations: np.ndarray | DurationOf) -> Ti
     end[receives] = end[sends]
     moving[receives] = moving[sends]
     start = moving.copy()
-    # A side has posted when its own compute has ended and its lane is free, though the other side may be late.
+    # A side has posted when its own compute has ended and its stream is free, though the other side may be late.
     ends = np.flatnonzero(graph.partner >= 0)
     start[ends] = np.maximum(end[before[ends, 0]], end[before[ends, 4]])
     return Timeline(graph, start, end[:-1], moving)
 
 
 def what_if(graph: Graph, durations: np.ndarray) -> dict[str, np.ndarray]:
-    """Exposed time of each lane but compute: how much sooner the step ends if that lane's work took no time."""
+    """Exposed (non-overlapped) time of each stream but compute: how much sooner the step ends were its work free."""
     base = replay(graph, durations).makespan
     out = {}
     for index, stream in enumerate(STREAMS[1:], start=1):
@@ -238,7 +238,7 @@ def _column(mask: np.ndarray, tail: tuple[int, ...]) -> np.ndarray:
 
 
 def _busy_between(starts: np.ndarray, ends: np.ndarray, from_: np.ndarray, to: np.ndarray) -> np.ndarray:
-    """Measure of the union of intervals (disjoint but for shared lanes) within each [from_, to]."""
+    """Measure of the union of intervals (disjoint but for shared streams) within each [from_, to]."""
     times = np.concatenate([starts, ends])
     change = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.argsort(times, kind="stable")
@@ -302,7 +302,7 @@ def _dependencies(
         at[k] = np.full(size, -1)
         at[k][key[where]] = where
         if k > ActionKind.BACKWARD:
-            # Work of one kind on a stage is one lane: its channel, its gathers or its reductions.
+            # Work of one kind on a stage is one stream: its channel, its gathers or its reductions.
             before[where, 4] = np.where(np.diff(stage[where], prepend=-1) == 0, np.roll(where, 1), -1)
     for compute, send, receive in (
         (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD),

@@ -8,15 +8,15 @@ How an action list is to be read (the contract with the executor):
 - FORWARD and BACKWARD run one after another on the stage's compute stream, in the order given.
 - RECV_* means "post the receive now"; the FORWARD or BACKWARD of the same chunk and micro-batch awaits it.
 - SEND_* means "start the send now"; it is awaited only when its buffer is needed again: before the compute whose
-  result is the message SEND_SLOTS later on the same channel. Without overlap (`Schedule.exposed`) every
+  result is the message SEND_SLOTS later on the same channel. Without overlap (`Schedule.exposed`, non-overlapped) every
   compute awaits the sends before it as well.
 - GATHER_PARAMS means "start the parameter all-gather of the chunk now"; the chunk's first FORWARD awaits it.
 - REDUCE_GRADS means "start the gradient reduction of the chunk now"; the optimizer awaits it.
 
 Receives are posted one compute slot before their message can be there, in warm-up, steady and cool-down phases
 alike, and never in one operation with a send, so that no compute waits for a transfer that it does not need
-(MegaScale section 3.2), and no send waits long on the device for its receiver. In rounds longer than the pipeline a
-message that crosses the ring's end comes before its receiver turns to it. A channel is one communicator for one
+(MegaScale section 3.2), and no send waits long on the device for its receiver. In groups larger than the pipeline a
+message that crosses the ring's end comes before its receiver needs it. A channel is one communicator for one
 directed edge in one direction of travel: on two stages with several chunks the forward edges 0->1 and 1->0 and the
 backward edges 1->0 and 0->1 are four channels.
 """
@@ -229,33 +229,33 @@ def interleaved_1f1b(
 ) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021) for any number of micro-batches.
 
-    The micro-batches form rounds (`round_sizes`; of p, or about `micro_batch_group_size`). In a round each chunk takes
-    the round's micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest round, stage
+    The micro-batches form groups (`group_sizes`; of p, or about `micro_batch_group_size`). In a group each chunk takes
+    its micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest group, stage
     s warms up with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) +
     1) chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, results that cross the
-    ring's end come g - p forwards before stage 0 turns to them, and are received then.
+    ring's end come g - p forwards before stage 0 needs them, and are received then.
 
-    Long rounds are for slow networks: the reduction of a chunk's gradients hides under the g backwards of each chunk
-    after it, and so does, under forwards, the gathering of parameters. One round of all m is the breadth-first
+    Large groups are for slow networks: the reduction of a chunk's gradients hides under the g backwards of each chunk
+    after it, and so does, under forwards, the gathering of parameters. One group of all m is the breadth-first
     schedule of Lamy-Poirier (2022).
     """
     _positive(stages, virtual, microbatches)
-    group = max(round_sizes(stages, microbatches, micro_batch_group_size))
+    group = max(group_sizes(stages, microbatches, micro_batch_group_size))
     warmup = [(virtual - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
     return _assemble("interleaved 1f1b", stages, virtual, microbatches, warmup, reduce_each, micro_batch_group_size)
 
 
-def round_sizes(stages: int, microbatches: int, micro_batch_group_size: int | None = None) -> list[int]:
-    """Micro-batches of each round of interleaved 1F1B: p each when p divides m; with `micro_batch_group_size` that
+def group_sizes(stages: int, microbatches: int, micro_batch_group_size: int | None = None) -> list[int]:
+    """Micro-batches of each group of interleaved 1F1B: p each when p divides m; with `micro_batch_group_size` that
     many, where they divide m.
 
-    A remainder is spread over the rounds, so that none is smaller than p (unless m is). A smaller last round would
+    A remainder is spread over the groups, so that none is smaller than p (unless m is). A smaller last group would
     save memory but deadlocks: its second chunk waits for the ring while the backwards that the ring waits for are
     listed behind it (the checker shows this for p = 4, v = 3, m = 5).
     """
-    rounds = max(1, microbatches // max(stages, micro_batch_group_size or 0))
-    size, larger = divmod(microbatches, rounds)
-    return [size + 1] * larger + [size] * (rounds - larger)
+    groups = max(1, microbatches // max(stages, micro_batch_group_size or 0))
+    size, larger = divmod(microbatches, groups)
+    return [size + 1] * larger + [size] * (groups - larger)
 
 
 def pipeline_schedule(
@@ -268,7 +268,7 @@ def pipeline_schedule(
 
 
 def without_overlap(schedule: Schedule) -> Schedule:
-    """`schedule` with its transfers exposed: a compute starts when all messages sent before it have arrived.
+    """`schedule` with its transfers exposed (not overlapped): a compute awaits all messages sent before it.
 
     The same actions in the same order, so what is trained is the same; only the waits differ. For measuring what
     the overlap of MegaScale section 3.2 gains.
@@ -282,7 +282,7 @@ def in_flight_bound(
     """Closed form of `pipeline_schedule(...).in_flight(stage)`, in chunk-forwards."""
     if virtual == 1:
         return min(microbatches, stages - stage)
-    group = max(round_sizes(stages, microbatches, micro_batch_group_size))
+    group = max(group_sizes(stages, microbatches, micro_batch_group_size))
     return min(virtual * microbatches, (virtual - 1) * group + 2 * (stages - 1 - stage) + 1)
 
 
@@ -305,9 +305,9 @@ def _orders(
     stages: int, virtual: int, microbatches: int, micro_batch_group_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of all forwards and of all backwards of a stage in order: two arrays [v m, 3] of (chunk, microbatch, how many
-    computes of its direction before it turns to a message that crossed the ring's end it can be there)."""
+    computes of its direction before it needs a message that crossed the ring's end it can be there)."""
     forward, start = [], 0
-    for size in round_sizes(stages, microbatches, micro_batch_group_size):
+    for size in group_sizes(stages, microbatches, micro_batch_group_size):
         batch = np.arange(start, start + size)
         start += size
         chunk = np.repeat(np.arange(virtual), len(batch))
@@ -366,7 +366,7 @@ def _stage(
         f_last = (forwards[:, 0] == v - 1) & (s == p - 1)
         b_first = (backwards[:, 0] == 0) & (s == 0)
         b_last = (backwards[:, 0] == v - 1) & (s == p - 1)
-        # What crosses the ring's end comes from the round's turn before.
+        # What crosses the ring's end comes from the group before.
         f_comes = f_slot[i - early_f * (s == 0) * (forwards[:, 0] > 0)]
         b_comes = b_slot[i - early_b * (s == p - 1) * (backwards[:, 0] < v - 1)]
         receive(ActionKind.RECV_FORWARD, forwards[~f_first], f_comes[~f_first])

@@ -67,13 +67,13 @@ def stage_traffic(
     sends = int(((kinds == ActionKind.SEND_FORWARD) | (kinds == ActionKind.SEND_BACKWARD)).sum())
     count = stage_parameters(model, parallel, stage)
     share = (d - 1) / d
-    wire = BYTES["bfloat16"] if parallel.reduce_dtype == "bfloat16" else master
+    reduce_bytes = BYTES["bfloat16"] if parallel.reduce_dtype == "bfloat16" else master
     reductions = schedule.microbatches if parallel.zero == 2 else 1
     tied = model.tied_embeddings and grid.pipeline > 1 and stage in (0, grid.pipeline - 1)
     return TrafficEstimate(
         tensor=schedule.microbatches * moves * whole * (t - 1) / t,
         pipeline=sends * whole / t,
         data_gather=share * a * count if parallel.zero else 0.0,
-        data_reduce=share * wire * count * (2 if parallel.zero == 0 else reductions),
+        data_reduce=share * reduce_bytes * count * (2 if parallel.zero == 0 else reductions),
         embedding=float(master * model.padded_vocab // t * model.hidden) if tied else 0.0,
     )

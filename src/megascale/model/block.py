@@ -64,8 +64,8 @@ class Norm(nn.Module):
         super().__init__()
         self.eps = model.norm_eps
         h = (model.hidden,)
-        ones = Spec((Piece.whole(f"{name}.weight", h),), init_value=1.0, shared=True)
-        zeros = Spec((Piece.whole(f"{name}.bias", h),), shared=True)
+        ones = Spec((Piece.whole(f"{name}.weight", h),), init_value=1.0, replicated=True)
+        zeros = Spec((Piece.whole(f"{name}.bias", h),), replicated=True)
         self.weight = parameter(h, ones, dtype)
         self.bias = parameter(h, zeros, dtype) if model.norm == "layernorm" else None
 
@@ -98,7 +98,7 @@ class DeferredResidualAdd:
 
 
 class ColumnLinear(nn.Module):
-    """One wide product whose output columns are stacked logical tensors, each cut over the tensor axis.
+    """One GEMM whose output columns are stacked logical tensors, each cut over the tensor axis.
 
     `parts` lists (logical name, rows of the whole logical weight).
     """
@@ -116,15 +116,15 @@ class ColumnLinear(nn.Module):
     def forward(
         self, x_SBH: torch.Tensor, recompute_fn: Norm | None = None, fused_bias_gradient: bool = False
     ) -> torch.Tensor:
-        """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `recompute_fn` the product is of again(x), which
-        is computed again in backward instead of being kept. With `fused_bias_gradient` whoever reads the result makes
-        the bias's gradient, which is its own gradient's sum over the rows."""
+        """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `recompute_fn` the GEMM is of
+        recompute_fn(x), which is recomputed in backward instead of being kept. With `fused_bias_gradient` whoever reads
+        the result makes the bias's gradient, which is its own gradient's sum over the rows."""
         bias = self.bias.detach() if fused_bias_gradient and self.bias is not None else self.bias
         return gather_linear(x_SBH, self.weight, bias, self.axis, recompute_fn)
 
 
 def column_bias(parts: Sequence[tuple[str, int]], axis: Axis, dtype: torch.dtype) -> nn.Parameter:
-    """The stacked biases of column-parallel products, [columns/t]."""
+    """The stacked biases of column-parallel GEMMs, [columns/t]."""
     pieces = tuple(Piece.cut(f"{name}.bias", (rows,), 0, axis.rank, axis.size) for name, rows in parts)
     return parameter((sum(rows for _, rows in parts) // axis.size,), Spec(pieces), dtype)
 
@@ -134,9 +134,9 @@ def _row_weight(name: str, rows: int, columns: int, std: float, axis: Axis, dtyp
     return parameter((rows, columns // axis.size), Spec((piece,), init_std=std), dtype)
 
 
-def _shared_bias(name: str, size: int, dtype: torch.dtype) -> nn.Parameter:
+def _replicated_bias(name: str, size: int, dtype: torch.dtype) -> nn.Parameter:
     piece = Piece.whole(f"{name}.bias", (size,))
-    return parameter((size,), Spec((piece,), shared=True), dtype)
+    return parameter((size,), Spec((piece,), replicated=True), dtype)
 
 
 class Block(nn.Module):
@@ -162,7 +162,7 @@ class Block(nn.Module):
         if self.fuses_projections:
             both = model.attention_bias and model.mlp_bias
             self.into = ColumnLinear(h, qkv + into, both, model.init_std, axis, dtype)
-            # One wide product has one bias; a model with a bias on one half only (GPT-J) adds it to that half.
+            # A fused projection has one bias; a model with a bias on one half only (GPT-J) adds it to that half.
             if model.attention_bias and not both:
                 self.qkv_bias = column_bias(qkv, axis, dtype)
             if model.mlp_bias and not both:
@@ -172,55 +172,55 @@ class Block(nn.Module):
             self.mlp_in = ColumnLinear(h, into, model.mlp_bias, model.init_std, axis, dtype)
         self.attention_out = _row_weight(f"{name}.attention.output", h, model.heads * d, out_std, axis, dtype)
         self.mlp_out = _row_weight(f"{name}.mlp.out", h, model.ffn, out_std, axis, dtype)
-        self.attention_out_bias = _shared_bias(f"{name}.attention.output", h, dtype) if model.out_bias else None
-        self.mlp_out_bias = _shared_bias(f"{name}.mlp.out", h, dtype) if model.mlp_bias else None
+        self.attention_out_bias = _replicated_bias(f"{name}.attention.output", h, dtype) if model.out_bias else None
+        self.mlp_out_bias = _replicated_bias(f"{name}.mlp.out", h, dtype) if model.mlp_bias else None
         self.heads, self.kv_heads = model.heads // axis.size, model.kv // axis.size
 
     def forward(
         self,
         x: torch.Tensor | DeferredResidualAdd,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        step: ForwardContext,
+        context: ForwardContext,
         defer_add: bool = False,
     ) -> torch.Tensor | DeferredResidualAdd:
         """[s/t, b, h] -> [s/t, b, h]. With `defer_add` the last residual sum may be left to the next norm."""
         if self.model.block == "serial":
             assert self.norm2 is not None
             x_SBH, qkv = self._into(self.qkv, self.norm1, x)
-            y = linear_scatter(self.axis, self._attend(self._split(qkv, rotary), step), self.attention_out)
-            between = self._add(y, x_SBH, 0, step, True, self.attention_out_bias)
+            y = linear_scatter(self.axis, self._attend(self._split(qkv, rotary), context), self.attention_out)
+            between = self._add(y, x_SBH, 0, context, True, self.attention_out_bias)
             x_SBH, inner = self._into(self.mlp_in, self.norm2, between, self._fuses_bias_gradient(y))
-            return self._add(self._out(inner), x_SBH, 1, step, defer_add, self.mlp_out_bias)
+            return self._add(self._out(inner), x_SBH, 1, context, defer_add, self.mlp_out_bias)
         if self.fuses_projections:
             in_parts = self.qkv_bias is not None
-            x_SBH, wide = self._into(self.into, self.norm1, x, not in_parts and self._fuses_bias_gradient(x))
+            x_SBH, fused = self._into(self.into, self.norm1, x, not in_parts and self._fuses_bias_gradient(x))
             if in_parts:
                 width = (self.heads + 2 * self.kv_heads) * self.model.head_size
-                parts = self._split(_biased(wide[..., :width], self.qkv_bias), rotary)
-                y = self._out(wide[..., width:], self._attend(parts, step))
+                parts = self._split(_biased(fused[..., :width], self.qkv_bias), rotary)
+                y = self._out(fused[..., width:], self._attend(parts, context))
             else:
-                y = self._from_fused_projection(wide, rotary, step)
+                y = self._from_fused_projection(fused, rotary, context)
         else:
             assert self.norm2 is not None
             x_SBH, qkv = self._into(self.qkv, self.norm1, x)
             _, inner = self._into(self.mlp_in, self.norm2, x_SBH, self._fuses_bias_gradient(x_SBH))
-            y = self._out(inner, self._attend(self._split(qkv, rotary), step))
-        return self._add(y, x_SBH, 0, step, defer_add, self.attention_out_bias, self.mlp_out_bias)
+            y = self._out(inner, self._attend(self._split(qkv, rotary), context))
+        return self._add(y, x_SBH, 0, context, defer_add, self.attention_out_bias, self.mlp_out_bias)
 
     def _recomputes(self, what: str) -> bool:
-        """Whether backward computes "norms" or the "activation" again instead of keeping them."""
+        """Whether backward recomputes "norms" or the "activation" instead of keeping them."""
         return self.recompute in (what, "selective") and torch.is_grad_enabled()
 
     def _fuses_bias_gradient(self, x: torch.Tensor | DeferredResidualAdd) -> bool:
-        """Whether the activation makes the gradient of its product's bias: where it is fused. A plain one would take a
+        """Whether the activation makes the gradient of its GEMM's bias: where it is fused. A plain one would take a
         pass more for it."""
-        name = "split wide" if self.fuses_projections else "swiglu" if self.model.gated else "gelu"
+        name = "split fused projection" if self.fuses_projections else "swiglu" if self.model.gated else "gelu"
         return use_fused(name, x if isinstance(x, torch.Tensor) else x.y_SBH)
 
     def _into(
         self, linear: ColumnLinear, norm: Norm, x: torch.Tensor | DeferredResidualAdd, fused_bias_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream as it enters, and the product of its norm."""
+        """The residual stream as it enters, and the GEMM of its norm."""
         if self._recomputes("norms"):
             x_SBH = x if isinstance(x, torch.Tensor) else x.total()
             return x_SBH, linear(x_SBH, norm, fused_bias_gradient)
@@ -228,7 +228,7 @@ class Block(nn.Module):
         return x_SBH, linear(normed, None, fused_bias_gradient)
 
     def _out(self, inner: torch.Tensor, attended: torch.Tensor | None = None) -> torch.Tensor:
-        """The MLP's output product, with the attention's in the same sum in a parallel block."""
+        """The MLP's output GEMM, with the attention's in the same sum in a parallel block."""
         first = () if attended is None else (attended, self.attention_out)
         activation = self._activation(inner)
         if self._recomputes("activation"):
@@ -237,12 +237,12 @@ class Block(nn.Module):
         return linear_scatter(self.axis, *first, activation(inner), self.mlp_out)
 
     def _from_fused_projection(
-        self, wide: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, step: ForwardContext
+        self, fused: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, context: ForwardContext
     ) -> torch.Tensor:
-        """The parallel block's one wide product, split in one pass, to its one sum of products."""
+        """The parallel block's fused QKV+MLP projection, split in one pass, to its one sum of GEMMs."""
         cos, sin = rotary or (None, None)
         q, k, v, inner, activation = split_fused_projection(
-            wide,
+            fused,
             self.heads,
             self.kv_heads,
             self.model.head_size,
@@ -251,10 +251,10 @@ class Block(nn.Module):
             cos,
             sin,
             self.model.rotary_interleaved,
-            self.into.bias if self._fuses_bias_gradient(wide) else None,
+            self.into.bias if self._fuses_bias_gradient(fused) else None,
             self._recomputes("activation"),
         )
-        attended = self._attend((q, k, v), step)
+        attended = self._attend((q, k, v), context)
         return linear_scatter(
             self.axis, attended, self.attention_out, inner, self.mlp_out, recompute_fns=(None, activation)
         )
@@ -266,20 +266,20 @@ class Block(nn.Module):
         cos, sin = rotary or (None, None)
         return split_qkv(qkv, self.heads, self.kv_heads, cos, sin, self.model.rotary_interleaved)
 
-    def _attend(self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], step: ForwardContext) -> torch.Tensor:
+    def _attend(self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], context: ForwardContext) -> torch.Tensor:
         """q, k, v -> [s, b, n d]."""
         q, k, v = qkv
-        if step.cache is not None:
-            if self.layer in step.cache.layers:
-                old_k, old_v = step.cache.layers[self.layer]
+        if context.cache is not None:
+            if self.layer in context.cache.layers:
+                old_k, old_v = context.cache.layers[self.layer]
                 k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
-            step.cache.layers[self.layer] = (k, v)
+            context.cache.layers[self.layer] = (k, v)
         return attention(q, k, v, window=self.window)
 
     def _activation(self, x: torch.Tensor) -> RecomputedActivation:
-        """The MLP's, for the result x of its own product or of one half of a wide one."""
-        # The MLP's own product has added its bias, and what is left is its gradient; that of one half of a wide product
-        # is added here.
+        """The MLP's, for the result x of its own GEMM or of one half of a fused projection."""
+        # The MLP's own GEMM has added its bias, and what is left is its gradient; that of one half of a fused
+        # projection is added here.
         added = not self.fuses_projections and self._fuses_bias_gradient(x)
         bias = self.mlp_in.bias if added else self.mlp_in_bias
         return RecomputedActivation(self.model.activation, bias, added)
@@ -289,19 +289,19 @@ class Block(nn.Module):
         y_SBH: torch.Tensor,
         residual: torch.Tensor,
         site: int,
-        step: ForwardContext,
+        context: ForwardContext,
         defer_add: bool,
         *biases: nn.Parameter | None,
     ) -> torch.Tensor | DeferredResidualAdd:
         """residual + dropout(y + biases): in one pass where fused, or left to its reader with `defer_add`."""
         given = [bias for bias in biases if bias is not None]
         bias = sum(given[1:], given[0]) if given else None
-        p = self.model.dropout if step.dropout_key is not None else 0.0
+        p = self.model.dropout if context.dropout_key is not None else 0.0
         if not p:
             deferred = DeferredResidualAdd(y_SBH, residual, bias)
             return deferred if defer_add else deferred.total()
-        key = dropout_key(step.dropout_key or 0, self.layer, site)
-        return dropout_add(y_SBH, bias, residual, p, key, self.axis.rank * y_SBH.shape[0], step.sample_start)
+        key = dropout_key(context.dropout_key or 0, self.layer, site)
+        return dropout_add(y_SBH, bias, residual, p, key, self.axis.rank * y_SBH.shape[0], context.sample_start)
 
 
 def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Chunk(nn.Module):
         first, last: whether the embedding and the loss are here.
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
-        recompute: what backward computes again, as parallel.recompute.
+        recompute: what backward recomputes, as parallel.recompute.
         embedding: the token embedding of another chunk of this process, for tied logits here: it stays that chunk's.
     """
 
@@ -60,7 +60,7 @@ class Chunk(nn.Module):
             spec = Spec(
                 (Piece.whole("embedding.position.weight", shape),),
                 init_std=model.init_std,
-                shared=True,
+                replicated=True,
             )
             self.position_embedding = parameter(shape, spec, dtype)
         self.blocks = nn.ModuleList(Block(model, i, axis, dtype, recompute) for i in layers)
@@ -96,7 +96,7 @@ class Chunk(nn.Module):
         return parameter(shape, Spec(pieces, init_std=self.model.init_std), dtype)
 
     def forward(
-        self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, step: ForwardContext = EVALUATION
+        self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, context: ForwardContext = EVALUATION
     ) -> torch.Tensor:
         """Run the chunk.
 
@@ -108,17 +108,17 @@ class Chunk(nn.Module):
         """
         self.pre_forward_gather(0)
         if self.first:
-            x = self._embed(x, step)
-        rotary = self._rotary(x.shape[0] * self.axis.size, x.device, step)
+            x = self._embed(x, context)
+        rotary = self._rotary(x.shape[0] * self.axis.size, x.device, context)
         whole_layers = self.recompute == "full" and torch.is_grad_enabled()
         flow: torch.Tensor | DeferredResidualAdd = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if whole_layers:
-                flow = checkpoint(block, flow, rotary, step, use_reentrant=False, preserve_rng_state=False)
+                flow = checkpoint(block, flow, rotary, context, use_reentrant=False, preserve_rng_state=False)
             else:
                 # Every sum but the last is followed by a norm that takes it.
-                flow = block(flow, rotary, step, defer_add=self.last or i + 1 < len(self.blocks))
+                flow = block(flow, rotary, context, defer_add=self.last or i + 1 < len(self.blocks))
         self.pre_forward_gather(len(self.blocks) + 1)
         if not self.last:
             assert isinstance(flow, torch.Tensor)
@@ -127,7 +127,7 @@ class Chunk(nn.Module):
         _, x = self.norm.of(flow)
         if targets_SB is None:
             return x
-        grad = step.token_grad if torch.is_grad_enabled() else None
+        grad = context.token_grad if torch.is_grad_enabled() else None
         return vocabulary_loss(x, self.output_weight, self.head_bias, targets_SB, self.model.vocab, self.axis, grad)
 
     @property
@@ -141,29 +141,29 @@ class Chunk(nn.Module):
         """Logits [s, b, vocab] of normed hidden states, gathered over the tensor axis (for generation)."""
         return vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis)
 
-    def _embed(self, tokens_SB: torch.Tensor, step: ForwardContext) -> torch.Tensor:
+    def _embed(self, tokens_SB: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         assert self.token_embedding is not None
         x = vocabulary_embedding(tokens_SB, self.token_embedding, self.axis)
         if self.position_embedding is not None:
-            past = step.cache.length if step.cache is not None else 0
+            past = context.cache.length if context.cache is not None else 0
             start = past + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
-        if self.model.dropout and step.dropout_key is not None:
-            key = dropout_key(step.dropout_key, self.model.layers, 0)
-            x = dropout(x, self.model.dropout, key, self.axis.rank * x.shape[0], step.sample_start)
+        if self.model.dropout and context.dropout_key is not None:
+            key = dropout_key(context.dropout_key, self.model.layers, 0)
+            x = dropout(x, self.model.dropout, key, self.axis.rank * x.shape[0], context.sample_start)
         return x
 
     def _rotary(
-        self, length: int, device: torch.device, step: ForwardContext
+        self, length: int, device: torch.device, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         model = self.model
         if model.positions != "rotary":
             return None
-        past = step.cache.length if step.cache is not None else 0
+        past = context.cache.length if context.cache is not None else 0
         if device not in self._tables or self._tables[device][0].shape[0] < past + length:
             width = int(model.head_size * model.rotary_fraction)
             size = max(model.sequence_length, past + length)
-            wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-            self._tables[device] = rotary_tables(size, width, model.rotary_base, device, wide)
+            table_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+            self._tables[device] = rotary_tables(size, width, model.rotary_base, device, table_dtype)
         cos, sin = self._tables[device]
         return cos[past : past + length], sin[past : past + length]

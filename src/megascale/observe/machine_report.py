@@ -59,7 +59,7 @@ def _cpu() -> Finding:
     if info.exists():
         flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
     bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
-    note = "bfloat16 products in hardware" if bf16 else "no bfloat16 products: train.precision=float32 is faster here"
+    note = "bfloat16 GEMMs in hardware" if bf16 else "no bfloat16 GEMMs: train.precision=float32 is faster here"
     return Finding("CPU", f"{cores} cores usable", "good", note)
 
 

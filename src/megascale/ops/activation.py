@@ -19,7 +19,7 @@ from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, spl
 
 Approximate = Literal["none", "tanh"]
 
-# Rows and columns of a tile, about how many programs, and warps of each. With partial sums eight a multiprocessor of a
+# Rows and columns of a tile, about how many programs, and warps of each. With partial sums eight an SM of a
 # large GPU: few sums and enough loads in flight; without, many small ones. Each the fastest tried on an H200.
 TILE = 4, 512, 1056, 4
 TILE_GELU_BACKWARD = 4, 256, 1056, 8

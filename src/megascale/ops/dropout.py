@@ -19,7 +19,7 @@ _WORD = 0xFFFFFFFF
 _RESOLUTION = 24  # bits of a draw that are compared with p
 
 BLOCK_ROWS, BLOCK_COLUMNS = 4, 1024
-PROGRAMS = 1056  # about eight a multiprocessor of a large GPU
+PROGRAMS = 1056  # about eight an SM of a large GPU
 
 
 def dropout_key(*parts: int) -> int:

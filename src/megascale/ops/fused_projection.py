@@ -1,9 +1,9 @@
-"""The way out of the parallel block's one wide product [q | k | v | MLP input]: rotary positions, split, activation.
+"""The way out of the parallel block's fused projection [q | k | v | MLP input]: rotary positions, split, activation.
 
-Slicing the product would make autograd pad each slice's gradient to the full width and add them up. Here the
-backward pass allocates the wide gradient once and every part is written into its place. The gradient of the product's
-own bias is summed here too, the MLP's part of it while that is still in registers. With `recompute` the
-activation is its reader's, which makes it again in backward and writes its gradient into that place as well.
+Slicing its result would make autograd pad each slice's gradient to the full width and add them up. Here the
+backward pass allocates the fused gradient once and every part is written into its place. The gradient
+of the projection's own bias is summed here too, the MLP's part of it while that is still in registers. With `recompute`
+the activation is its reader's, which recomputes it in backward and writes its gradient there as well.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def split_fused_projection_reference(
 
 
 @dataclass
-class _Place:
-    """The gradient of a wide product, which its parts' readers fill."""
+class _FusedGradient:
+    """The gradient of a fused projection, which its parts' readers fill."""
 
     shape: torch.Size  # [S, B, C]
     width: int  # columns of q, k and v, before the MLP's
-    bias: Tensor | None  # of all columns, in the product already
+    bias: Tensor | None  # of all columns, added in the GEMM already
     whole: Tensor | None = None
     total: Tensor | None = None  # float32: its main_grad, or zeros to add to
 
@@ -76,43 +76,43 @@ class _Place:
 
 @dataclass(frozen=True)
 class _FusedRecomputedActivation(RecomputedActivation):
-    """The activation of a wide product's last columns; its gradient goes into their place."""
+    """The activation of a fused projection's last columns; its gradient goes into their place."""
 
-    place: _Place = field(kw_only=True)
+    gradient: _FusedGradient = field(kw_only=True)
 
     def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        d_wide = self.place.open(x)
+        d_fused = self.gradient.open(x)
         y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
-        d_bias = self.place.activation(self.kind, self.bias, x.flatten(0, 1), flat_rows(dy), y.flatten(0, 1))
+        d_bias = self.gradient.activation(self.kind, self.bias, x.flatten(0, 1), flat_rows(dy), y.flatten(0, 1))
         self.accumulate(d_bias)
-        return y, d_wide[..., self.place.width :]
+        return y, d_fused[..., self.gradient.width :]
 
 
-class _SplitWide(torch.autograd.Function):
+class _SplitFusedProjection(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         fused_SBC: Tensor,
         mlp_bias: Tensor | None,
-        wide_bias: Tensor | None,
+        fused_bias: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
         sizes: tuple[int, int, int],
         activation: Kind,
         interleaved: bool,
-        place: _Place,
+        gradient: _FusedGradient,
         recompute: bool,
     ) -> tuple[Tensor, ...]:
         heads, groups, head_size = sizes
-        qkv = fused_SBC[..., : place.width].unflatten(-1, (-1, head_size))
+        qkv = fused_SBC[..., : gradient.width].unflatten(-1, (-1, head_size))
         parts = rotate_parts(qkv, heads, groups, (cos, sin), interleaved)
-        ctx.mlp_bias, ctx.wide_bias = mlp_bias, wide_bias  # the parameters themselves carry main_grad
-        ctx.head_size, ctx.place, ctx.recompute = head_size, place, recompute
+        ctx.mlp_bias, ctx.fused_bias = mlp_bias, fused_bias  # the parameters themselves carry main_grad
+        ctx.head_size, ctx.gradient, ctx.recompute = head_size, gradient, recompute
         ctx.activation, ctx.interleaved = activation, interleaved
-        x_TF = fused_SBC.flatten(0, 1)[:, place.width :]
+        x_TF = fused_SBC.flatten(0, 1)[:, gradient.width :]
         if recompute:
             ctx.save_for_backward(None, cos, sin)
-            return *parts, fused_SBC[..., place.width :]
+            return *parts, fused_SBC[..., gradient.width :]
         columns = x_TF.shape[1] // 2 if activation == "swiglu" else x_TF.shape[1]
         y = torch.empty((*fused_SBC.shape[:2], columns), dtype=fused_SBC.dtype, device=fused_SBC.device)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1))
@@ -122,25 +122,25 @@ class _SplitWide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TF, cos, sin = ctx.saved_tensors
-        place, bias, d_mlp_bias = ctx.place, ctx.wide_bias, None
-        width, d_wide = place.width, place.open(grads[3])
+        gradient, bias, d_mlp_bias = ctx.gradient, ctx.fused_bias, None
+        width, d_fused = gradient.width, gradient.open(grads[3])
         if not ctx.recompute:
-            d_mlp_bias = place.activation(ctx.activation, ctx.mlp_bias, x_TF, flat_rows(grads[3]))
+            d_mlp_bias = gradient.activation(ctx.activation, ctx.mlp_bias, x_TF, flat_rows(grads[3]))
         # Else the reader has filled those columns already.
-        assert not ctx.recompute or grads[3].data_ptr() == d_wide[..., width:].data_ptr(), (
+        assert not ctx.recompute or grads[3].data_ptr() == d_fused[..., width:].data_ptr(), (
             "the activation's reader changed"
         )
-        d_qkv = d_wide[..., :width].unflatten(-1, (-1, ctx.head_size))
+        d_qkv = d_fused[..., :width].unflatten(-1, (-1, ctx.head_size))
         gather_gradients(grads[:3], d_qkv, (cos, sin), ctx.interleaved)
-        total, place.whole, place.total = place.total, None, None
+        total, gradient.whole, gradient.total = gradient.total, None, None
         d_bias = None
         if bias is not None:
-            column_sum(d_wide.flatten(0, 1)[:, :width], total[:width])
+            column_sum(d_fused.flatten(0, 1)[:, :width], total[:width])
             if hasattr(bias, "main_grad"):
                 finish(bias)
             else:
                 d_bias = total.to(bias.dtype)
-        return d_wide, d_mlp_bias, d_bias, *(None,) * 7
+        return d_fused, d_mlp_bias, d_bias, *(None,) * 7
 
 
 def split_fused_projection(
@@ -153,29 +153,33 @@ def split_fused_projection(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
-    wide_bias: Tensor | None = None,
+    fused_bias: Tensor | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, RecomputedActivation | None]:
-    """Queries, keys, values (as `rope.split_qkv`) and the activated MLP input of the parallel block's wide product.
+    """Queries, keys, values (as `rope.split_qkv`) and the activated MLP input of the parallel block's fused projection.
 
-    wide_SBC: [S, B, (heads + 2 groups) x head_size + F], F doubled for swiglu; mlp_bias: of the MLP part, or None.
+    fused_SBC: [S, B, (heads + 2 groups) x head_size + F], F doubled for swiglu; mlp_bias: of the MLP part, or None.
     activation: model.activation. Returns q [S, B, heads, head_size], k and v [S, B, groups, head_size], the MLP's
-    inner activation [S, B, F] and None. The fused path rotates in place: nobody else may read or keep wide_SBC.
-    wide_bias: one for all columns that is in wide_SBC already (without autograd knowing) and gets its gradient here;
-    then no mlp_bias. again: the MLP input comes back as it is and, for its one reader, its activation: to be called
+    inner activation [S, B, F] and None. The fused path rotates in place: nobody else may read or keep fused_SBC.
+    fused_bias: one for all columns that is in fused_SBC already (without autograd knowing) and gets its gradient here;
+    then no mlp_bias. recompute: the MLP input comes back as it is and, for its one reader, its activation: to be called
     forward and again in backward (`parallel.tensor.linear_scatter` does both).
     """
     width = (heads + 2 * groups) * head_size
     if cos is not None and sin is not None:
         cos, sin = check_tables(cos, sin, fused_SBC.shape[0])
-    if fused_SBC.numel() and fused_SBC.is_contiguous() and use_fused("split wide", fused_SBC, mlp_bias, cos, wide_bias):
-        sizes, place = (heads, groups, head_size), _Place(fused_SBC.shape, width, wide_bias)
-        parts = _SplitWide.apply(
-            fused_SBC, mlp_bias, wide_bias, cos, sin, sizes, activation, interleaved, place, recompute
+    if (
+        fused_SBC.numel()
+        and fused_SBC.is_contiguous()
+        and use_fused("split fused projection", fused_SBC, mlp_bias, cos, fused_bias)
+    ):
+        sizes, gradient = (heads, groups, head_size), _FusedGradient(fused_SBC.shape, width, fused_bias)
+        parts = _SplitFusedProjection.apply(
+            fused_SBC, mlp_bias, fused_bias, cos, sin, sizes, activation, interleaved, gradient, recompute
         )
-        return *parts, _FusedRecomputedActivation(activation, mlp_bias, place=place) if recompute else None
-    if wide_bias is not None:
-        fused_SBC = fuse_bias_gradient(fused_SBC, wide_bias)
+        return *parts, _FusedRecomputedActivation(activation, mlp_bias, gradient=gradient) if recompute else None
+    if fused_bias is not None:
+        fused_SBC = fuse_bias_gradient(fused_SBC, fused_bias)
     if not recompute:
         parts = split_fused_projection_reference(
             fused_SBC, heads, groups, head_size, activation, mlp_bias, cos, sin, interleaved

@@ -2,8 +2,8 @@
 
 A parameter may carry `main_grad`, a float32 (or float64) view into a gradient buffer. Then the backward pass
 adds the gradient there, hands None to autograd and calls `parameter.grad_ready()` if that attribute is set. Where
-`parameter.grad_unset` is true, `main_grad` holds nothing yet: the product writes it and is not added to zeros, which
-saves making them and reading them.
+`parameter.overwrite_main_grad` is true, `main_grad` holds nothing yet: the GEMM writes it and is not added to zeros,
+which saves making them and reading them.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from torch.nn import functional as F
 from megascale.ops import dispatch, side_stream
 from megascale.ops.reduce import bias_gradient, finish
 
-_wide_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
+_float32_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
 
 
-def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, unset: bool = False) -> None:
-    """target [M, N] (float32 or wider) += a [M, K] @ b [K, N], products summed in float32 at least; = where `unset`,
+def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
+    """target [M, N] (float32 or wider) += a [M, K] @ b [K, N], summed in float32 at least; = where `overwrite`,
     whatever target holds.
 
-    On CUDA one GEMM with a float32 output does it (a torch without that forms the product in a's type, and
-    `dispatch.active` says so); elsewhere the product is formed in target's type.
+    On CUDA one GEMM with a float32 output does it (a torch without that forms the result in a's type, and
+    `dispatch.active` says so); elsewhere the result is formed in target's type.
     """
-    global _wide_output
+    global _float32_output
     if not (target.is_cuda and target.dtype == torch.float32) or target.dtype == a.dtype:
         a, b = a.to(target.dtype), b.to(target.dtype)
-        torch.mm(a, b, out=target) if unset else target.addmm_(a, b)
-    elif _wide_output:
-        _add_wide(target, a, b, unset)
-    elif _wide_output is None:
+        torch.mm(a, b, out=target) if overwrite else target.addmm_(a, b)
+    elif _float32_output:
+        _add_float32(target, a, b, overwrite)
+    elif _float32_output is None:
         try:
-            _add_wide(target, a, b, unset)
+            _add_float32(target, a, b, overwrite)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError) as error:
-            _wide_output = False
-            dispatch.note("weight gradient", f"product in {a.dtype}, then added ({error})")
-            target.copy_(a @ b) if unset else target.add_(a @ b)
+            _float32_output = False
+            dispatch.note("weight gradient", f"GEMM in {a.dtype}, then added ({error})")
+            target.copy_(a @ b) if overwrite else target.add_(a @ b)
         else:
-            _wide_output = True
+            _float32_output = True
             dispatch.note("weight gradient", "added in float32 inside the GEMM")
     else:
-        target.copy_(a @ b) if unset else target.add_(a @ b)
+        target.copy_(a @ b) if overwrite else target.add_(a @ b)
 
 
-def _add_wide(target: Tensor, a: Tensor, b: Tensor, unset: bool) -> None:
-    if unset:
+def _add_float32(target: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
+    if overwrite:
         torch.mm(a, b, out_dtype=torch.float32, out=target)
     else:
         torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
@@ -60,7 +60,7 @@ def _add_wide(target: Tensor, a: Tensor, b: Tensor, unset: bool) -> None:
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor], after: Any = None) -> Tensor | None:
     """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` takes it.
 
-    Then it is made beside what follows (ops/side_stream.py), from the mark `after` on. x may be a function that waits.
+    Then it is made on the side stream (ops/side_stream.py), from the event `after` on. x may be a function that waits.
     """
     main = getattr(weight, "main_grad", None)
 
@@ -70,9 +70,9 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor]
 
     if main is None:
         return torch.mm(*factors())
-    unset = getattr(weight, "overwrite_main_grad", False)
-    weight.overwrite_main_grad = False  # type: ignore[attr-defined]  # that it has one says that a product makes its gradient
-    side_stream.current.run(lambda: accumulate_mm(main, *factors(), unset), after)
+    overwrite = getattr(weight, "overwrite_main_grad", False)
+    weight.overwrite_main_grad = False  # type: ignore[attr-defined]  # that it has one says that a GEMM makes its gradient
+    side_stream.current.run(lambda: accumulate_mm(main, *factors(), overwrite), after)
     finish(weight)
     return None
 

@@ -137,7 +137,7 @@ def _backward_kernel(
     d_add_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     first = part * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
-    # The next rows are on their way while these are reduced: a wide program has its multiprocessor to itself.
+    # The next rows are on their way while these are reduced: a wide program has its SM to itself.
     row = first + tl.arange(0, ROWS)
     coming = _load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, last, column, width, dy_stride, x_stride, CENTRE)
     for start in range(first, last, ROWS):
@@ -389,7 +389,7 @@ def _backward(
     within = add_bias is not None and block <= WIDEST_WITH_SUM
     held = rows * (block + rest)
     sums = 1 + (bias is not None) + within
-    # A multiprocessor has room for one program with so many sums, whose parts would only be more to add.
+    # An SM has room for one program with so many sums, whose parts would only be more to add.
     alone = warps >= 8 and (held * sums > 8192 or held >= 8192)
     a_part, parts = split_rows(T, rows, PARTS // 2 if alone else PARTS)
     partial = torch.empty((parts, (1 if bias is None else 2) * H), dtype=torch.float32, device=x_TH.device)

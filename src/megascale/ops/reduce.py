@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
 
-PARTS = 264  # most partial sums a backward kernel writes: two a multiprocessor of an H100 or H200
+PARTS = 264  # most partial sums a backward kernel writes: two an SM of an H100 or H200
 
 
 @jit

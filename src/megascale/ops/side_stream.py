@@ -1,8 +1,8 @@
-"""Products that nothing waits for yet, on a stream beside the main one.
+"""GEMMs that nothing waits for yet, on a side stream.
 
-A product rarely fills its last wave of multiprocessors: 1,024 x 5,120 in tiles of 128 x 256 are 160 tiles for 132 of
+A GEMM rarely fills its last wave of SMs: 1,024 x 5,120 in tiles of 128 x 256 are 160 tiles for 132 of
 them, two waves for the work of 1.2. A weight's gradient is needed only when gradients are summed, so it may run in
-what the products after it leave idle. Whoever reads or writes gradients calls `synchronize` first.
+what the GEMMs after it leave idle. Whoever reads or writes gradients calls `synchronize` first.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-UNDER_WAY = 2  # works that may be beside at once: each keeps its inputs in memory
+UNDER_WAY = 2  # works that may be on the side stream at once: each keeps its inputs in memory
 
 
 class InOrder:
-    """No second stream: each work runs where it is asked for."""
+    """No side stream: each work runs where it is asked for."""
 
     def record_event(self) -> Any:
         """This point of the main stream, for `run`."""
 
     def run(self, work: Callable[[], Any], after: Any = None) -> None:
-        """Run `work`, which only writes into memory that is there already, after the mark or else after all so far."""
+        """Run `work`, which only writes into memory that is there already, after the event or else after all so far."""
         work()
 
     def synchronize(self) -> None:
@@ -31,7 +31,7 @@ class InOrder:
 
 
 class SideStream(InOrder):
-    """A CUDA stream of `device` beside the main one, which is the caller's current one."""
+    """A CUDA stream of `device` other than the main one, which is the caller's current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -75,6 +75,6 @@ def configure(wanted: bool, device: torch.device) -> str:
         if device not in _made:
             _made[device] = SideStream(device)
         current = _made[device]
-        return "on a second stream"
+        return "on a side stream"
     current = InOrder()
     return "one after another" + (f": {device.type} has no streams" if wanted else "")

@@ -44,7 +44,7 @@ class ShardedOptimizer:
         config: update rule and its constants.
         chunks: the buffers of this rank's chunks.
         tensor: the tensor axis; parameters that are the same on all its ranks are counted on the first.
-        norm: the ranks over which squared gradient norms (and riders) are summed: the world.
+        norm: the ranks over which squared gradient norms (and piggybacked scalars) are summed: the world.
         norm_weight: what this rank's squares count; 1 / data-parallel ranks where those hold the same gradients.
         stage: ranks that share this stage's tensors, for LAMB's norms.
         duplicates: logical names that another stage counts (the second copy of a tied embedding).
@@ -67,13 +67,15 @@ class ShardedOptimizer:
         self.states: list[ShardState] = []
         for chunk in chunks:
             for shard in chunk.shards:
-                wide = shard.grads.dtype
-                master = shard.params if shard.params.dtype == wide else shard.params.to(wide)
+                accumulation_dtype = shard.grads.dtype
+                master = (
+                    shard.params if shard.params.dtype == accumulation_dtype else shard.params.to(accumulation_dtype)
+                )
                 rows = [(e.start, e.stop, e.piece.decay, ids[e.piece.name]) for e in shard.extents]
                 mine = [
                     e
                     for e in shard.extents
-                    if (tensor.rank == 0 or not e.spec.shared) and e.piece.name not in duplicates
+                    if (tensor.rank == 0 or not e.spec.replicated) and e.piece.name not in duplicates
                 ]
                 self.states.append(
                     ShardState(
@@ -96,7 +98,7 @@ class ShardedOptimizer:
             for shard in chunk.shards:
                 for e in shard.extents:
                     self._adapted[ids[e.piece.name]] = float(e.piece.decay)
-                    self._counted[ids[e.piece.name]] = float(tensor.rank == 0 or not e.spec.shared)
+                    self._counted[ids[e.piece.name]] = float(tensor.rank == 0 or not e.spec.replicated)
 
     @torch.no_grad()
     def step(
@@ -106,7 +108,7 @@ class ShardedOptimizer:
         piggybacked_scalars: torch.Tensor | None = None,
         updated: Callable[[FlatShard], None] = lambda shard: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Clip and update in place; a step whose norm is not finite changes nothing. `updated` hears of each shard.
+        """Clip and update in place; a step whose norm is not finite changes nothing. `updated` gets each shard.
 
         Returns, on the device, the norm of the whole model's gradient before clipping, and the sum over ranks of
         `piggybacked_scalars` (a float64 vector that travels in the same message).
@@ -184,7 +186,7 @@ class ShardedOptimizer:
             updated(s.shard)
 
     def _summed(self, piggybacked_scalars: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """2-norm of the whole model's gradient (0-d, float64), every parameter counted once, and the summed riders."""
+        """2-norm of the whole model's gradient (0-d, float64), every parameter counted once, and the summed scalars."""
         squares = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
         counted = [s.shard.grads[a:b] for s in self.states for a, b in s.counted]
         if counted:

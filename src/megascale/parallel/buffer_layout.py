@@ -1,7 +1,7 @@
 """How a chunk's parameters lie in one flat buffer, as a pure function of their sizes: no tensors here.
 
 Parameters are grouped into regions, so that what must be treated alike is contiguous: matrices in reverse order
-(the order in which backward finishes them), then the few small shared or undecayed ones. A region boundary, not a
+(the order in which backward finishes them), then the few small replicated or undecayed ones. A region boundary, not a
 per-element mask, tells weight decay and double counting apart. The buffer is cut into buckets, the unit of
 communication; each bucket is padded so that every data-parallel rank owns an equal, aligned part of it.
 """
@@ -21,14 +21,14 @@ class BufferMember:
     Attributes:
         count: elements.
         decay: whether weight decay applies.
-        shared: the same on every tensor-parallel rank.
-        alone: has a bucket of its own (a tied embedding, whose shards another stage holds as well).
+        replicated: the same on every tensor-parallel rank.
+        own_bucket: has a bucket to itself (a tied embedding, whose shards another stage holds as well).
     """
 
     count: int
     decay: bool
-    shared: bool
-    alone: bool = False
+    replicated: bool
+    own_bucket: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class FlatLayout:
     """Where each member starts, the buckets, and the size of the buffer in elements.
 
     Attributes:
-        shared: elements [start, stop) that hold the shared members and nothing else, in buckets of their own.
-        alone: number of the bucket that holds the member that stands alone, None if there is none.
+        replicated: elements [start, stop) that hold the replicated members and nothing else, in buckets of their own.
+        own_bucket: number of the bucket of the member that has one to itself, None if there is none.
     """
 
     starts: tuple[int, ...]
     buckets: tuple[BucketSpan, ...]
     size: int
-    shared: tuple[int, int]
-    alone: int | None
+    replicated: tuple[int, int]
+    own_bucket: int | None
 
     def shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
         """Elements of the buffer that data-parallel `rank` owns of a bucket."""
@@ -70,7 +70,9 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
         ranks: data-parallel ranks that share each bucket equally.
         bucket_elements: cut the matrices into buckets of about this many elements; None makes one bucket.
     """
-    order = sorted(range(len(members)), key=lambda i: (members[i].alone, members[i].shared, not members[i].decay, -i))
+    order = sorted(
+        range(len(members)), key=lambda i: (members[i].own_bucket, members[i].replicated, not members[i].decay, -i)
+    )
     starts = [0] * len(members)
     buckets: list[BucketSpan] = []
     at = begin = 0
@@ -85,19 +87,19 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
             begin, inside = at, []
 
     region = None
-    shared = [0, 0]
+    replicated = [0, 0]
     for i in order:
         full = bucket_elements is not None and at - begin + members[i].count > bucket_elements
-        if full or (members[i].alone, members[i].shared) != region:
+        if full or (members[i].own_bucket, members[i].replicated) != region:
             close()
-        region = (members[i].alone, members[i].shared)
+        region = (members[i].own_bucket, members[i].replicated)
         starts[i] = at
         inside.append(i)
         at += -(-members[i].count // ALIGN) * ALIGN
     close()
     for span in buckets:
-        if members[span.members[0]].shared:
-            shared = [shared[0] if shared[1] else span.start, span.stop]
+        if members[span.members[0]].replicated:
+            replicated = [replicated[0] if replicated[1] else span.start, span.stop]
     last = len(buckets) - 1
-    alone = last if members[buckets[last].members[0]].alone else None
-    return FlatLayout(tuple(starts), tuple(buckets), at, (shared[0], shared[1]), alone)
+    own_bucket = last if members[buckets[last].members[0]].own_bucket else None
+    return FlatLayout(tuple(starts), tuple(buckets), at, (replicated[0], replicated[1]), own_bucket)

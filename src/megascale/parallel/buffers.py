@@ -1,9 +1,9 @@
 """Flat buffers of one model chunk: where its parameters and gradients live, and how data parallelism moves them.
 
 Parameters of a chunk lie in one contiguous buffer in their own type, gradients in one of float32 (float64 for
-float64 models), in the order of `layout.py`. Weight gradients accumulate straight into the buffer, whose parts for
-products' weights are never made zero: a step's first product writes them. Buckets are the
-unit of communication: a bucket is reduced as soon as the last micro-batch's backward has filled it (ZeRO-2: every
+float64 models), in the order of `buffer_layout.py`. Weight gradients accumulate straight into the buffer, whose parts
+for GEMMs' weights are never made zero: a step's first GEMM writes them (`overwrite_main_grad`). Buckets are the unit
+of communication: a bucket is reduced as soon as the last micro-batch's backward has filled it (ZeRO-2: every
 micro-batch's), and gathered before the chunk's next forward (MegaScale section 3.2).
 """
 
@@ -61,7 +61,7 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes that a chunk's buffers talk over.
+    """The axes that a chunk's buffers communicate over.
 
     Attributes:
         data: gathers parameters over the data-parallel ranks; reduce: reduces gradients over the same ranks, on
@@ -79,13 +79,13 @@ class Axes:
 class GradientPool:
     """Two whole-chunk gradient buffers that the chunks of a rank use in turn (ZeRO-2).
 
-    One chunk's backward fills a buffer while the other's is on the wire.
+    One chunk's backward fills a buffer while the other's is reduced.
     """
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self._users: list[tuple[FlatChunk, dict[int, Pending]] | None] = [None, None]
-        self._turn = 0
+        self._index = 0
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for a chunk of `size` elements; called for each chunk before the first use."""
@@ -93,20 +93,20 @@ class GradientPool:
             self._buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
 
     def take(self, user: FlatChunk) -> tuple[torch.Tensor, dict[int, Pending]]:
-        """A zeroed buffer and a place for its reductions; what it held before is taken out first."""
-        self._turn = 1 - self._turn
-        self._drain(self._turn)
+        """A zeroed buffer and a dictionary for its reductions; what it held before is drained first."""
+        self._index = 1 - self._index
+        self._drain(self._index)
         reducing: dict[int, Pending] = {}
-        self._users[self._turn] = (user, reducing)
-        return self._buffers[self._turn][: user.layout.size].zero_(), reducing
+        self._users[self._index] = (user, reducing)
+        return self._buffers[self._index][: user.layout.size].zero_(), reducing
 
     def drain(self) -> None:
-        """Take everything out."""
-        for turn in (0, 1):
-            self._drain(turn)
+        """Drain both."""
+        for index in (0, 1):
+            self._drain(index)
 
-    def _drain(self, turn: int) -> None:
-        before, self._users[turn] = self._users[turn], None
+    def _drain(self, index: int) -> None:
+        before, self._users[index] = self._users[index], None
         if before is not None:
             before[0].drain(before[1])
 
@@ -117,12 +117,12 @@ class FlatChunk:
     Args:
         module: a chunk on the meta device; it gets storage here.
         device: where the buffers live.
-        axes: whom to talk to.
+        axes: whom to communicate with.
         zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too.
         bucket_elements: size of a bucket; None for one bucket a chunk.
         pool: gradient buffers shared with the other chunks of this rank, for zero=2.
         overlap: reduce buckets as they fill and gather ahead; without it both wait for each other.
-        wire: type in which gradients travel; None for their own.
+        reduce_dtype: communication dtype of gradients; None for their own.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class FlatChunk:
         bucket_elements: int | None = None,
         pool: GradientPool | None = None,
         overlap: bool = True,
-        wire: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.module, self.overlap, self.wire = module, overlap, wire
+        self.module, self.overlap, self.reduce_dtype = module, overlap, reduce_dtype
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
         meta = list(module.parameters())
@@ -145,7 +145,7 @@ class FlatChunk:
         members = [self._member(p, spec) for p, spec in zip(meta, specs, strict=True)]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements)
         dtype = meta[0].dtype
-        wide = grad_dtype(dtype)
+        accumulation_dtype = grad_dtype(dtype)
         self.params = torch.zeros(self.layout.size, dtype=dtype, device=device)
         starts = self.layout.starts
         materialise(
@@ -159,17 +159,17 @@ class FlatChunk:
             p.register_post_accumulate_grad_hook(self._accumulate)
         self.pool = pool or GradientPool()
         if self.zero == 2:
-            self.pool.allocate(self.layout.size, wide, device)
-            self.grads = torch.empty(0, dtype=wide, device=device)
-            self.sums = torch.zeros(self.layout.size // axes.data.size, dtype=wide, device=device)
+            self.pool.allocate(self.layout.size, accumulation_dtype, device)
+            self.grads = torch.empty(0, dtype=accumulation_dtype, device=device)
+            self.sums = torch.zeros(self.layout.size // axes.data.size, dtype=accumulation_dtype, device=device)
         else:
-            self.grads = torch.zeros(self.layout.size, dtype=wide, device=device)
+            self.grads = torch.zeros(self.layout.size, dtype=accumulation_dtype, device=device)
             self._aim(self.grads)
         self.shards = [self._shard(b) for b in range(len(self.layout.buckets))]
         self._calls = [0] * len(self.parameters)  # gradient contributions a micro-batch, learnt in the first one
         self._seen = [0] * len(self.parameters)
         self._left: list[int] = []
-        self._unset: list[int] = []  # parameters whose gradients a step's first product writes
+        self._overwritten: list[int] = []  # parameters whose gradients a step's first GEMM writes
         self._zeroed: list[torch.Tensor] | None = None  # the parts of the gradients that each step makes zero
         self._reducing: dict[int, Pending] = {}
         self._gathering: dict[int, Pending] = {}
@@ -177,10 +177,10 @@ class FlatChunk:
         spans = self.layout.buckets
         self.by_use = sorted(range(len(spans)), key=lambda b: min(spans[b].members))
         self._needs = self._units() if self.overlap else []
-        self._reduces = False  # whether buckets go on the wire as they fill in this backward
+        self._reduces = False  # whether buckets are reduced as they fill in this backward
 
     def _units(self) -> list[list[int]]:
-        """Buckets of each unit of the module's forward; empty for a module that does not tell its units."""
+        """Buckets of each unit of the module's forward; empty for a module that names no units."""
         if not hasattr(self.module, "units"):
             return []
         number = {id(p): i for i, p in enumerate(self.parameters)}
@@ -188,8 +188,8 @@ class FlatChunk:
         return [sorted({self._bucket_of[number[id(p)]] for p in unit}) for unit in self.module.units()]  # type: ignore[operator]
 
     def _member(self, p: nn.Parameter, spec: Spec) -> BufferMember:
-        alone = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
-        return BufferMember(p.numel(), any(piece.decay for piece in spec.pieces), spec.shared, alone)
+        own_bucket = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
+        return BufferMember(p.numel(), any(piece.decay for piece in spec.pieces), spec.replicated, own_bucket)
 
     def _aim(self, buffer: torch.Tensor) -> None:
         """Let gradients accumulate in `buffer`."""
@@ -205,18 +205,18 @@ class FlatChunk:
             self.sums.zero_()
             return
         if self._zeroed is None and any(self._calls):
-            self._learn_who_writes()
+            self._learn_overwritten()
         torch._foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
-        for i in self._unset:
+        for i in self._overwritten:
             self.parameters[i].overwrite_main_grad = True  # type: ignore[attr-defined]
 
-    def _learn_who_writes(self) -> None:
-        """Weights with one gradient a micro-batch, made by a product (ops/linear.py), need no zeros to add it to."""
-        self._unset = [
+    def _learn_overwritten(self) -> None:
+        """Weights with one gradient a micro-batch, made by a GEMM (ops/linear.py), need no zeros to add it to."""
+        self._overwritten = [
             i for i, p in enumerate(self.parameters) if self._calls[i] == 1 and hasattr(p, "overwrite_main_grad")
         ]
         self._zeroed, at = [], 0
-        spans = [(self.layout.starts[i], self.layout.starts[i] + self.parameters[i].numel()) for i in self._unset]
+        spans = [(self.layout.starts[i], self.layout.starts[i] + self.parameters[i].numel()) for i in self._overwritten]
         for start, stop in [*sorted(spans), (self.layout.size, self.layout.size)]:
             if start > at:
                 self._zeroed.append(self.grads[at:start])
@@ -233,18 +233,18 @@ class FlatChunk:
         self._left = [sum(1 for i in span.members if self._calls[i]) for span in self.layout.buckets]
 
     def end_backward(self, last: bool) -> None:
-        """After a micro-batch's backward: learn the calls, and reduce what has not gone on the wire by itself."""
+        """After a micro-batch's backward: learn the calls, and reduce the buckets that are not in flight yet."""
         if not any(self._calls):
             self._calls = list(self._seen)
         self._reduces = False
         if not last and self.zero < 2:
             return
         side_stream.current.synchronize()
-        for i in self._unset:
-            if self.parameters[i].overwrite_main_grad:  # type: ignore[attr-defined]  # no product came to it in this step
+        for i in self._overwritten:
+            if self.parameters[i].overwrite_main_grad:  # type: ignore[attr-defined]  # no GEMM came to it in this step
                 self.parameters[i].main_grad.zero_()  # type: ignore[attr-defined]
                 self.parameters[i].overwrite_main_grad = False  # type: ignore[attr-defined]
-        start, stop = self.layout.shared
+        start, stop = self.layout.replicated
         # Each tensor-parallel rank saw its part of the sequence only.
         all_reduce(self.grads[start:stop], self.axes.tensor).wait()
         for bucket in range(len(self.layout.buckets)):
@@ -259,11 +259,11 @@ class FlatChunk:
             self.pool.drain()
         else:
             self.drain(self._reducing)
-        if self.layout.alone is not None:
-            all_reduce(self.shards[self.layout.alone].grads, self.axes.tied).wait()
+        if self.layout.own_bucket is not None:
+            all_reduce(self.shards[self.layout.own_bucket].grads, self.axes.tied).wait()
 
     def drain(self, reducing: dict[int, Pending]) -> None:
-        """Wait for reductions on the wire; ZeRO-2 adds them to the sums."""
+        """Wait for reductions in flight; ZeRO-2 adds them to the sums."""
         for bucket, pending in reducing.items():
             mine = pending.wait()
             if self.zero == 2:
@@ -290,15 +290,15 @@ class FlatChunk:
         return ready
 
     def _waits_for_tensor_axis(self, bucket: int) -> bool:
-        start, stop = self.layout.shared
+        start, stop = self.layout.replicated
         return self.axes.tensor.size > 1 and start <= self.layout.buckets[bucket].start < stop
 
     def _reduce(self, bucket: int) -> None:
         side_stream.current.synchronize()
         span = self.layout.buckets[bucket]
         whole = self.grads[span.start : span.stop]
-        if self.zero and self.wire is not None and self.wire != whole.dtype:
-            self._reducing[bucket] = reduce_scatter_rounded(whole, self.axes.reduce, self.wire)
+        if self.zero and self.reduce_dtype is not None and self.reduce_dtype != whole.dtype:
+            self._reducing[bucket] = reduce_scatter_rounded(whole, self.axes.reduce, self.reduce_dtype)
         else:
             send = all_reduce if self.zero == 0 else reduce_scatter_in_place
             self._reducing[bucket] = send(whole, self.axes.reduce)
@@ -306,14 +306,14 @@ class FlatChunk:
     # parameters ------------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        """Send for the parts of the parameters that other ranks updated, first what forward needs first."""
+        """Start all-gathers of the parameters that other ranks updated, first what forward needs first."""
         for bucket in self.by_use:
             self.gather(bucket)
         if not self.overlap:
             self.finish_gather()
 
     def gather(self, bucket: int) -> None:
-        """Send for a bucket's parts, as soon as this rank's own is updated; nothing if it is on its way."""
+        """Start a bucket's all-gather, as soon as this rank's own part is updated; nothing if it is in flight."""
         data = self.axes.data
         if self.zero == 0 or data.size == 1 or bucket in self._gathering:
             return
@@ -341,7 +341,7 @@ class FlatChunk:
         return bool(self._gathering)
 
     def finish_gather(self) -> None:
-        """Wait until the chunk's parameters are whole."""
+        """Wait until the chunk's parameters are complete."""
         for pending in self._gathering.values():
             pending.wait()
         self._gathering.clear()

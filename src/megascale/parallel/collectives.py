@@ -1,7 +1,7 @@
 """The collectives that the engine uses, on dimension 0, each with an asynchronous form.
 
 Activations are [sequence, batch, hidden], so gathering or scattering the sequence is gathering or scattering
-dimension 0 of a contiguous tensor: no copy before or after. A group of None is a group of one: nothing moves.
+dimension 0 of a contiguous tensor: no copy before or after. A group of None is a single-member group: nothing moves.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Axis:
     """One axis of the grid as this rank sees it.
 
     Attributes:
-        group: its process group, None for a group of one.
+        group: its process group, None for a single-member group.
         size, rank: how many ranks, and which one this is.
-        overlap: how tensor-parallel products hide their collective: "fused" (symmetric memory), "async" (the
-            collective runs beside independent products) or "off".
+        overlap: how tensor-parallel GEMMs hide their collective: "fused" (symmetric memory), "async" (the
+            collective overlaps with independent GEMMs) or "off".
         exchange: with "fused", what does it (parallel/exchange.py).
         name: what the record of calls (core/calls.py) knows the group as; "" is not recorded.
     """
@@ -43,11 +43,11 @@ class Axis:
     exchange: Exchange | None = None
 
 
-ALONE = Axis()
+ALONE = Axis()  # a single-member group
 
 
 class Pending:
-    """A result that is on its way: `wait()` returns it.
+    """A result that is in flight: `wait()` returns it.
 
     Args:
         call: its handle in the record of calls.
@@ -110,7 +110,7 @@ def gather_and_consume(
 def exchange_scatter(
     make: Callable[[torch.Tensor], None], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
 ) -> Pending:
-    """Reduce-scatter of what make(out [size, *shape]) writes, by the axis's exchange, beside what comes next."""
+    """Reduce-scatter of what make(out [size, *shape]) writes, by the axis's exchange, under what comes next."""
     assert axis.exchange is not None
     call = calls.current.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
     return Pending(like, _Arrival(), call, axis.exchange.scatter(make, shape, like))
@@ -204,7 +204,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
         return Pending(whole)
     part = whole.view(axis.size, -1)[axis.rank]
     sent = whole.to(dtype)
-    got = _room_on_side_stream(whole, axis, dtype)
+    got = _receive_buffer(whole, axis, dtype)
     call = calls.current.begin(axis.name, "all_to_all", sent.nbytes)
     work = dist.all_to_all_single(got, sent, group=axis.group, async_op=True)
 
@@ -216,7 +216,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
     return Pending(part, work, call, add)
 
 
-def _room_on_side_stream(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
+def _receive_buffer(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
     """Memory for as many elements of `dtype`: the half of `whole` without this rank's slice, if a half suffices."""
     count, slice_ = whole.numel(), whole.numel() // axis.size
     narrow = whole.view(dtype)

@@ -1,13 +1,13 @@
-"""Gather and scatter of a tensor-parallel group by copies from peer to peer, beside the products.
+"""Gather and scatter of a tensor-parallel group by copies from peer to peer, overlapped with the GEMMs.
 
 Every rank has memory that its peers read, and a flag for each peer. What others need is written into the own memory;
 then their flags get the number of the call; who has seen the number copies. The copies run on a stream of their own, by
-copy engines, and the flags are written and awaited by the stream itself: no multiprocessor is taken from the product
-that runs meanwhile (MegaScale section 3.2, Figure 3c; Flux, arXiv 2406.06858, for what cutting a product costs).
+copy engines, and the flags are written and awaited by the stream itself: no SM is taken from the GEMM
+that runs meanwhile (MegaScale section 3.2, Figure 3c; Flux, arXiv 2406.06858, for what cutting a GEMM costs).
 
-No barrier is needed. Calls are numbered, each tells each peer exactly once, and memory is used in turns of two: when a
+No barrier is needed. Calls are numbered, each signals each peer exactly once, and memory is double-buffered: when a
 rank writes where call n wrote, it has seen a later call's number from every peer, and a peer sends that only after its
-copies of call n. The two turns of a gather and of a scatter are apart, since a backward pass gathers and scatters at
+copies of call n. The two buffers of a gather and of a scatter are apart, since a backward pass gathers and scatters at
 once.
 """
 
@@ -19,35 +19,35 @@ from typing import Any, Protocol
 
 import torch
 
-TURNS = 2
+BUFFERS = 2
 
 
 class Streams(Protocol):
-    """What an exchange asks of a device. Its queues run in order, each for itself: "main" (the products), "beside"
-    (more of them) and "side" (copies and flags)."""
+    """What an exchange asks of a device. Its queues run in order, each for itself: "main" (the GEMMs), "side"
+    (more of them) and "copy" (copies and flags)."""
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
-        """Run `work` on main or beside it."""
+        """Run `work` on main or side."""
         ...
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on side."""
+        """Copy on the copy queue."""
         ...
 
     def signal(self, peer: int, number: int) -> None:
-        """On side: set the flag that this rank has at `peer`."""
+        """On copy: set the flag that this rank has at `peer`."""
         ...
 
     def wait_for(self, peer: int, number: int) -> None:
-        """On side: wait until the flag of `peer` here has reached `number`."""
+        """On copy: wait until the flag of `peer` here has reached `number`."""
         ...
 
     def record_event(self, queue: str) -> Any:
         """A point in a queue that others can wait for."""
         ...
 
-    def stream_wait(self, queue: str, record_event: Any) -> None:
-        """The queue goes on only after the mark."""
+    def stream_wait(self, queue: str, event: Any) -> None:
+        """The queue goes on only after the event."""
         ...
 
 
@@ -60,7 +60,7 @@ class Exchange:
         shard_bytes: the largest part of one rank that will be gathered or scattered.
         streams: of this rank's device.
         keep: what must live as long as the exchange, such as the memory's owner.
-        beside: consume every other part beside the one before it, each in what the other leaves of the device; may be
+        on_side_stream: consume every other part on the side stream, each in what the other leaves of the device; may be
             changed between steps.
     """
 
@@ -78,24 +78,24 @@ class Exchange:
         self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
         self._memory, self._streams = memory, streams
         self._number = self._gathers = self._scatters = 0
-        self._owed: set[int] = set()  # turns of scatters whose result was not waited for
-        self._open: set[int] = set()  # turns of scatters after which no call has ended yet
-        self._free: dict[int, Any] = {}  # turn -> point on side after which nobody reads it any more
+        self._owed: set[int] = set()  # buffers of scatters whose result was not waited for
+        self._open: set[int] = set()  # buffers of scatters after which no call has ended yet
+        self._free: dict[int, Any] = {}  # buffer index -> event on copy after which nobody reads it any more
         self._views: dict[Any, list[torch.Tensor]] = {}
 
     @staticmethod
     def bytes_needed(size: int, shard_bytes: int) -> int:
         """Of one rank's memory."""
-        return TURNS * (1 + size) * shard_bytes
+        return BUFFERS * (1 + size) * shard_bytes
 
-    def _parts(self, gathers: bool, turn: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Every rank's memory for one turn: `shape` for a gather, [size, *shape] for a scatter."""
-        key = (gathers, turn, tuple(shape), dtype)
+    def _parts(self, gathers: bool, index: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's memory for one buffer index: `shape` for a gather, [size, *shape] for a scatter."""
+        key = (gathers, index, tuple(shape), dtype)
         if key not in self._views:
             nbytes = math.prod(shape) * dtype.itemsize
             if nbytes > self.shard_bytes:
                 raise ValueError(f"a part of {nbytes} bytes; this exchange was made for {self.shard_bytes}")
-            start = turn * self.shard_bytes if gathers else (TURNS + turn * self.size) * self.shard_bytes
+            start = index * self.shard_bytes if gathers else (BUFFERS + index * self.size) * self.shard_bytes
             full = tuple(shape) if gathers else (self.size, *shape)
             nbytes *= 1 if gathers else self.size
             self._views[key] = [m[start : start + nbytes].view(dtype).view(full) for m in self._memory]
@@ -105,19 +105,19 @@ class Exchange:
         self._number += 1
         return self._number
 
-    def _end(self, scattered: int | None = None, queue: str = "side") -> Any:
-        """The call's last point; by then every peer has been heard, so that it has done its copies before."""
-        record_event = self._streams.record_event(queue)
-        self._free |= dict.fromkeys(self._open, record_event)
+    def _end(self, scattered: int | None = None, queue: str = "copy") -> Any:
+        """The call's last point; by then every peer has signalled, so that it has done its copies before."""
+        event = self._streams.record_event(queue)
+        self._free |= dict.fromkeys(self._open, event)
         self._open = set() if scattered is None else {scattered}
-        return record_event
+        return event
 
     # gather ---------------------------------------------------------------------------------------------------------
 
     def _send(self, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-        """Put x where the peers find it and tell them: (number of the call, where each rank's part is)."""
+        """Put x where the peers find it and signal them: (number of the call, where each rank's part is)."""
         streams, number = self._streams, self._begin()
-        parts = self._parts(True, self._gathers % TURNS, x.shape, x.dtype)
+        parts = self._parts(True, self._gathers % BUFFERS, x.shape, x.dtype)
         self._gathers += 1
         streams.copy(parts[self.rank], x)
         for step in range(1, self.size):
@@ -125,10 +125,10 @@ class Exchange:
         return number, parts
 
     def gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """All-gather x [n, ...] on dimension 0, beside what comes next; the function returned waits for it."""
+        """All-gather x [n, ...] on dimension 0, overlapped with what comes next; the function returned waits for it."""
         streams = self._streams
         whole = x.new_empty((self.size, *x.shape))
-        streams.stream_wait("side", streams.record_event("main"))
+        streams.stream_wait("copy", streams.record_event("main"))
         number, parts = self._send(x)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
@@ -152,48 +152,48 @@ class Exchange:
         """
         streams = self._streams
         whole = x.new_empty((self.size, *x.shape))
-        streams.stream_wait("side", streams.record_event("main"))
-        streams.compute(lambda: consume(x, self.rank))  # needs no wire
+        streams.stream_wait("copy", streams.record_event("main"))
+        streams.compute(lambda: consume(x, self.rank))  # needs no communication
         number, parts = self._send(x)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             streams.wait_for(peer, number)
             streams.copy(whole[peer], parts[peer])
-            queue = "beside" if self.on_side_stream and step % 2 else "main"
-            streams.stream_wait(queue, streams.record_event("side"))
+            queue = "side" if self.on_side_stream and step % 2 else "main"
+            streams.stream_wait(queue, streams.record_event("copy"))
             streams.compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
         if keep:
             streams.copy(whole[self.rank], x)
         if self.on_side_stream:
-            streams.stream_wait("main", streams.record_event("beside"))
+            streams.stream_wait("main", streams.record_event("side"))
         streams.stream_wait("main", self._end())
         return whole.flatten(0, 1)
 
     # scatter --------------------------------------------------------------------------------------------------------
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, list[torch.Tensor]]:
-        """(number of the call, its turn, every rank's memory); main may write into the own one."""
-        number, turn = self._begin(), self._scatters % TURNS
+        """(number of the call, its buffer index, every rank's memory); main may write into the own one."""
+        number, index = self._begin(), self._scatters % BUFFERS
         self._scatters += 1
-        if turn in self._owed:
+        if index in self._owed:
             raise RuntimeError("a scatter's result must be waited for before the next scatter but one")
-        if turn in self._free:
-            self._streams.stream_wait("main", self._free.pop(turn))
-        return number, turn, self._parts(False, turn, shape, dtype)
+        if index in self._free:
+            self._streams.stream_wait("main", self._free.pop(index))
+        return number, index, self._parts(False, index, shape, dtype)
 
     def scatter(
         self, make: Callable[[torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
-        """Reduce-scatter what make(out) writes into out [size, *shape] at once, beside what comes next.
+        """Reduce-scatter what make(out) writes into out [size, *shape] at once, overlapped with what comes next.
 
         The function returned waits and gives the sum over ranks of their part for this rank, of `shape`.
         """
         streams = self._streams
-        number, turn, parts = self._room(shape, like.dtype)
+        number, index, parts = self._room(shape, like.dtype)
         mine = parts[self.rank]
         got = like.new_empty((self.size, *shape) if self.size > 2 else (1, *shape))
         streams.compute(lambda: make(mine))
-        streams.stream_wait("side", streams.record_event("main"))
+        streams.stream_wait("copy", streams.record_event("main"))
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
         for step in range(1, self.size):
@@ -202,11 +202,11 @@ class Exchange:
             streams.copy(got[source if self.size > 2 else 0], parts[source][self.rank])
         if self.size > 2:
             streams.copy(got[self.rank], mine[self.rank])
-        last = self._end(turn)
-        self._owed.add(turn)
+        last = self._end(index)
+        self._owed.add(index)
 
         def wait() -> torch.Tensor:
-            self._owed.discard(turn)
+            self._owed.discard(index)
             streams.stream_wait("main", last)
             if self.size > 2:
                 return self._sum(got)
@@ -220,22 +220,22 @@ class Exchange:
     ) -> torch.Tensor:
         """As `scatter`, with nothing to hide it under: of two ranks, each adds straight from the other's memory.
 
-        To cut the product and hide one part's scatter under the next cost more than it hid as tried here on two H200s;
-        torch's way of cutting did better after large products (docs/log.md).
+        To cut the GEMM and hide one part's scatter under the next cost more than it hid as tried here on two H200s;
+        torch's way of cutting did better after large GEMMs (docs/log.md).
         """
         if self.size > 2:
             return self.scatter(make, shape, like)()
         streams, peer = self._streams, 1 - self.rank
-        number, turn, parts = self._room(shape, like.dtype)
+        number, index, parts = self._room(shape, like.dtype)
         out = like.new_empty(tuple(shape))
         streams.compute(lambda: make(parts[self.rank]))
-        streams.stream_wait("side", streams.record_event("main"))
+        streams.stream_wait("copy", streams.record_event("main"))
         streams.signal(peer, number)
         streams.wait_for(peer, number)
-        streams.stream_wait("main", streams.record_event("side"))
+        streams.stream_wait("main", streams.record_event("copy"))
         mine, others = parts[self.rank][self.rank], parts[peer][self.rank]
         streams.compute(lambda: torch.add(mine, others, out=out))
-        self._end(turn, "main")
+        self._end(index, "main")
         return out
 
     def _sum(self, parts: torch.Tensor) -> torch.Tensor:

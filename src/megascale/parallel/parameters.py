@@ -22,14 +22,14 @@ class Spec:
     Attributes:
         pieces: the boxes of logical tensors it holds, stacked along dimension 0; padding rows (if any) come last.
         init_std: standard deviation of its initial values; None stands for the constant `init_value`.
-        shared: the same values on every tensor-parallel rank: counted and saved once. Such parameters act on a
+        replicated: the same values on every tensor-parallel rank: counted and saved once. Such parameters act on a
             rank's part of the sequence, so their gradients are summed over the tensor axis.
     """
 
     pieces: tuple[Piece, ...]
     init_std: float | None = None
     init_value: float = 0.0
-    shared: bool = False
+    replicated: bool = False
 
 
 def parameter(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> nn.Parameter:

@@ -1,6 +1,6 @@
 """The pipeline executor: runs one stage's list of actions (core/schedule.py), whatever the schedule.
 
-Sends and receives are never fused. Each directed edge has a communicator for each direction of travel (a lane), a
+Sends and receives are never fused. Each directed edge has a communicator for each direction of travel (a P2P stream), a
 receive is posted where the schedule says and awaited by the compute that consumes it, a send is awaited only when
 its buffer is needed again (or, without overlap, by the next compute). Nothing here knows 1F1B from interleaved, and
 nothing computes a rank. On a single stage one chunk hands its results to the next.
@@ -38,7 +38,7 @@ class P2PStream:
 
 @dataclass(frozen=True)
 class P2PStreams:
-    """The lanes of a stage; None where there is no neighbour."""
+    """The P2P streams of a stage; None where there is no neighbour."""
 
     send_forward: P2PStream | None = None
     recv_forward: P2PStream | None = None
@@ -70,7 +70,7 @@ class PipelineExecutor:
     Args:
         schedule: of the whole pipeline.
         stage: which one runs here.
-        lanes: its communicators.
+        streams: its communicators.
         shape, dtype, device: of an activation between chunks; static, so that nothing about it is ever sent.
         recorder: times each action.
     """
@@ -106,7 +106,7 @@ class PipelineExecutor:
             ActionKind.SEND_FORWARD: deque(),
             ActionKind.SEND_BACKWARD: deque(),
         }
-        alone = self.schedule.stages == 1
+        single_stage = self.schedule.stages == 1
         loss: torch.Tensor | None = None
         started: set[int] = set()
         for index, (kind, chunk, i) in enumerate(self.actions):
@@ -121,7 +121,7 @@ class PipelineExecutor:
                     work.gathered(chunk)
                 x = None
                 if not self._is_first(chunk):
-                    if alone:
+                    if single_stage:
                         x = live[chunk - 1, i][1].detach().requires_grad_()
                     else:
                         x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i).requires_grad_()
@@ -134,7 +134,7 @@ class PipelineExecutor:
                 x, y = live.pop((chunk, i))
                 grad = None
                 if not self._is_last(chunk):
-                    if alone:
+                    if single_stage:
                         grad = grads.pop((chunk + 1, i))
                     else:
                         grad = self._arrived(received, ActionKind.RECV_BACKWARD, chunk, i)
@@ -162,19 +162,19 @@ class PipelineExecutor:
     @torch.no_grad()
     def run_forward(self, microbatches: int, forward: Callable[[int, int, torch.Tensor | None], torch.Tensor]) -> Any:
         """Forward passes only, one micro-batch after another through all chunks; the last chunk's outputs, in order."""
-        outputs, alone = [], self.schedule.stages == 1
+        outputs, single_stage = [], self.schedule.stages == 1
         for i in range(microbatches):
             y = None
             for chunk in range(self.schedule.virtual):
-                x = y if alone else None
+                x = y if single_stage else None
                 calls.current.at(b"evaluate", chunk, i)
-                if not alone and not self._is_first(chunk):
+                if not single_stage and not self._is_first(chunk):
                     x, pending = self._receive(ActionKind.RECV_FORWARD)
                     pending.wait()
                 y = forward(chunk, i, x)
                 if self._is_last(chunk):
                     outputs.append(y)
-                elif not alone:
+                elif not single_stage:
                     self._send(ActionKind.SEND_FORWARD, y)[1].wait()
         return outputs
 
@@ -186,7 +186,7 @@ class PipelineExecutor:
 
     def _stream(self, kind: ActionKind) -> P2PStream:
         stream: P2PStream | None = getattr(self.streams, kind.label)
-        assert stream is not None, f"stage {self.stage} has no lane for {kind.label}"
+        assert stream is not None, f"stage {self.stage} has no P2P stream for {kind.label}"
         return stream
 
     def _receive(self, kind: ActionKind) -> tuple[torch.Tensor, Any]:

@@ -1,7 +1,7 @@
 """Memory that the GPUs of one host read of each other, and the streams of an exchange over it (exchange.py).
 
 The memory is torch's symmetric memory; no multicast is used. Flags are written and awaited by CUDA's stream-memory
-operations, which need no multiprocessor: a small kernel would wait behind the product that fills the device.
+operations, which need no SM: a small kernel would wait behind the GEMM that fills the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: 
 
     Args:
         shard_bytes: of the largest part of one rank that will be gathered or scattered.
-        beside: see Exchange.
+        on_side_stream: see Exchange.
     """
     if axis.size == 1:
         return "one rank has nobody to exchange with"
@@ -73,17 +73,17 @@ class CudaStreams:
 
     def __init__(self, rank: int, flags: list[int], device: torch.device) -> None:
         self._rank, self._flags, self._device = rank, flags, device.index
-        self._side = torch.cuda.Stream(device, priority=-1).cuda_stream  # from torch's pool, which keeps it
+        self._copy_stream = torch.cuda.Stream(device, priority=-1).cuda_stream  # from torch's pool, which keeps it
         self._side_stream = torch.cuda.Stream(device)
         self._driver = _Driver()
-        self._idle: list[int] = []  # events for which nobody holds a mark
+        self._idle: list[int] = []  # events that nobody waits for
         own = flags[rank] + FLAG * rank
-        self._driver.write(self._side, own, 1)
-        self._driver.wait(self._side, own, 1)
+        self._driver.write(self._copy_stream, own, 1)
+        self._driver.wait(self._copy_stream, own, 1)
         torch.cuda.synchronize(device)
 
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
-        """See Streams. Beside main, `work` may only write into memory that is there already."""
+        """See Streams. On the side stream, `work` may only write into memory that is there already."""
         if queue == "main":
             work()
         else:
@@ -92,33 +92,33 @@ class CudaStreams:
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """See Streams."""
-        self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._side)
+        self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._copy_stream)
 
     def signal(self, peer: int, number: int) -> None:
         """See Streams."""
-        self._driver.write(self._side, self._flags[peer] + FLAG * self._rank, number % _NUMBERS)
+        self._driver.write(self._copy_stream, self._flags[peer] + FLAG * self._rank, number % _NUMBERS)
 
     def wait_for(self, peer: int, number: int) -> None:
         """See Streams."""
-        self._driver.wait(self._side, self._flags[self._rank] + FLAG * peer, number % _NUMBERS)
+        self._driver.wait(self._copy_stream, self._flags[self._rank] + FLAG * peer, number % _NUMBERS)
 
-    def record_event(self, queue: str) -> Mark:
+    def record_event(self, queue: str) -> RecordedEvent:
         """See Streams."""
         event = self._idle.pop() if self._idle else self._driver.event()
         self._driver.record(event, self._stream(queue))
-        return Mark(event, self._idle)
+        return RecordedEvent(event, self._idle)
 
-    def stream_wait(self, queue: str, record_event: Mark) -> None:
+    def stream_wait(self, queue: str, event: RecordedEvent) -> None:
         """See Streams."""
-        self._driver.stream_wait(self._stream(queue), record_event.event)
+        self._driver.stream_wait(self._stream(queue), event.event)
 
     def _stream(self, queue: str) -> int:
         if queue == "main":
             return torch._C._cuda_getCurrentRawStream(self._device)
-        return self._side if queue == "side" else self._side_stream.cuda_stream
+        return self._copy_stream if queue == "copy" else self._side_stream.cuda_stream
 
 
-class Mark:
+class RecordedEvent:
     """A recorded event; it may be recorded anew when nobody can wait for it any more."""
 
     __slots__ = ("_idle", "event")

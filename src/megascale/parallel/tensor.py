@@ -3,8 +3,8 @@
 Between layers an activation is cut over the tensor-parallel ranks along the sequence; inside, along heads or MLP
 columns (Korthikanti et al. 2022; MegaScale section 3.2, Figure 3). `gather_linear` all-gathers its input and
 multiplies by column shards; `linear_scatter` multiplies by row shards and reduce-scatters the sum. Backward mirrors
-them: the gradient of the input is on the wire while the gradient of the weight is computed. Only the local shard of
-a gathered input is kept for backward and gathered again there.
+them: the gradient of the input is communicated while the gradient of the weight is computed. Only the local shard of
+a gathered input is kept for backward and gathered once more there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _gathered_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         gather_and_consume(x, axis, consume, keep=False)
         return y
     gathering = all_gather(x, axis)
-    consume(x, axis.rank)  # the own part needs no wire
+    consume(x, axis.rank)  # the own part needs no communication
     whole = gathering.wait()
     for start, stop in ((0, axis.rank), (axis.rank + 1, axis.size)):
         if start < stop:
@@ -87,7 +87,7 @@ def _gathered_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 def _sum_of_gemms(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, out: torch.Tensor
 ) -> None:
-    """out <- sum of x @ weight (or its transpose). A second product that accumulates costs no concatenation."""
+    """out <- sum of x @ weight (or its transpose). A second GEMM that accumulates costs no concatenation."""
     for i, (x, weight) in enumerate(zip(xs, weights, strict=True)):
         matrix = weight.t() if transposed else weight
         if i == 0:
@@ -99,9 +99,9 @@ def _sum_of_gemms(
 def _scattered_gemms(
     xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis, followed: bool
 ) -> Pending:
-    """Reduce-scatter of the sum of products, on its way or done.
+    """Reduce-scatter of the sum of GEMMs, in flight or done.
 
-    followed: whether another product follows that it can hide under.
+    followed: whether another GEMM follows that it can hide under.
     """
     s = xs[0].shape[0]
     columns = weights[0].shape[0 if transposed else 1]
@@ -146,7 +146,7 @@ class _GatherLinear(torch.autograd.Function):
         gathering = gather(x.detach(), ctx.axis)
         if ctx.axis.overlap == "off":
             gathering.wait()
-        # The scatter is on the wire while the weight's gradient is computed.
+        # The scatter is in flight while the weight's gradient is computed.
         ready = side_stream.current.record_event()
         scattering = _scattered_gemms([dy], [ctx.weight], False, ctx.axis, followed=True)
         dw = weight_gradient(ctx.weight, dy, gathering.wait, ready)
@@ -207,10 +207,10 @@ def gather_linear(
     axis: Axis,
     recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Column-parallel product: [s/t, b, h] -> [s, b, columns/t].
+    """Column-parallel GEMM: [s/t, b, h] -> [s, b, columns/t].
 
     weight [columns/t, h] and bias [columns/t] are this rank's columns; the gradient of a detached bias is made by
-    whoever reads the result. With `recompute_fn` (a norm) the product is of produce(x), which is computed again in
+    whoever reads the result. With `recompute_fn` (a norm) the GEMM is of recompute_fn(x), which is recomputed in
     backward instead of being kept."""
     return _GatherLinear.apply(x, weight, bias, axis, recompute_fn)
 
@@ -220,9 +220,9 @@ def linear_scatter(
     *inputs: torch.Tensor,
     recompute_fns: Sequence[RecomputedActivation | None] | None = None,
 ) -> torch.Tensor:
-    """Row-parallel sum of products: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
+    """Row-parallel sum of GEMMs: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
 
-    xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each product. With `produces[i]` the i-th
-    product is of that activation of xi, which is computed again in backward instead of being kept.
+    xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each GEMM. With `recompute_fns[i]` the i-th
+    GEMM is of that activation of xi, which is recomputed in backward instead of being kept.
     """
     return _LinearScatter.apply(axis, recompute_fns or (None,) * (len(inputs) // 2), *inputs)

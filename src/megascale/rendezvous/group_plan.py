@@ -32,7 +32,7 @@ class GroupSpec:
 
     Attributes:
         kind: tensor, data_gather, data_reduce, model, stage, embedding, forward or backward.
-        ranks: members, ascending, except a lane's: sender first.
+        ranks: members, ascending, except a P2P channel's: sender first.
         name: unique in the job, and the same on every member.
     """
 
@@ -41,7 +41,7 @@ class GroupSpec:
 
     @property
     def name(self) -> str:
-        """Unique in the job: groups of one kind never share their first ranks, lanes never their pair."""
+        """Unique in the job: groups of one kind never share their first ranks, P2P channels never their pair."""
         if self.kind in DIRECTIONS:
             return f"{self.kind}/{self.ranks[0]}-{self.ranks[1]}"
         return f"{self.kind}/{self.ranks[0]}"

@@ -62,7 +62,7 @@ class Groups:
         model: tensor x pipeline: the ranks that hold one copy of the model (gradient norm, non-finite flag).
         stage: tensor x data: all ranks of one pipeline stage (LAMB's norms over shards).
         embedding: first and last stage, for tied embeddings.
-        send_forward, recv_forward, send_backward, recv_backward: pipeline lanes. `send_forward` carries
+        send_forward, recv_forward, send_backward, recv_backward: pipeline P2P channels. `send_forward` carries
             activations to the next stage, `recv_backward` their gradients back. With virtual stages the last
             stage's next is the first.
         timings: seconds by phase of the start.
@@ -100,7 +100,7 @@ class Groups:
         return self.coordinate.pipeline == self.grid.pipeline - 1
 
     def p2p_channels(self) -> list[P2PChannel]:
-        """The lanes this rank has."""
+        """The P2P channels this rank has."""
         all_four = (self.send_forward, self.recv_forward, self.send_backward, self.recv_backward)
         return [p2p_channel for p2p_channel in all_four if p2p_channel is not None]
 
@@ -143,7 +143,7 @@ def make_groups(
         began = time.perf_counter()
         with _meeting(spec, rank, timeout):
             _warm(spec, group, rank, device)
-        phase = "warm lanes" if spec.kind in DIRECTIONS else f"warm {spec.kind}"
+        phase = "warm P2P channels" if spec.kind in DIRECTIONS else f"warm {spec.kind}"
         groups.timings[phase] = groups.timings.get(phase, 0.0) + time.perf_counter() - began
         _place(groups, spec, group)
     return groups

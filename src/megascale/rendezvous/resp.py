@@ -1,4 +1,4 @@
-"""One connection to a Redis server: the RESP2 wire format over a socket, with TLS and AUTH. Nothing else.
+"""One connection to a Redis server: the RESP2 protocol over a socket, with TLS and AUTH. Nothing else.
 
 Why not redis-py: importing it costs 0.1 s of CPU in every process, more than all of our traffic at start, and a
 store needs one command at a time, pipelines, and time-outs of its own.
@@ -108,7 +108,7 @@ def dial(host: str, port: int, limit: float) -> socket.socket:
 
 
 def pack(words: Iterable[Any]) -> bytes:
-    """One command as bytes on the wire."""
+    """One command as bytes of the protocol."""
     parts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     return b"".join([b"*%d\r\n" % len(parts), *(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)])
 

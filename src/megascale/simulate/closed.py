@@ -35,7 +35,7 @@ class Parts:
         recompute: forward passes done again.
         host: what launching kernels takes beyond what they run.
         tensor, pipeline, data: exposed communication on each axis (with the slow-down of what runs beside compute).
-        logits: what the last stage's output product and loss add, since everyone waits for it.
+        logits: what the last stage's output GEMM and loss add, since everyone waits for it.
         bubble: idle while the pipeline fills and drains.
         stragglers: waiting for slow hosts.
         optimizer, fixed: the update; batch preparation and host work.
@@ -176,8 +176,8 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
 
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
     gather of the output gradient, while the scatter of the input gradient and the second gather of the input run
-    under weight-gradient and data-gradient products and only slow them. Without, forward ends in an all-reduce, and
-    the all-reduce of the input gradient runs under the weight-gradient product.
+    under weight-gradient and data-gradient GEMMs and only slow them. Without, forward ends in an all-reduce, and
+    the all-reduce of the input gradient runs under the weight-gradient GEMM.
     """
     overlap = cluster.overlap
     left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual

@@ -22,7 +22,7 @@ class GpuSpec(_Part):
 
     name: str
     peak_tflops: float = Field(gt=0, description="dense bf16")
-    processors: int = Field(ge=1, description="streaming multiprocessors: GEMM tiles run in waves of this many")
+    processors: int = Field(ge=1, description="SMs: GEMM tiles run in waves of this many")
     memory_gbs: float = Field(gt=0, description="HBM bandwidth as printed")
     memory_gib: float = Field(gt=0, description="HBM size")
 
@@ -34,7 +34,7 @@ class Kernels(_Part):
     gemm_sustained: float = Field(
         gt=0,
         le=1,
-        description="share of peak that products hold for seconds, whatever their shape: the power limit",
+        description="share of peak that GEMMs hold for seconds, whatever their shape: the power limit",
     )
     gemm_half_depth: float = Field(gt=0, description="inner dimension at which a GEMM reaches half of that")
     memory: float = Field(gt=0, le=1, description="share of the printed HBM bandwidth that streaming kernels reach")

@@ -1,8 +1,8 @@
 """Level 2: the step event by event, on the schedule's own actions.
 
 The schedule that training runs (core/schedule.py) is replayed (core/replay.py) with the durations of `stage_times`.
-Each stage has a compute stream, its transfer lanes and the data-parallel lanes; work that runs beside other work on
-the same NIC or the same multiprocessors is stretched by the time they share, and the step replayed. Replicas have
+Each stage has a compute stream, its transfer streams and the data-parallel streams; work that overlaps other work on
+the same NIC or the same SMs is stretched by the time they share, and the step replayed. Replicas have
 durations of their own where hosts are slow or times jitter; gradient reductions wait for the last replica.
 """
 

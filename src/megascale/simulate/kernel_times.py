@@ -71,9 +71,9 @@ def wave_efficiency(rows: Any, columns: Any, processors: int) -> Any:
 
 
 def gemm_seconds(cluster: ClusterSpec, rows: Any, columns: Any, depth: Any, accumulate: Any = None) -> Any:
-    """One product [rows, depth] x [depth, columns] in bf16.
+    """One GEMM [rows, depth] x [depth, columns] in bf16.
 
-    `accumulate`: bytes of a gradient value that the product is added to, None for a plain bf16 output.
+    `accumulate`: bytes of a gradient value that the result is added to, None for a plain bf16 output.
     """
     kernels, gpu = cluster.kernels, cluster.gpu
     burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * wave_efficiency(rows, columns, gpu.processors)
@@ -88,7 +88,7 @@ def gemm_seconds(cluster: ClusterSpec, rows: Any, columns: Any, depth: Any, accu
 
 
 def _gemms(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
-    """Forward and backward seconds of a layer's products."""
+    """Forward and backward seconds of a layer's GEMMs."""
     tokens = case.micro * case.sequence
     t, h = case.tensor, case.hidden
     qkv = (case.query + 2 * case.kv) / t
@@ -102,7 +102,7 @@ def _gemms(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
         return forward, backward
 
     serial = [both(qkv, h), both(h, case.query / t), both(up, h), both(h, inner)]
-    # The parallel block feeds [QKV | MLP-in] from one product and sums both results in one.
+    # The parallel block feeds [QKV | MLP-in] from one GEMM and sums both results in one.
     parallel = [both(qkv + up, h), both(h, case.query / t + inner)]
     choose = np.asarray(case.parallel_block, dtype=bool)
     totals = [np.where(choose, sum(p[i] for p in parallel), sum(s[i] for s in serial)) for i in (0, 1)]
@@ -191,7 +191,7 @@ def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0) -> Laye
 
 
 def logits_seconds(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
-    """Forward and backward seconds of the output product and the loss, which only the last stage has."""
+    """Forward and backward seconds of the output GEMM and the loss, which only the last stage has."""
     tokens, columns = case.micro * case.sequence, case.vocab / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
     loss = LOSS_BYTES * tokens * columns / bandwidth

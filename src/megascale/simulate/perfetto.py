@@ -16,7 +16,7 @@ _MICRO = 1e6
 
 
 def write(result: StepEstimate, path: Path) -> int:
-    """Write the event level's timeline, one process a stage and one track a lane; .gz compresses. Events written."""
+    """Write the event level's timeline, one process a stage and one track a stream; .gz compresses. Events written."""
     assert result.event is not None, "only the event level has a timeline"
     timeline, event = result.event.timeline, result.event
     graph = timeline.graph

@@ -15,7 +15,7 @@ from megascale.simulate.validation.score import AnchorCheck
 BAR = 28
 SHORTEST_BAR = 6
 PART_NAMES = {
-    "gemm": "matrix products",
+    "gemm": "GEMMs",
     "attention": "attention",
     "elementwise": "element-wise",
     "recompute": "recomputation",

@@ -1,4 +1,4 @@
-"""Pictures: waterfall, ladder, sweep, tornado, effective time. PNG files by matplotlib, no display needed."""
+"""Pictures: waterfall, ablation steps, sweep, tornado, effective time. PNG files by matplotlib, no display needed."""
 
 from __future__ import annotations
 

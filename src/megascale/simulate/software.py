@@ -37,7 +37,7 @@ class Software:
         sequence_parallel: norm and residual regions sharded over the tensor axis.
         distributed_optimizer: gradients reduce-scattered and parameters gathered; False is an all-reduce.
         recompute: one of RECOMPUTE.
-        gradient_bytes: bytes of a gradient in the accumulator; reduce_bytes: on the wire.
+        gradient_bytes: bytes of a gradient in the accumulator; reduce_bytes: as communicated.
         reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
     """
 

@@ -87,7 +87,7 @@ class Engine:
             self.active |= others
         if device.type == "cuda" or config.overlap.gemms == "on":
             auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
-            self.active["independent products"] = gemms + auto
+            self.active["independent GEMMs"] = gemms + auto
         self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline
@@ -111,7 +111,7 @@ class Engine:
             tied=_axis(groups, "embedding", 2, int(self.last)) if tied else ALONE,
         )
         dtype, pool = DTYPES[config.train.precision], GradientPool()
-        wire = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
+        reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
         schedule = layout.schedule()
         self.chunks: list[Chunk] = []
         self.flats: list[FlatChunk] = []
@@ -133,7 +133,7 @@ class Engine:
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
             self.chunks.append(chunk)
             self.flats.append(
-                FlatChunk(chunk, device, axes, config.parallel.zero, bucket, pool, config.overlap.data, wire)
+                FlatChunk(chunk, device, axes, config.parallel.zero, bucket, pool, config.overlap.data, reduce_dtype)
             )
             initialise(chunk, config.train.seed)
         self.optimizer = ShardedOptimizer(
@@ -176,13 +176,13 @@ class Engine:
         return replace(axis, overlap="async")
 
     def run_gemms_on_side_stream(self, on: bool) -> None:
-        """From the next step on, run independent products on two streams, or one after another."""
+        """From the next step on, run independent GEMMs on two streams, or one after another."""
         side_stream.configure(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
 
     def recompute(self, what: str) -> None:
-        """From the next step on, let backward compute again what parallel.recompute=`what` names."""
+        """From the next step on, let backward recompute what parallel.recompute=`what` names."""
         for chunk in self.chunks:
             chunk.recompute = what
             for block in chunk.blocks:

@@ -113,7 +113,7 @@ class Trainer:
         self.garbage = Garbage(config.train.gc_interval)
         self._closing.callback(self.garbage.close)
         self._loss: float | None = None
-        with self._telling_failures():
+        with self._reporting_failures():
             self._meet()
             self._build()
 
@@ -161,7 +161,7 @@ class Trainer:
     def run(self) -> TrainResult:
         """Train to train.steps (or an interruption); leaves a checkpoint of the last whole step unless
         checkpoint.at_end=false."""
-        with self._telling_failures():
+        with self._reporting_failures():
             result = self._run()
         self._closing.close()
         return result
@@ -219,7 +219,7 @@ class Trainer:
     # ends -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _telling_failures(self) -> Iterator[None]:
+    def _reporting_failures(self) -> Iterator[None]:
         """However this rank ends before its time: an event, a status, and groups that are closed."""
         try:
             yield
@@ -471,7 +471,7 @@ class Trainer:
         for sink in self.sinks:
             sink.close()
 
-    # telling ----------------------------------------------------------------------------------------------------
+    # telemetry ----------------------------------------------------------------------------------------------------
 
     def _open_sinks(self) -> None:
         train, observe = self.config.train, self.config.observe

@@ -31,7 +31,7 @@ class RankInfo:
     device: torch.device
 
 
-def find_place(config: Config) -> RankInfo:
+def find_rank_info(config: Config) -> RankInfo:
     """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE (all absent: one process) and choose the device.
 
     Raises ConfigError if they do not fit together or the device that was asked for is not there.

@@ -1,4 +1,4 @@
-"""`megascale bench overlap`: the products of a layer as the model makes them, timed in real processes."""
+"""`megascale bench overlap`: the GEMMs of a layer as the model makes them, timed in real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_gemms_are_timed_alone_in_communication_and_in_each_way(megascale, tmp_p
         (name, backward) for name in ("QKV", "attention out", "MLP in", "MLP out") for backward in (False, True)
     ]
     for case in record["cases"]:
-        assert set(case["seconds"]) == {"alone", "wire", "off", "async"}
+        assert set(case["seconds"]) == {"alone", "collectives", "off", "async"}
         assert min(case["seconds"].values()) > 0
     assert "no symmetric memory" in found.stdout
     assert "attention out" in found.stdout
@@ -52,5 +52,5 @@ def test_gemms_of_a_layer(model, shapes):
 
 
 def test_exposed_is_the_part_of_the_wire_that_shows():
-    seconds = {"alone": 5.0, "wire": 2.0, "off": 7.0, "async": 6.0, "fused": 5.5}
+    seconds = {"alone": 5.0, "collectives": 2.0, "off": 7.0, "async": 6.0, "fused": 5.5}
     assert [exposed(seconds, way) for way in ("off", "async", "fused")] == [1.0, 0.5, 0.25]

@@ -80,7 +80,7 @@ def test_of_a_blend_every_file_counts(made: Path, tmp_path: Path) -> None:
     check_tokenizers(from_tree(tree(made, "x", valid=bare)))  # nothing is known of it; its ids decide
 
 
-def test_a_tokenizer_beside_a_file_without_manifest_counts(made: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_next_to_a_file_without_manifest_counts(made: Path, tmp_path: Path) -> None:
     for part in ("valid.bin", "valid.idx", "tokenizer.json"):
         shutil.copy(made / "b" / part, tmp_path)
     with pytest.raises(DataError, match="of another tokenizer"):

@@ -138,7 +138,7 @@ def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, host
     host = Host(configured(prefix, tmp_path), 2, base=8)
     hosts.append(host)
     reader = host.readers[0] = LoaderReader(host.folder, 0, 8)
-    LoaderReader(host.folder, 1, 8).close()  # its lane is its own: rank 0 does not wait for it
+    LoaderReader(host.folder, 1, 8).close()  # its stream is its own: rank 0 does not wait for it
     source = SampleSource(host.plan.config)
     for number in range(6):
         taken = reader.take()

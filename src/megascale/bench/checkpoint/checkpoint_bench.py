@@ -37,7 +37,7 @@ def checkpoint(
     persist: bool = typer.Option(False, help="stall: write the saves to the disk too, not only to memory"),
     chaos: int = typer.Option(0, min=0, help="instead: deal so many blows to a saving run and check after each"),
     seed: int = typer.Option(0, help="chaos: where blows fall"),
-    out: Path = typer.Option(Path("bench-checkpoint.json"), help="JSON file for the figures"),
+    out: Path = typer.Option(Path("bench-checkpoint.json"), help="JSON file for the metrics"),
 ) -> None:
     """Measure checkpoints, or (--chaos) attack a run that saves and see that nothing committed is ever lost.
 
@@ -57,7 +57,7 @@ def checkpoint(
             if "stall" in parts.split(","):
                 figures["stall"] = _stall(console, Path(name), gigabytes, step_seconds, repeats, persist)
     out.write_text(strict_json.dumps({**_about(), **figures}, indent=2) + "\n")
-    console.print(f"figures: {out}")
+    console.print(f"metrics: {out}")
     if chaos and not all(row["held"] == row["points"] for row in figures["chaos"]["kinds"]):
         raise TrainingError(f"some blows broke the checkpoints: see {out}")
 

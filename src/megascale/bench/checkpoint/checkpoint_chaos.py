@@ -62,7 +62,7 @@ def shards_of(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
 
 
 def check(place: Any, least: int, scale: int = 1) -> int:
-    """Load the newest state of a folder; its step. ValueError if it is not whole or older than `least`."""
+    """Load the newest state of a folder; its step. ValueError if it is not complete or older than `least`."""
     got = {name: torch.zeros_like(t) for name, t in state_of(0, scale).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

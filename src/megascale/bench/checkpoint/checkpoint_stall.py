@@ -1,6 +1,6 @@
 """How long training stands still for a save, and how much slower the step under the copy is.
 
-One process a GPU (or two on the CPU) holds the given state and runs a stand-in for a training step: matrix products
+One process a GPU (or two on the CPU) holds the given state and runs a stand-in for a training step: GEMMs
 for about as long as asked, an all-reduce, an update of the state in place. Some steps begin a save, most do not.
 """
 
@@ -130,7 +130,7 @@ def _measure(
 
 
 class _Step:
-    """Matrix products, an all-reduce of gradients' size, an update of all of the state."""
+    """GEMMs, an all-reduce of gradients' size, an update of all of the state."""
 
     def __init__(self, device: torch.device, state: torch.Tensor, checkpointer: Checkpointer) -> None:
         self.device, self.state, self.checkpointer = device, state, checkpointer
@@ -150,7 +150,7 @@ class _Step:
             torch.cuda.synchronize(self.device)
 
     def calibrate(self, seconds: float) -> None:
-        """As many products as last about `seconds`, the same number on all processes."""
+        """As many GEMMs as last about `seconds`, the same number on all processes."""
         for _ in range(2):
             self.sync()
             begun = time.perf_counter()

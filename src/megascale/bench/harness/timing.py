@@ -84,7 +84,7 @@ def copy_rate(device: torch.device, size: int = 1 << 30) -> float:
 
 
 def gemm_rate(device: torch.device, seconds: float = 2.0, size: int = 8192) -> tuple[float, float]:
-    """FLOP/s of a square bfloat16 product: in a burst of milliseconds, and held for `seconds`."""
+    """FLOP/s of a square bfloat16 GEMM: in a burst of milliseconds, and held for `seconds`."""
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     flops = 2 * size**3

@@ -81,9 +81,9 @@ def load_shape(settings: list[str]) -> Config:
 def join(config: Config) -> tuple[RankInfo, Groups | None]:
     """This process's place, and its groups where there are others; collective."""
     from megascale.rendezvous.start_job import initialise
-    from megascale.train.rank_info import check_place, find_place
+    from megascale.train.rank_info import check_place, find_rank_info
 
-    place = find_place(config)
+    place = find_rank_info(config)
     check_place(config, place, keeps=False)
     if place.world == 1:
         return place, None

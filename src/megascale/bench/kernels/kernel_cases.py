@@ -144,7 +144,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             moved(4 * H, 4 * H, 4 * H),
         ),
         case(
-            "gelu, product's bias",
+            "gelu, GEMM's bias",
             4 * H,
             lambda x, b: activation.gelu(x, b, added=True),
             lambda x, b: activation.gelu_reference(activation.fuse_bias_gradient(x, b)),
@@ -198,7 +198,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             moved(C, C),
         ),
         case(
-            "split wide gelu",
+            "split fused projection gelu",
             W,
             lambda x: fused_projection.split_fused_projection(x, M, M, D, "gelu")[:4],
             lambda x: fused_projection.split_fused_projection_reference(x, M, M, D, "gelu", None, None, None, False),

@@ -365,7 +365,7 @@ def measure_attention(bench: Bench) -> None:
         area = shape.S * (shape.S + 1) / 2
         if shape.window is not None:
             area -= (shape.S - shape.window) * (shape.S - shape.window + 1) / 2
-        flops = 14 * area * shape.B * shape.N * shape.D  # 2 products forward, 5 backward, of the scores kept
+        flops = 14 * area * shape.B * shape.N * shape.D  # 2 GEMMs forward, 5 backward, of the scores kept
         for name, ms in choice.milliseconds.items():
             mark = " *" if name == choice.name else ""
             row = KernelRow(f"attention {name}{mark}, both passes", str(shape).rpartition(",")[0], fused=ms / 1e3)

@@ -240,7 +240,7 @@ def register(app: typer.Typer) -> None:
             typer.echo(strict_json.dumps(record))
         else:
             _print(results, machine)
-            typer.echo(f"figures: {out}   plot: {picture}")
+            typer.echo(f"metrics: {out}   plot: {picture}")
 
 
 HELP = """How long thousands of ranks take to meet and make their groups, on this machine.

@@ -50,7 +50,7 @@ def targets(
 
       megascale bench targets --seconds 1800 --out targets.json
 
-      megascale bench targets --only T3 --overlap.gemms=off --out products.json
+      megascale bench targets --only T3 --overlap.gemms=off --out gemms.json
     """
     from megascale.bench.targets.targets_runs import Record, missing, run_all
     from megascale.bench.targets.targets_table import show
@@ -90,7 +90,7 @@ def targets(
     if left := [job for job in missing(cases, record, repeats) if job.case.name not in failed]:
         names = dict.fromkeys(f"{job.case.name} ({job.seconds:.0f} s)" for job in left)
         typer.echo(f"{len(left)} runs are missing: {', '.join(names)}; call again, or give more --seconds")
-    typer.echo(f"figures: {out}")
+    typer.echo(f"metrics: {out}")
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     if failed:

@@ -55,7 +55,7 @@ def _of_exposed(told: Mapping[str, Any]) -> dict[str, float]:
 
 
 def of_gemm(told: Mapping[str, Any]) -> float | None:
-    """FLOP/s of a step as a share of what plain products sustained on the first card before and after it."""
+    """FLOP/s of a step as a share of what plain GEMMs sustained on the first GPU before and after it."""
     from megascale.config import ModelConfig
     from megascale.core.flops import flops_per_token
 
@@ -215,7 +215,7 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
     said += [f"MFU: {convention}" for convention in conventions]
     if any("of_gemm" in one.values for one in rows):
         said.append(
-            "GEMM: share of what plain products sustained on the first card right before and after; medians of repeats"
+            "GEMM: share of what plain GEMMs sustained on the first GPU right before and after; medians of repeats"
         )
     meanings: dict[str, list[str]] = {}
     for figure in {FIGURES[name].label: FIGURES[name] for case in cases for name in case.must}.values():

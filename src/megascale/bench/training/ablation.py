@@ -1,7 +1,7 @@
 """`megascale bench ablation`: what each technique adds on this machine, one on top of the other.
 
 The order is that of the paper's Table 3 (section 6.1). Every row is a real `megascale train` of some steps; rows take
-turns over several repeats, so that a card that warms up or a busy host touches all alike.
+turns over several repeats, so that a GPU that warms up or a busy host touches all alike.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AblationRun:
         tokens: of a step.
         mfu: median of the timed steps, None where the device's peak is unknown.
         memory_gib: most that rank 0 held on its GPU, None on CPU.
-        sustained: FLOP/s of plain products right before its repeat, mean over the GPUs; None on CPU.
+        sustained: FLOP/s of plain GEMMs right before its repeat, mean over the GPUs; None on CPU.
     """
 
     row: str
@@ -145,7 +145,7 @@ def ablation(
         out.write_text(strict_json.dumps(record | {"runs": [asdict(r) for r in runs]}, indent=1) + "\n")
     show(record, runs)
     draw(record, runs, plot)
-    typer.echo(f"figures: {out}; plot: {plot}")
+    typer.echo(f"metrics: {out}; plot: {plot}")
 
 
 def rows_of(config: Config, data: int, window: int, cuda: bool) -> tuple[list[AblationRow], list[str]]:
@@ -296,7 +296,7 @@ def _figures(
 
 
 def _sustained(seconds: float = 2.0) -> float:
-    """FLOP/s that plain products sustain on all GPUs at once, their mean, in a process of its own."""
+    """FLOP/s that plain GEMMs sustain on all GPUs at once, their mean, in a process of its own."""
     import subprocess
     import sys
 

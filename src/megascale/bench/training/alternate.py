@@ -55,7 +55,7 @@ def alternate(
     setting: str = typer.Argument(..., help="Setting and values: overlap.gemms=off,on."),
     turns: int = typer.Option(8, min=1, help="Turns of each value; every second round goes in reverse order."),
     each: int = typer.Option(2, min=1, help="Timed steps of a turn, after one that is not."),
-    out: Path = typer.Option(Path("bench-alternate.json"), help="JSON file for the figures."),
+    out: Path = typer.Option(Path("bench-alternate.json"), help="JSON file for the metrics."),
 ) -> None:
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
 
@@ -87,7 +87,7 @@ def alternate(
     if record is not None:
         show(record)
         out.write_text(strict_json.dumps(record, indent=1) + "\n")
-        typer.echo(f"figures: {out}")
+        typer.echo(f"metrics: {out}")
 
 
 def parse(setting: str) -> tuple[str, list[str]]:
@@ -238,5 +238,5 @@ def show(record: dict[str, Any]) -> None:
         before, after = (x / 1e12 for x in record["gemm_flop_per_s"])
         console.print(f"sustained GEMM: {before:.0f} TFLOP/s before, {after:.0f} after, in the same run")
     for what, choice in record["active"].items():
-        if what != "independent products" or record["setting"] != "overlap.gemms":
+        if what != "independent GEMMs" or record["setting"] != "overlap.gemms":
             console.print(f"{what}: {choice}")

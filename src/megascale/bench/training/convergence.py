@@ -97,7 +97,7 @@ def convergence(
     at_once: int = typer.Option(1, min=1, help="Runs on one GPU at a time: small models leave most of it idle."),
     folder: Path = typer.Option(Path("runs/convergence"), help="Run folders; finished ones are not run again."),
     plot: Path = typer.Option(Path("convergence.png"), help="PNG to draw."),
-    out: Path = typer.Option(Path("convergence.json"), help="JSON file for the figures."),
+    out: Path = typer.Option(Path("convergence.json"), help="JSON file for the metrics."),
 ) -> None:
     """Train variants of a model on the same tokens and compare their held-out losses. One run a process.
 
@@ -157,7 +157,7 @@ def convergence(
     if at_once > 1:
         console.print(f"tokens/s: of one run while up to {at_once} shared its device")
     draw(outcomes, plot, f"{preset}, {length:,} tokens a sequence, {record['device']}")
-    console.print(f"figures: {out}; plot: {plot}")
+    console.print(f"metrics: {out}; plot: {plot}")
 
 
 def collect(out: Path) -> int:

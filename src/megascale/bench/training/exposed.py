@@ -2,9 +2,9 @@
 
 One step is traced on every rank, as it is between others: from the sum of one step's gradient norm, after which weights
 change and the first of them are gathered, to the next one's. Exposed is the time in which a kind's kernels or copies
-run and no product, norm or other computation does; where several kinds run at once they share it. A kernel that has
+run and no GEMM, norm or other computation does; where several kinds run at once they share it. A kernel that has
 begun before its other members have moves nothing yet: until the last of them has come it waits, for their compute and
-not for a network (a pipeline's bubble, uneven stages, uneven cards). Then the collectives that the step made are made
+not for a network (a pipeline's bubble, uneven stages, uneven GPUs). Then the collectives that the step made are made
 again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
 """
 
@@ -65,8 +65,8 @@ def exposed(
     context: typer.Context,
     preset: str = typer.Argument("gpt-13b", help="A shipped model shape."),
     warmup: int = typer.Option(5, min=2, help="Steps before the traced one."),
-    plot: Path | None = typer.Option(None, help="Draw the step's timeline, a lane a kind, into this PNG."),
-    out: Path = typer.Option(Path("bench-exposed.json"), help="JSON file for the figures."),
+    plot: Path | None = typer.Option(None, help="Draw the step's timeline, a track a kind, into this PNG."),
+    out: Path = typer.Option(Path("bench-exposed.json"), help="JSON file for the metrics."),
 ) -> None:
     """Trace a step and say how much of each kind of communication is not hidden under compute.
 
@@ -96,7 +96,7 @@ def exposed(
         if plot is not None:
             draw(record, plot)
             typer.echo(f"timeline: {plot}")
-        typer.echo(f"figures: {out}")
+        typer.echo(f"metrics: {out}")
 
 
 class Counting(NoCalls):
@@ -130,9 +130,9 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     from megascale.rendezvous.start_job import initialise
     from megascale.train.engine import Engine
     from megascale.train.garbage_collection import Garbage
-    from megascale.train.rank_info import find_place
+    from megascale.train.rank_info import find_rank_info
 
-    place = find_place(config)
+    place = find_rank_info(config)
     groups = initialise(config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device)
     engine = Engine(lay_out(config, place.world), groups, place.device)
     model, train = config.model, config.train
@@ -349,7 +349,7 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
     """Seconds of the counted collectives by kind, each communicator's in turn with nothing else running.
 
     Collective over all ranks: a communicator is timed on all its members at once. Transfers between stages run on all
-    lanes at once, as they do in a step.
+    streams at once, as they do in a step.
     """
     import torch
     import torch.distributed as dist
@@ -547,7 +547,7 @@ def _busiest(ranks: Iterable[dict[str, Any]], end: float, length: float) -> tupl
 
 
 def draw(record: dict[str, Any], out: Path) -> None:
-    """The traced step of the first rank of each stage, a lane for compute and one for each kind that runs, pale where
+    """The traced step of the first rank of each stage, a track for compute and one for each kind that runs, pale where
     it waits: the whole step (height: part of the time), and below the piece of it with the most communication."""
     import matplotlib
 

@@ -53,7 +53,7 @@ def layouts(
     ),
     float64: bool = typer.Option(False, "--float64", help="Train in float64: differences are rounding alone."),
     within: float | None = typer.Option(None, help="Exit 1 if a loss differs by more than this, relatively."),
-    out: Path = typer.Option(Path("bench-layouts.json"), help="JSON file for the figures."),
+    out: Path = typer.Option(Path("bench-layouts.json"), help="JSON file for the metrics."),
     plot: Path | None = typer.Option(None, help="Draw losses and differences into this PNG."),
 ) -> None:
     """Train a configuration in its own layout and in others, and print the losses beside each other.

@@ -1,7 +1,7 @@
-"""`megascale bench overlap`: what each tensor-parallel product costs fused with its collective, beside it, and alone.
+"""`megascale bench overlap`: what each tensor-parallel GEMM costs fused with its collective, overlapped, and alone.
 
-For every product of a layer, forward and forward + backward: the product without any wire, the wire without the
-product, then both in each way of overlapping. Exposed is what a way costs over the product alone.
+For every GEMM of a layer, forward and forward + backward: the GEMM without any collective, the collectives without
+the GEMM, then both in each way of overlapping. Exposed (non-overlapped) is what a way costs over the GEMM alone.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CALLS = 10  # a timed run
 
 @dataclass(frozen=True)
 class Gemm:
-    """A product of a layer.
+    """A GEMM of a layer.
 
     Attributes:
         name: what it makes.
         gathers: whether its input is gathered (column-parallel); else its result is scattered (row-parallel).
-        inner: widths that are multiplied out, on one rank; several for a sum of products.
+        inner: widths that are multiplied out, on one rank; several for a sum of GEMMs.
         outer: width of the result on one rank.
     """
 
@@ -55,9 +55,9 @@ def overlap(
     context: typer.Context,
     preset: str = typer.Argument("gpt-13b", help="A shipped model shape; its layer's sizes are used."),
     repeats: int = typer.Option(9, min=1, help=f"Timed runs of {CALLS} calls; the median counts."),
-    out: Path = typer.Option(Path("bench-overlap.json"), help="JSON file for the figures."),
+    out: Path = typer.Option(Path("bench-overlap.json"), help="JSON file for the metrics."),
 ) -> None:
-    """Time a layer's tensor-parallel products with their collectives, fused, beside each other, one after the other.
+    """Time a layer's tensor-parallel GEMMs with their collectives: fused, overlapped, one after the other.
 
     Any setting can be given as --section.key=value. Starts a process for each tensor-parallel rank.
 
@@ -91,11 +91,11 @@ def overlap(
     if record is not None:
         show(record)
         out.write_text(strict_json.dumps(record, indent=1) + "\n")
-        typer.echo(f"figures: {out}")
+        typer.echo(f"metrics: {out}")
 
 
 def gemms_of(config: Config) -> list[Gemm]:
-    """A layer's products on one tensor-parallel rank, as the model makes them."""
+    """A layer's GEMMs on one tensor-parallel rank, as the model makes them."""
     model, t = config.model, config.parallel.tensor
     attended = model.heads * model.head_size // t
     qkv = attended + 2 * model.kv * model.head_size // t
@@ -118,7 +118,7 @@ def gemms_of(config: Config) -> list[Gemm]:
 
 
 def measure(config: Config, repeats: int) -> dict[str, Any] | None:
-    """The figures on rank 0, None elsewhere."""
+    """The metrics on rank 0, None elsewhere."""
     from dataclasses import replace
 
     import torch
@@ -129,9 +129,9 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise
     from megascale.train.engine import DTYPES
-    from megascale.train.rank_info import find_place
+    from megascale.train.rank_info import find_rank_info
 
-    place = find_place(config)
+    place = find_rank_info(config)
     groups = initialise(config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device)
     axis = Axis(groups.tensor, config.parallel.tensor, place.rank)
     dtype, model = DTYPES[config.train.precision], config.model
@@ -146,10 +146,10 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     for gemm in gemms_of(config):
         for backward in (False, True):
             case = _Case(gemm, config, dtype, place.device, axis, backward)
-            turns: dict[str, list[float]] = {name: [] for name in (*ways, "wire")}
+            turns: dict[str, list[float]] = {name: [] for name in (*ways, "collectives")}
             for turn in range(repeats + 1):
                 for name in turns:
-                    call = case.wire if name == "wire" else case.gemm(ways[name])
+                    call = case.collectives if name == "collectives" else case.gemm(ways[name])
                     seconds = _seconds(call, axis, place.device)
                     if turn:  # the first warms up
                         turns[name].append(seconds)
@@ -181,7 +181,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
 
 
 def _agree(name: str, results: dict[str, Any]) -> None:
-    """A figure of a product that is wrong counts for nothing."""
+    """A time of a GEMM whose result is wrong counts for nothing."""
     import torch
 
     def flat(result: Any) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _agree(name: str, results: dict[str, Any]) -> None:
 
 
 class _Case:
-    """One product with its tensors: what to call to time it with or without its wire."""
+    """One GEMM with its tensors: what to call to time it with or without its collectives."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class _Case:
         self.upstream = make(s, b, gemm.outer)
 
     def gemm(self, axis: Axis) -> Callable[[], Any]:
-        """The product over `axis`; over an axis of one, the same product on tensors that are there already."""
+        """The GEMM over `axis`; over an axis of one, the same GEMM on tensors that are there already."""
         import torch
 
         from megascale.parallel.tensor import gather_linear, linear_scatter
@@ -248,7 +248,7 @@ class _Case:
 
         return call
 
-    def wire(self) -> Any:
+    def collectives(self) -> Any:
         """The collectives that it makes, one after another, and nothing else."""
         from megascale.parallel.collectives import all_gather, reduce_scatter
 
@@ -279,8 +279,8 @@ def _seconds(call: Callable[[], Any], axis: Axis, device: torch.device) -> float
 
 
 def exposed(seconds: dict[str, float], way: str) -> float:
-    """Part of the wire's own time that a way of overlapping does not hide; below 0 where it beats the plain product."""
-    return (seconds[way] - seconds["alone"]) / seconds["wire"]
+    """Part of the collectives' own time that a way of overlapping does not hide; below 0: it beats the plain GEMM."""
+    return (seconds[way] - seconds["alone"]) / seconds["collectives"]
 
 
 def show(record: dict[str, Any]) -> None:
@@ -293,18 +293,18 @@ def show(record: dict[str, Any]) -> None:
     console.print(
         f"{record['preset']}, {record['block']} block, TP{record['tensor']}, micro-batch {record['micro_batch']}, "
         f"{record['device']}, {record['date']}\n"
-        "Microseconds, and what part of the wire's own time is not hidden. (b: forward and backward)"
+        "Microseconds, and what part of the collectives' own time is not hidden. (b: forward and backward)"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     ways = [way for way in WAYS if way in record["cases"][0]["seconds"]]
-    for number, column in enumerate(("gemm", "alone", "wire", *ways)):
+    for number, column in enumerate(("gemm", "alone", "collectives", *ways)):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for case in record["cases"]:
         seconds = case["seconds"]
         table.add_row(
             case["gemm"] + (" b" if case["backward"] else ""),
             f"{1e6 * seconds['alone']:,.0f}",
-            f"{1e6 * seconds['wire']:,.0f}",
+            f"{1e6 * seconds['collectives']:,.0f}",
             *(f"{1e6 * seconds[way]:,.0f} {100 * exposed(seconds, way):4.0f}%" for way in ways),
         )
     console.print(table)

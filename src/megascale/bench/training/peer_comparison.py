@@ -113,7 +113,7 @@ def peers(
         None, help="Micro-batch of the peers, where another suits them better."
     ),
     peer_recompute: str = typer.Option("none", help="Of the peers, where they need it to fit: none, selective, full."),
-    out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the figures."),
+    out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the metrics."),
 ) -> None:
     """Train a model here and in peers, turn by turn on the same GPUs, and compare step times.
 
@@ -172,7 +172,7 @@ def peers(
                 out.write_text(strict_json.dumps(record | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
                 progress.advance(bar)
     show(record, config, results)
-    typer.echo(f"figures: {out}")
+    typer.echo(f"metrics: {out}")
 
 
 def choose(wanted: list[str], config: Config) -> tuple[list[str], dict[str, str]]:

@@ -81,7 +81,7 @@ def restarts(
     memory: bool = typer.Option(True, help="Copy every step to host memory; else save every fifth step to storage."),
     within: float = typer.Option(1e-3, help="With --layout: exit 1 if a loss differs by more than this, relatively."),
     seed: int = typer.Option(0, help="Of the kills."),
-    out: Path = typer.Option(Path("bench-restarts.json"), help="JSON file for the figures."),
+    out: Path = typer.Option(Path("bench-restarts.json"), help="JSON file for the metrics."),
 ) -> None:
     """Kill a training run at random moments, restart it, and compare it with an undisturbed one.
 

@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 def schedules(
     repeats: int = typer.Option(3, min=1, help="Runs of each part; the best counts."),
-    out: Path = typer.Option(Path("bench-schedules.json"), help="JSON file for the figures."),
+    out: Path = typer.Option(Path("bench-schedules.json"), help="JSON file for the metrics."),
 ) -> None:
     """Time the pipeline schedules: make, check for deadlock, compile for replay, replay. No GPU.
 
@@ -115,11 +115,11 @@ def rounds() -> list[dict[str, Any]]:
 
     layer = COMPUTE_S / (3 * MICROBATCHES * (LAYERS + 1) / STAGES)
 
-    def step(chunks: int, size: int, wire: float) -> float:
+    def step(chunks: int, size: int, transfer: float) -> float:
         work = np.full((STAGES, chunks), LAYERS / (STAGES * chunks))
         work[-1, -1] += 1
         graph = Graph.of(pipeline_schedule(STAGES, chunks, MICROBATCHES, micro_batch_group_size=size))
-        each = wire / chunks
+        each = transfer / chunks
         return float(replay(graph, graph.durations(work * layer, 2 * work * layer, gather=each, reduce=each)).makespan)
 
     return [

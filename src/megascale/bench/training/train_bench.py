@@ -1,7 +1,7 @@
 """`megascale bench train`: steps of a model on random tokens through the engine that training uses.
 
-Prints tokens/s and MFU with its convention, beside the rate that plain products sustain on the same cards right before
-and after: cards and power limits differ, so a share of that rate is what can be compared.
+Prints tokens/s and MFU with its convention, beside the rate that plain GEMMs sustain on the same GPUs right before
+and after: GPUs and power limits differ, so a share of that rate is what can be compared.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def register(app: typer.Typer) -> None:
 
 
 def gemm_rate(device: torch.device, seconds: float) -> float:
-    """FLOP/s of bf16 products of a layer's size, held for `seconds`."""
+    """FLOP/s of bf16 GEMMs of a layer's size, held for `seconds`."""
     import torch
 
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))

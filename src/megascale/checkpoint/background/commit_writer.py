@@ -1,4 +1,4 @@
-"""From an image in memory to a commit in storage: files, part records, the commit, what becomes superfluous. No torch.
+"""From a snapshot in memory to a commit in storage: files, part records, the commit, what is superfluous. No torch.
 
 The half of the checkpoint service that knows storage. One `Writer` a service; all its methods may be called by several
 threads at once.
@@ -30,7 +30,7 @@ log = logging.getLogger("megascale.checkpoint.background.service")
 
 _POLL = 0.02  # seconds between looks for other services' parts, growing to _POLL_MAX
 _POLL_MAX = 1.0
-_RUN = 64 << 20  # bytes that are written at once while an image is completed
+_RUN = 64 << 20  # bytes that are written at once while a snapshot is completed
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Writer:
         self._pruning = threading.Lock()
 
     def start(self, message: service_protocol.Message, slot: Slot) -> Writing:
-        """Begin to write a process's file, as far as its image is complete."""
+        """Begin to write a process's file, as far as its snapshot is complete."""
         return Writing(self, message, slot)
 
     def pruned(self) -> contextlib.AbstractContextManager[Any]:
@@ -77,7 +77,7 @@ class Writer:
         return self._results[generation]
 
     def write(self, message: service_protocol.Message, slot: Slot, progress: Progress) -> None:
-        """Write one process's file as far as the image is complete, until it is whole and lasting."""
+        """Write one process's file as far as the snapshot is complete, until it is complete and durable."""
         rank, step, generation, size = message["rank"], message["step"], message["generation"], message["size"]
         storage = open_storage(message["storage"])
         if message.get("leader"):
@@ -190,7 +190,7 @@ class Writer:
 
 
 class Writing:
-    """A file that is written while its image is completed: `progress` says how far it is."""
+    """A file that is written while its snapshot is completed: `progress` says how far it is."""
 
     def __init__(self, writer: Writer, message: service_protocol.Message, slot: Slot) -> None:
         self.progress = Progress()
@@ -209,7 +209,7 @@ class Writing:
             self._error = OSError(repr(error))
 
     def finish(self, crc: int | None) -> None:
-        """Wait for the file, then note it, or (also where there is no checksum of its image) that there is none.
+        """Wait for the file, then note it, or (also where there is no checksum of its snapshot) that there is none.
 
         Raises TrainingError with the reason if there is none.
         """

@@ -1,4 +1,4 @@
-"""Loading from staged images that services still hold in memory: this host's own, else a copy on a peer's host."""
+"""Loading from staged snapshots that services still hold in memory: this host's own, else a copy on a peer's host."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megascale.checkpoint.object_collectives import Peers
 
 @dataclass(frozen=True)
 class Held:
-    """A save that is whole in the memory of the hosts of a group.
+    """A save that is complete in the memory of the hosts of a group.
 
     Attributes:
         step, generation: which.
-        holders: for each process that saved, the processes of this group whose host has its image.
-        copies: how many of the images only a peer's copy can give.
+        holders: for each process that saved, the processes of this group whose host has its snapshot.
+        copies: how many of the snapshots only a peer's copy can give.
     """
 
     step: int
@@ -60,7 +60,7 @@ def receive_reply(sock: socket.socket) -> service_protocol.Message:
 
 
 def find_held(sock: socket.socket | None, peers: Peers, identity: str) -> Held | None:
-    """The newest save whose images are all in memory somewhere; collective. None for a host without a service."""
+    """The newest save whose snapshots are all in memory somewhere; collective. None for a host without a service."""
     mine = []
     if sock is not None:
         with contextlib.suppress(OSError):
@@ -73,11 +73,11 @@ def find_held(sock: socket.socket | None, peers: Peers, identity: str) -> Held |
             (copies if h["replica"] else own).append(member)
             ranks[h["generation"]] = (h["ranks"], h["step"])
     for generation in sorted(saves, reverse=True):
-        images = saves[generation]
+        snapshots = saves[generation]
         count, step = ranks[generation]
-        if len(images) == count:
-            holders = [images[r][0] or images[r][1] for r in range(count)]
-            return Held(step, generation, holders, sum(not images[r][0] for r in range(count)))
+        if len(snapshots) == count:
+            holders = [snapshots[r][0] or snapshots[r][1] for r in range(count)]
+            return Held(step, generation, holders, sum(not snapshots[r][0] for r in range(count)))
     return None
 
 
@@ -95,18 +95,18 @@ def load_held(
 
     `accept`, `complete`: as for `loader.load`.
     """
-    images: dict[int, tuple[memoryview, service_protocol.Message]] = {}
+    snapshots: dict[int, tuple[memoryview, service_protocol.Message]] = {}
 
     def open_image(rank: int) -> tuple[memoryview, service_protocol.Message]:
-        if rank not in images:
-            assert sock is not None, "a process without a service holds no image"
+        if rank not in snapshots:
+            assert sock is not None, "a process without a service holds no snapshot"
             message = ask(sock, {"do": "open", "rank": rank, "generation": held.generation})
             handle = message.handles[0]
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
             view = memoryview(mmap.mmap(handle, message["size"], shared, mmap.PROT_READ))
             os.close(handle)
-            images[rank] = (view, message)
-        return images[rank]
+            snapshots[rank] = (view, message)
+        return snapshots[rank]
 
     problem, parts, state = None, {}, "{}"
     try:

@@ -1,4 +1,4 @@
-"""Copies of staged images in another host's memory, over TCP with a shared token. No torch.
+"""Copies of staged snapshots in another host's memory, over TCP with a shared token. No torch.
 
 A copy is received into memory of its own and counts only when all of it is there and its checksums hold, so a sender
 that dies in the middle leaves nothing that could be taken for a checkpoint.
@@ -45,7 +45,7 @@ def partners(domains: Sequence[Any]) -> list[int]:
 
 
 class Replicas:
-    """Other hosts' images kept here."""
+    """Other hosts' snapshots kept here."""
 
     def __init__(self) -> None:
         self._slots: dict[int, list[Slot]] = {}
@@ -54,7 +54,7 @@ class Replicas:
         self._token = b""
 
     def held(self) -> list[tuple[int, Slot]]:
-        """(process, image) of all copies that are whole."""
+        """(process, snapshot) of all copies that are complete."""
         with self._lock:
             return [(rank, slot) for rank, slots in self._slots.items() for slot in slots if slot.generation]
 
@@ -91,7 +91,7 @@ class Replicas:
     def _room(self, message: dict[str, Any], index: CheckpointIndex) -> Slot:
         """Memory for a copy, its lock held.
 
-        Each slot of a process has its own copy, so that a copy is given up only where the image is; of a single slot
+        Each slot of a process has its own copy, so that a copy is given up only where the snapshot is; of a single slot
         there are two, the older of which is overwritten. What a run began from stays until it has made one itself.
         OSError while another copy comes into that memory, of a sender that has died.
         """
@@ -125,9 +125,9 @@ def _checked(slot: Slot, crcs: Sequence[int]) -> bool:
 
 
 def push(host: str, port: int, token: bytes, whose: dict[str, int], slot: Slot) -> None:
-    """Copy an image to a peer; OSError if it did not arrive whole.
+    """Copy a snapshot to a peer; OSError if it did not arrive complete.
 
-    whose: rank, slot (its number), slots (how many that process has), size of the image in bytes, and above, the
+    whose: rank, slot (its number), slots (how many that process has), size of the snapshot in bytes, and above, the
     number of the save that the run began from (0: none).
     """
     with socket.create_connection((host, port), timeout=_TIMEOUT) as sock:

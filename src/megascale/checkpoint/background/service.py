@@ -99,13 +99,13 @@ class CheckpointService:
         service_protocol.send(sock, {})
 
     def on_allocate(self, sock: socket.socket, message: service_protocol.Message) -> None:
-        """Memory for one process's images; the same memory again if its size has not changed."""
+        """Memory for one process's snapshots; the same memory again if its size has not changed."""
         rank, size, count = message["rank"], message["size"], message["slots"]
         index = CheckpointIndex.from_bytes(bytes(message.body))
         with self.changed:
             slots = self.slots.get(rank, [])
         for slot in slots:
-            slot.busy.acquire()  # a dead trainer's image may still be on its way to the disk
+            slot.busy.acquire()  # a dead trainer's snapshot may still be on its way to the disk
             slot.busy.release()
         if [slot.memory.size for slot in slots] != [size] * count:
             for slot in slots:
@@ -118,7 +118,7 @@ class CheckpointService:
         )
 
     def on_fill(self, sock: socket.socket, message: service_protocol.Message) -> None:
-        """The trainer is about to overwrite a slot: from here on it is not whole."""
+        """The trainer is about to overwrite a slot: from here on its snapshot is not complete."""
         slot = self.slots[message["rank"]][message["slot"]]
         slot.generation = ""
         service_protocol.send(sock, {})
@@ -126,7 +126,7 @@ class CheckpointService:
     def on_staged(self, sock: socket.socket, message: service_protocol.Message) -> None:
         """A slot is filled, or with "follow" is being filled: complete it, copy it to the peer, write it meanwhile.
 
-        Answers when the image is whole here and at the peer, and again when the slot may be filled anew.
+        Answers when the snapshot is complete here and at the peer, and again when the slot may be filled anew.
         """
         started = time.monotonic()
         rank = message["rank"]
@@ -180,7 +180,7 @@ class CheckpointService:
         service_protocol.send(sock, self.writer.wait(message["generation"], lambda: service_protocol.alive(sock)))
 
     def on_list(self, sock: socket.socket, message: service_protocol.Message) -> None:
-        """What lies in memory here: own images and replicas of other hosts'."""
+        """What lies in memory here: own snapshots and replicas of other hosts'."""
         with self.changed:
             own = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
         found = [
@@ -192,7 +192,7 @@ class CheckpointService:
         service_protocol.send(sock, {"held": found, "service": self.name})
 
     def on_open(self, sock: socket.socket, message: service_protocol.Message) -> None:
-        """One image: its memory, its chunks with their checksums, the state saved with it."""
+        """One snapshot: its memory, its chunks with their checksums, the state saved with it."""
         with self.changed:
             own = list(self.slots.get(message["rank"], []))
         copies = [slot for rank, slot in self.replicas.held() if rank == message["rank"]]
@@ -201,7 +201,7 @@ class CheckpointService:
                 header = {"state": slot.state, "crcs": slot.crcs, "step": slot.step, "size": slot.memory.size}
                 service_protocol.send(sock, header, slot.index.to_bytes(), [slot.memory.handle])
                 return
-        raise KeyError(f"no image of process {message['rank']} and {message['generation']}")
+        raise KeyError(f"no snapshot of process {message['rank']} and {message['generation']}")
 
     @contextlib.contextmanager
     def _work(self) -> Any:
@@ -216,7 +216,7 @@ class CheckpointService:
 
 
 def _staged(sock: socket.socket, count: int, follow: bool) -> Iterator[int]:
-    """How many chunks of an image have their elements, as the trainer tells it; EOFError if it ends before."""
+    """How many chunks of a snapshot have their elements, as the trainer tells it; EOFError if it ends before."""
     rows = count if not follow else -1
     while rows < count:
         rows = service_protocol.receive(sock)["rows"]
@@ -287,7 +287,7 @@ def _leave(folder: Path, lock: int) -> None:
 
 
 def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> socket.socket:
-    """A connection to the service of `folder` (see wire.private_folder), which is started if none runs.
+    """A connection to the service of `folder` (see private_folder), which is started if none runs.
 
     Raises TrainingError if it does not come up.
     """

@@ -47,8 +47,8 @@ class Snapshots:
         keep: committed checkpoints to leave.
         above: number that saves must come after (of a state loaded from memory).
         peers: the processes that save together.
-        slots: images in host memory; with one, a save that comes while the last is being written is skipped.
-        replicas: copy each image to a peer host's service.
+        slots: snapshots in host memory; with one, a save that comes while the last is being written is skipped.
+        replicas: copy each snapshot to a peer host's service.
         address: where this host's service takes copies.
         domain: fault domain of this host.
         linger: seconds the service waits for new trainers.
@@ -176,7 +176,7 @@ class Snapshots:
         return True
 
     def _choose(self, wait: bool) -> int | None:
-        """The slot of the next image, the same on all; None if memory is in use. `wait`: until it is not."""
+        """The slot of the next snapshot, the same on all; None if memory is in use. `wait`: until it is not."""
         for slot in self._slots if wait else ():
             slot.free.wait()
         slots, origin = self._slots, f"{self._above:08d}-"
@@ -255,7 +255,7 @@ class Snapshots:
         return None
 
     def _allocate(self) -> str | None:
-        """Memory for this process's images, and on the first process the plan's way to the service."""
+        """Memory for this process's snapshots, and on the first process the plan's way to the service."""
         size = max(self.part.size, PAGE)
         header = {"do": "allocate", "rank": self.peers.rank, "size": size, "slots": self.slots_wanted}
         self._plan_name = secrets.token_hex(4)

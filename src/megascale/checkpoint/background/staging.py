@@ -65,9 +65,9 @@ class Copy:
 
 
 class Staging:
-    """One image in shared memory, seen from the trainer, with the thread that looks after it.
+    """One snapshot in shared memory, seen from the trainer, with the thread that looks after it.
 
-    held: generation of a whole image that is in it already.
+    held: generation of a complete snapshot that is in it already.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Staging:
             self.pairs.append((target, chunk.view()))
         self.free = threading.Event()
         self.free.set()
-        self.filled = held  # generation of the image
+        self.filled = held  # generation of the snapshot
         self.whole = bool(held)  # whether the service has all of it
         self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
 
@@ -119,16 +119,16 @@ class Staging:
 def next_slot(
     free: Sequence[bool], whole: Sequence[bool], filled: Sequence[str], origin: Sequence[bool], resumed: bool
 ) -> int | None:
-    """Which slot the next image goes to, None if none may be given up yet.
+    """Which slot the next snapshot goes to, None if none may be given up yet.
 
-    Each process must take the same one, and an image that is whole everywhere must stay until another is: else a kill
-    could leave each process with an image of another step.
+    Each process must take the same one, and a snapshot that is complete everywhere must stay until another is: else a
+    kill could leave each process with a snapshot of another step.
 
     Args:
-        free, whole: of each slot whether on every process nobody works on it, and whether its image is whole.
-        filled: generation of each slot's image, as this process has it; the same on all where it is whole on all.
+        free, whole: of each slot whether on every process nobody works on it, and whether its snapshot is complete.
+        filled: generation of each slot's snapshot, as this process has it; the same on all where it is complete on all.
         origin: of each slot whether some process has in it what the run began from (others may have it from a peer).
-        resumed: the run began from memory. As long as nothing newer is whole everywhere, one image is made at a time.
+        resumed: the run began from memory. As long as nothing newer is complete everywhere, one is made at a time.
     """
     if resumed and not any(whole) and not all(free):
         return None

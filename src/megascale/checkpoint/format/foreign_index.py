@@ -139,7 +139,7 @@ def _tensor(entry: Any, name: str) -> Any:
             raise DataError(f"{name} of size {list(size)} has a chunk of size {list(sizes)} at {list(offsets)}")
         parts.append(ChunkStorageMetadata(offsets, sizes))
     if sum(prod(part.sizes) for part in parts) < prod(size):
-        raise DataError(f"{name} of size {list(size)} is not whole: its chunks leave a part of it out")
+        raise DataError(f"{name} of size {list(size)} is incomplete: its chunks leave a part of it out")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, parts)
 
 

@@ -53,7 +53,7 @@ class StagingMemory:
 
 @dataclass
 class Slot:
-    """Memory for one image of one process. `generation` is empty while what it holds is not whole."""
+    """Memory for one snapshot of one process. `generation` is empty while what it holds is not complete."""
 
     memory: StagingMemory
     index: CheckpointIndex
@@ -66,19 +66,19 @@ class Slot:
     busy: threading.Lock = field(default_factory=threading.Lock)
 
     def label(self) -> dict[str, Any]:
-        """What this image is, for messages."""
+        """What this snapshot is, for messages."""
         names = ("step", "generation", "state", "identity", "ranks")
         return {name: getattr(self, name) for name in names}
 
     def become(self, label: dict[str, Any], crcs: list[int]) -> None:
-        """It is whole now, and this."""
+        """It is complete now, and this."""
         self.crcs, self.step, self.ranks = crcs, label["step"], label["ranks"]
         self.state, self.identity = label["state"], label["identity"]
         self.generation = label["generation"]
 
 
 class Progress:
-    """How many bytes of an image, from its start, are as the file will have them."""
+    """How many bytes of a snapshot, from its start, are as the file will have them."""
 
     def __init__(self) -> None:
         self._ready = 0
@@ -109,7 +109,7 @@ class Progress:
 def frame(
     memory: memoryview, index: CheckpointIndex, staged: Iterable[int], progress: Progress
 ) -> tuple[np.ndarray, int]:
-    """Complete an image while its elements come; CRC-32 of each chunk and of the whole.
+    """Complete a snapshot while its elements come; CRC-32 of each chunk and of the whole.
 
     Args:
         memory: as many bytes as the file.

@@ -386,7 +386,7 @@ def summarise(storage: Storage, step: int) -> Summary:
 
 
 def inspect(folder_or_step: Place) -> Summary:
-    """The newest committed checkpoint of a folder (or of the given step-N), or what is there if none is whole."""
+    """The newest committed checkpoint of a folder (or of the given step-N), or what is there if none is complete."""
     storage, found = find_steps(folder_or_step)
     summaries = [summarise(storage, step) for step in found]
     return max(summaries, key=lambda summary: (summary.committed, summary.sequence, summary.step))

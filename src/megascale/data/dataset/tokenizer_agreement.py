@@ -48,9 +48,9 @@ def of_tokens(prefix: str | Path) -> Identity | None:
             return Identity(str(told["sha256"]), str(folder / str(told["file"])), int(told["vocab_size"]))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{folder / 'dataset.json'} names no tokenizer ({error}); build the folder again") from None
-    beside = folder / "tokenizer.json"
+    sibling = folder / "tokenizer.json"
     try:
-        return _of_file(beside) if beside.exists() else None
+        return _of_file(sibling) if sibling.exists() else None
     except DataError:
         return None  # of another kind: it says nothing of the file
 

@@ -1,4 +1,4 @@
-"""What the loader of one host has to make: which lanes, for which ranks, of what size. No torch."""
+"""What the loader of one host has to make: which streams, for which ranks, of what size. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HostPlan:
 
     Attributes:
         config: resolved.
-        lanes: data-parallel coordinate of each lane.
+        streams: data-parallel coordinate of each stream.
         shape: of the ring.
         microbatches: of a data-parallel rank in a step.
         data_ranks: data-parallel ranks in all.
@@ -38,7 +38,7 @@ class HostPlan:
 
     @property
     def shared(self) -> bool:
-        """Whether any lane has more than one reader."""
+        """Whether any stream has more than one reader."""
         return any(len(ranks) > 1 for ranks in self.shape.readers)
 
     def wanted(self, gpus: bool) -> bool:
@@ -58,7 +58,7 @@ class HostPlan:
         return any(rank in ranks for ranks in self.shape.readers)
 
     def first_sample(self, base: int, stream: int, number: int) -> int:
-        """The first sample of micro-batch `number` of a lane, when the run goes on after `base` samples."""
+        """The first sample of micro-batch `number` of a stream, when the run goes on after `base` samples."""
         train = self.config.train
         step, i = divmod(number, self.microbatches)
         share = train.global_batch // self.data_ranks

@@ -60,7 +60,7 @@ class LoaderService:
         job = str(self.plan.config.run_folder.absolute())
         self.ring, there = rings.create(self.segment, shape, self.plan.hash, job)
         generation = int(self.ring.header["generation"])
-        log.info("generation %d owns %s: %s bytes, lanes %s", generation, self.segment, shape.size, shape.readers)
+        log.info("generation %d owns %s: %s bytes, streams %s", generation, self.segment, shape.size, shape.readers)
         if there:
             log.info("going on at micro-batches %s", [self.ring.produced(i) for i in range(len(shape.readers))])
         self.source = SampleSource(self.plan.config, index_folder(self.plan.config))
@@ -69,7 +69,7 @@ class LoaderService:
         self.failure: dict[str, str] | None = None
         self.work = os.eventfd(0, os.EFD_CLOEXEC)  # there may be something to fill
         self.attention = os.eventfd(0, os.EFD_CLOEXEC)  # the filling thread has something to say
-        self.lock = threading.Lock()  # what both threads change: seats, and where a lane goes on
+        self.lock = threading.Lock()  # what both threads change: seats, and where a stream goes on
         self.filler: threading.Thread | None = None
         self.came = self.ending = False
         self.left_at = time.monotonic()
@@ -78,7 +78,7 @@ class LoaderService:
     # filling ----------------------------------------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Keep all lanes full, the emptiest first; the body of the filling thread."""
+        """Keep all streams full, the emptiest first; the body of the filling thread."""
         try:
             while not self.ending:
                 stream = self._next_stream()
@@ -101,7 +101,7 @@ class LoaderService:
         os.eventfd_write(self.attention, 1)
 
     def _next_stream(self) -> int | None:
-        """The lane with the fewest micro-batches ready, None if all are full or nobody has come."""
+        """The stream with the fewest micro-batches ready, None if all are full or nobody has come."""
         if int(self.ring.header["base"]) < 0:
             return None
         ahead = []

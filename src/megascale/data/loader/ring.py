@@ -1,7 +1,7 @@
 """A ring of ready micro-batches in shared memory: one segment a host and start of a run. No torch.
 
-A lane is what one data-parallel coordinate trains on; all ranks of the host that need it (its tensor-parallel ranks,
-its first and last pipeline stage) read the one copy. Micro-batch n of a lane lies in slot n mod depth. The loader
+A stream is what one data-parallel coordinate trains on; all ranks of the host that need it (its tensor-parallel ranks,
+its first and last pipeline stage) read the one copy. Micro-batch n of a stream lies in slot n mod depth. The loader
 writes a slot and then its `ready` word; each reader counts in a word of its own how many it has taken, and a slot is
 written anew only when every reader has passed it. So the segment alone tells where everybody stands: a loader that was
 killed anywhere leaves whole micro-batches and a position to go on from.
@@ -65,8 +65,8 @@ class RingShape:
     """Sizes of a ring.
 
     Attributes:
-        readers: ranks that read each lane.
-        depth: slots of a lane.
+        readers: ranks that read each stream.
+        depth: slots of a stream.
         rows, columns: tokens and samples of a micro-batch; a slot holds int32 [rows, columns].
     """
 
@@ -82,7 +82,7 @@ class RingShape:
 
     @property
     def words(self) -> int:
-        """Lines of control words: one a lane and one a reader."""
+        """Lines of control words: one a stream and one a reader."""
         return len(self.readers) + sum(map(len, self.readers))
 
     @property
@@ -96,7 +96,7 @@ class RingShape:
         return _up(self.data_at + len(self.readers) * self.depth * self.slot_bytes, _PAGE)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Lane of a rank and its number among the lane's readers; ValueError for one that reads nothing."""
+        """Stream of a rank and its number among the stream's readers; ValueError for one that reads nothing."""
         for stream, ranks in enumerate(self.readers):
             if rank in ranks:
                 return stream, ranks.index(rank)
@@ -129,7 +129,7 @@ class Ring:
     # the loader's side ------------------------------------------------------------------------------------------
 
     def produced(self, stream: int) -> int:
-        """Micro-batches of a lane that are whole."""
+        """Micro-batches of a stream that are complete."""
         return int(self._produced[stream])
 
     def rewind(self, stream: int, number: int) -> None:
@@ -137,7 +137,7 @@ class Ring:
         self._produced[stream] = number
 
     def put(self, stream: int, rows: NDArray, first: int, ids: int, epochs: float) -> None:
-        """Write the next micro-batch of a lane: tokens [columns, rows] and what it is."""
+        """Write the next micro-batch of a stream: tokens [columns, rows] and what it is."""
         number = self.produced(stream)
         slot = number % self.shape.depth
         label = self._labels[stream, slot]
@@ -162,7 +162,7 @@ class Ring:
         self._taken[stream][reader] = number
 
     def ready(self, stream: int, number: int) -> bool:
-        """Whether micro-batch `number` is whole."""
+        """Whether micro-batch `number` is complete."""
         there = int(self._labels[stream, number % self.shape.depth]["ready"]) == number + 1
         fence()
         return there
@@ -174,11 +174,11 @@ class Ring:
         return view, int(label["first"]), int(label["ids"]), float(label["epochs"])
 
     def full(self, stream: int) -> bool:
-        """Whether a lane has no slot that all its readers are done with."""
+        """Whether a stream has no slot that all its readers are done with."""
         return self.produced(stream) - int(self._taken[stream].min()) >= self.shape.depth
 
     def fill(self, stream: int, number: int) -> float:
-        """Part of a lane's slots that hold micro-batches from `number` on."""
+        """Part of a stream's slots that hold micro-batches from `number` on."""
         return max(0, self.produced(stream) - number) / self.shape.depth
 
     def measures(self) -> dict[str, float]:

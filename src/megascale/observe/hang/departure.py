@@ -203,7 +203,7 @@ def _departed(due: Call, mine: Sequence[Call], at: int, record: CallRecord, who:
 
 
 def _same_channel(group: str, due: Call, record: CallRecord) -> bool:
-    """A stage has two lanes of a direction: the one it sends on begins with its own rank."""
+    """A stage has two P2P channels of a direction: the one it sends on begins with its own rank."""
     if due.op not in ("send", "recv"):
         return True
     source = group.partition("/")[2].partition("-")[0]

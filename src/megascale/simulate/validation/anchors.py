@@ -95,7 +95,7 @@ def strong_scaling() -> Rows:
 
 
 def ablation() -> tuple[Rows, np.ndarray]:
-    """The paper's ladder: cases (seconds derived from MFU are in `seconds`) and MFU in percent."""
+    """The paper's ablation: cases (seconds derived from MFU are in `seconds`) and MFU in percent."""
     tree = anchor_file("megascale")
     model, layout, table = ModelConfig(**tree["model_175b"]), tree["layout_175b"], tree["ablation"]
     software: Software = stack("megatron-2023")

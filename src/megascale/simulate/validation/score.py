@@ -238,13 +238,13 @@ def _has_vtrain(folder: Path) -> bool:
 
 
 def check_mfu(cluster: ClusterSpec) -> list[AnchorCheck]:
-    """A5 and A6: the paper's ladder and its 530B bars, with the shipped calibration and nothing of them fitted."""
+    """A5 and A6: the paper's ablation and its 530B bars, with the shipped calibration and nothing of them fitted."""
     calibration: Calibration = load_calibration(None, cluster.name)
     table = strong_scaling()
     six = fit_rows(cluster, table, TABLE_CONSTANTS, np.isin(table.gpus, FIT_GPUS_A1))
     checks = []
     for key, what, (rows, printed), targets in (
-        ("A5", "the paper's ablation ladder in MFU points", ablation(), {"mean": 0.8, "worst": 1.5}),
+        ("A5", "the paper's ablation in MFU points", ablation(), {"mean": 0.8, "worst": 1.5}),
         ("A6", "530B weak scaling in MFU points", weak_scaling(), {"mean": 2.0}),
     ):
         seconds = predict(cluster, rows, calibration.constants)
