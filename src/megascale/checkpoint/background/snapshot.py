@@ -28,7 +28,8 @@ from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree, cut
-from megascale.checkpoint.storage.base import PAGE, open_storage
+from megascale.checkpoint.storage.base import PAGE
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.errors import FitError, TrainingError
 
 # Seconds within which the service answers short questions; else it counts as gone.

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.driver.journal import born
+from megascale.resilience.process_birth import born
 
 log = logging.getLogger("megascale.driver")
 DOWN = "down"
