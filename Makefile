@@ -32,9 +32,11 @@ train: .venv/core
 	@$(BIN)/megascale train examples/stdlib.toml
 
 lint: .venv/dev
-	@$(BIN)/ruff check src tests
-	@$(BIN)/ruff format --check src tests
+	@$(BIN)/ruff check src tests scripts
+	@$(BIN)/ruff format --check src tests scripts
 	@$(BIN)/mypy
+	@found=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$found"; exit 1; }
+	@$(BIN)/python scripts/lint_words.py
 
 test: .venv/dev lint
 	@scripts/system-packages
