@@ -5,8 +5,8 @@
 
 NAMES are parts of identifiers, file names and configuration keys (`round_size` has the parts round and size, and is
 itself listed); PROSE are regular expressions over comments, strings and documents. CHANGELOG, docs/log.md and
-docs/reports/ tell history in its own words, `config/migration.py` names old keys, since it reads them, and `tests/test_lint.py` old
-words, since it looks for them.
+docs/reports/ tell history in its own words, `config/migration.py` names old keys, since it reads them, and
+`tests/test_lint.py` old words, since it looks for them.
 """
 
 from __future__ import annotations
