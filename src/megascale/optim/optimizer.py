@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.ops.adamw import adamw_apply
 from megascale.ops.lamb import lamb_apply, lamb_direction
@@ -189,7 +190,7 @@ class ShardedOptimizer:
         counted = [s.shard.grads[a:b] for s in self.states for a, b in s.counted]
         if counted:
             # All in a few launches: a launch a shard leaves the device idle between them.
-            squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+            squares += torch.stack(torch_private.foreach_norm(counted)).double().square().sum()
         squares *= self.norm_weight
         packed = squares if piggybacked_scalars is None else torch.cat([squares, piggybacked_scalars])
         packed = all_reduce(packed, self.norm_axis).wait()

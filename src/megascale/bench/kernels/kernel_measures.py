@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.bench.harness import timing
 from megascale.bench.kernels import kernel_float8
 from megascale.bench.kernels.kernel_cases import TINY, KernelCase, Sizes, cases, head_inputs, plain_head
@@ -214,7 +215,7 @@ def measure_optimizers(bench: Bench) -> None:
     step = torch.tensor(3.0, device=device)
 
     def torch_fused() -> None:
-        torch._fused_adamw_(
+        torch_private.fused_adamw_(
             *([w], [grad], [m], [v], [], [step]),
             lr=1e-6,
             beta1=0.9,

@@ -69,7 +69,7 @@ class Bench:
         """
         if "dropout" in op or time.monotonic() - self.began > self.compile_until:
             return None
-        torch._dynamo.reset()
+        torch.compiler.reset()
         return torch.compile(function, dynamic=False)
 
     def seconds(self, row: KernelRow, field: str, function: Callable[[], Any]) -> None:
