@@ -93,3 +93,17 @@ def test_an_old_word_is_found(tmp_path: Path, name: str, text: str, finding: str
     found = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
     assert found.returncode == (finding is not None), found.stderr
     assert finding is None or finding in found.stdout
+
+
+def test_files_that_comments_name_are_there() -> None:
+    """`(exchange.py)` and `ops/linear.py` in the sources: a reader who follows them finds a file."""
+    source = ROOT / "src" / "megascale"
+    files = [f"/{file.relative_to(ROOT).as_posix()}" for file in [*source.rglob("*.py"), *ROOT.glob("scripts/*.py")]]
+    others = {"begun.py", "megatron/core/datasets/indexed_dataset.py"}  # a user's and Megatron's
+    lost = [
+        f"{file.relative_to(source)}: {name}"
+        for file in sorted(source.rglob("*.py"))
+        for name in re.findall(r"(?<![\w/.{}*-])((?:[\w-]+/)*[\w-]+\.py)\b", file.read_text())
+        if name not in others and not any(there.endswith(f"/{name}") for there in files)
+    ]
+    assert lost == []

@@ -12,13 +12,13 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    in_flight_bound,
     interleaved_1f1b,
     one_f_one_b,
     pipeline_schedule,
     round_sizes,
 )
 from megascale.errors import FitError
+from tests.core.oracles import in_flight_bound
 
 SIZES = st.tuples(st.integers(1, 10), st.integers(1, 5), st.integers(1, 40))
 

@@ -202,12 +202,6 @@ class ShardedOptimizer:
             if s.param_out is not None:
                 s.param_out.copy_(s.master)
 
-    def copy_from_params(self) -> None:
-        """Take the weights in use as master weights (after initialisation)."""
-        for s in self.states:
-            if s.param_out is not None:
-                s.master.copy_(s.param_out)
-
     def logical(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         """What a checkpoint holds: (name, whole shape, offsets, view of this rank's box) of weights and moments."""
         for s in self.states:

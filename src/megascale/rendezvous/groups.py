@@ -88,16 +88,6 @@ class Groups:
     store: dist.Store | None = None
     root_store: Any = field(default=None, repr=False)
 
-    @property
-    def first_stage(self) -> bool:
-        """Whether this rank holds the first layers (and the token embedding)."""
-        return self.coordinate.pipeline == 0
-
-    @property
-    def last_stage(self) -> bool:
-        """Whether this rank holds the last layers (and computes the loss)."""
-        return self.coordinate.pipeline == self.grid.pipeline - 1
-
     def p2p_channels(self) -> list[P2PChannel]:
         """The lanes this rank has."""
         all_four = (self.send_forward, self.recv_forward, self.send_backward, self.recv_backward)

@@ -1,4 +1,4 @@
-"""What an agent measures about its node: network counters every few milliseconds, facts. GPUs: gpus.py."""
+"""What an agent measures about its node: network counters every few milliseconds, facts. GPUs: gpu_health.py."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from megascale.core.failure import room
 from megascale.core.status import read_status
 from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
 
-# Imported once by the fork server; by name, as this room does not know the trainer's.
+# Imported once by the fork server; by name, as this package does not know the trainer's.
 PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "megascale.train.rank_info")
 
 

@@ -35,11 +35,6 @@ class LocalCluster:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def ensure(self, count: int) -> None:
-        """Have at least `count` nodes that are not down, without starting anything."""
-        while sum(place.alive for place in self.places()) < count:
-            self._create()
-
     def places(self) -> list[NodeInfo]:
         return [
             NodeInfo(path.name, _address(path.name), not (path / DOWN).exists(), self._agent(path.name) is not None)

@@ -54,7 +54,7 @@ class Driver(Adopting):
     journal: held by this driver.
     job: where it stands: new, or as the journal remembers it.
     say: called with each line for the terminal: (who, text).
-    unsure: the journal may be behind what runs, so the agents are asked first (adopting.py).
+    unsure: the journal may be behind what runs, so the agents are asked first (adoption.py).
     """
 
     def __init__(

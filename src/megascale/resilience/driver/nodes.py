@@ -38,7 +38,7 @@ class Node:
         why: of the state, in words.
         report: result of its last self-checks, when all nodes were told to run them.
         checking: number of the order to run them that it has as a spare, 0 for none.
-        held: the job as its trainers were started, and whether they have done a step (adopting.py); None: none run.
+        held: the job as its trainers were started, and whether they have done a step (adoption.py); None: none run.
         tested: when it last passed them, seconds since 1970; 0: not yet.
     """
 

@@ -72,7 +72,7 @@ def hopeless(job: JobState, limit: int) -> str:
 
 async def samples_of(run: Path, step: int) -> tuple[str, dict[str, Any]]:
     """The samples that a step trains: (a sentence, {"first", "count", "samples"}); looked up by a process of its own,
-    as this room knows no data. Where it cannot tell, the sentence says why."""
+    as this package knows no data. Where it cannot tell, the sentence says why."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megascale.cli.main", "data", "samples", str(run), f"--step={step}", "--json"),
         stdin=asyncio.subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """What is known of a job when its journal is not to be trusted: every event stands in the run's events.jsonl too.
 
 A journal that was damaged, or that SQLite brought back to an older state because the end of its log was broken, gets
-the events back that it has lost. What then runs, the agents know (adopting.py).
+the events back that it has lost. What then runs, the agents know (adoption.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recalled:
 def restore(journal: Journal, run: Path) -> Recalled:
     """Put back what `journal` has lost and the run's events.jsonl still has."""
     told = read(run / "events.jsonl")
-    # One that found no room on the disk at first has its time among its details (lasting.py).
+    # One that found no room on the disk at first has its time among its details (lasting_journal.py).
     known = {(entry.details.get("noted", entry.time), entry.kind) for entry in journal.events()}
     lost = [entry for entry in told if (entry.time, entry.kind) not in known]
     if lost:
