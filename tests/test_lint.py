@@ -98,7 +98,10 @@ def test_an_old_word_is_found(tmp_path: Path, name: str, text: str, finding: str
 def test_files_that_comments_name_are_there() -> None:
     """`(exchange.py)` and `ops/linear.py` in the sources: a reader who follows them finds a file."""
     source = ROOT / "src" / "megascale"
-    files = [f"/{file.relative_to(ROOT).as_posix()}" for file in [*source.rglob("*.py"), *ROOT.glob("scripts/*.py")]]
+    files = [
+        f"/{file.relative_to(ROOT).as_posix()}"
+        for file in [p for name in ("src", "tests", "scripts") for p in (ROOT / name).rglob("*.py")]
+    ]
     others = {"begun.py", "megatron/core/datasets/indexed_dataset.py"}  # a user's and Megatron's
     lost = [
         f"{file.relative_to(source)}: {name}"

@@ -113,9 +113,8 @@ def _index(root: Any) -> Metadata:
         transforms = info.get("transform_descriptors")
         if transforms:
             raise DataError(f"{name} is stored through {transforms!r}; only plain tensors are read")
-        storage[MetadataIndex(name, sizes, number if type(number) is int else None)] = torch_private.StorageInfo(
-            file, at, length
-        )
+        chunk = MetadataIndex(name, sizes, number if type(number) is int else None)
+        storage[chunk] = torch_private.StorageInfo(file, at, length)
     return Metadata(state_dict_metadata=entries, storage_data=storage)
 
 
