@@ -277,7 +277,7 @@ def test_one_process_needs_no_address(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     groups = start(0, 1, [])
-    assert groups.channels() == []
+    assert groups.p2p_channels() == []
     assert groups.tensor is groups.data_reduce is groups.model is None
     shutdown(groups)
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):
