@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATA := datasets/stdlib
 
-.PHONY: help train test lint clean
+.PHONY: help train test test-oldest lint clean
 
 help:
-	@echo "make train   build a data set from Python's own source, train a small GPT on it, show what it learnt"
-	@echo "make test    lint, types and tests"
-	@echo "make clean   remove the environment (.venv); runs/ and datasets/ stay"
+	@echo "make train        build a data set from Python's own source, train a small GPT on it, show what it learnt"
+	@echo "make test         lint, types and tests"
+	@echo "make test-oldest  the tests with the oldest torch that is supported, in an environment of its own"
+	@echo "make clean        remove the environments (.venv*); runs/ and datasets/ stay"
 
 .venv/ready:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -32,13 +33,27 @@ train: .venv/core
 	@$(BIN)/megascale train examples/stdlib.toml
 
 lint: .venv/dev
-	@$(BIN)/ruff check src tests
-	@$(BIN)/ruff format --check src tests
+	@$(BIN)/ruff check src tests scripts
+	@$(BIN)/ruff format --check src tests scripts
 	@$(BIN)/mypy
+	@found=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$found"; exit 1; }
+	@$(BIN)/python scripts/lint_words.py
 
 test: .venv/dev lint
 	@scripts/system-packages
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+# The other end of the range of torch in pyproject.toml; its own index holds builds for the CPU alone, a tenth in size.
+OLDEST := torch==2.11.0
+.venv-oldest/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-oldest
+	@grep -v '^torch==' constraints.txt > .venv-oldest/constraints.txt
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt \
+	  --extra-index-url https://download.pytorch.org/whl/cpu '$(OLDEST)' -e '.[test]'
+	@touch $@
+
+test-oldest: .venv-oldest/ready
+	@.venv-oldest/bin/python -m pytest -n 2 --dist loadgroup
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-oldest

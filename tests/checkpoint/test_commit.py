@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megascale.checkpoint import TensorShard, inspect, latest, load, save, steps
 from megascale.checkpoint.format.step_folders import COMMIT, read_index, survey
-from megascale.checkpoint.storage.base import open_storage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
 from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group, whole

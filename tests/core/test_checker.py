@@ -7,16 +7,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megascale.core import schedule as schedules
-from megascale.core.checker import Machine, ScheduleError, check, check_order, explore, own_channel, rank_pair
+from megascale.core.checker import Machine, ScheduleError, check, check_order, own_channel
 from megascale.core.schedule import (
     ActionKind,
     Schedule,
-    in_flight_bound,
     interleaved_1f1b,
     one_f_one_b,
     pipeline_schedule,
     without_overlap,
 )
+from tests.core.oracles import explore, in_flight_bound, rank_pair
 
 
 @settings(max_examples=150, deadline=None)

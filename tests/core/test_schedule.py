@@ -13,12 +13,12 @@ from megascale.core.schedule import (
     ActionKind,
     Schedule,
     group_sizes,
-    in_flight_bound,
     interleaved_1f1b,
     one_f_one_b,
     pipeline_schedule,
 )
 from megascale.errors import FitError
+from tests.core.oracles import in_flight_bound
 
 SIZES = st.tuples(st.integers(1, 10), st.integers(1, 5), st.integers(1, 40))
 

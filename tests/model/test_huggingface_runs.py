@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megascale import api, checkpoint
 from megascale.cli.main import main
 from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.base import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError
 from megascale.model.huggingface.import_model import read_folder
 from megascale.train.generation import Sampling, generate_tokens, pick, text_of
@@ -236,7 +237,7 @@ def named(tmp_path):
     """A saved Llama of 320 tokens with a trained tokenizer of 300 beside it, and the tokenizer."""
     folder = tmp_path / "theirs"
     small("llama", vocab_size=320, eos_token_id=0, max_position_embeddings=64).save_pretrained(folder)
-    tokenizer = Tokenizer.train([TEXT * 3], 300)
+    tokenizer = train_tokenizer([TEXT * 3], 300)
     tokenizer.save(folder / "tokenizer.json")
     return folder, tokenizer
 
@@ -247,7 +248,7 @@ def test_a_tokenizer_comes_in_and_goes_out(named, tmp_path):
     assert made.tokenizer
     assert not made.notes
     config = api.load_config(tmp_path / "runs" / "a" / "config.toml")
-    assert Tokenizer.load(config.data.tokenizer).encode(TEXT) == tokenizer.encode(TEXT)
+    assert load_tokenizer(config.data.tokenizer).encode(TEXT) == tokenizer.encode(TEXT)
     api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs(TEXT)["input_ids"] == tokenizer.encode(TEXT)
@@ -266,7 +267,7 @@ def test_a_vocabulary_and_merges_make_a_tokenizer(named, tmp_path):
     (folder / "tokenizer.json").unlink()
     made = api.import_model(folder, tmp_path / "runs" / "a")
     assert made.tokenizer
-    found = Tokenizer.load(tmp_path / "runs" / "a" / "tokenizer.json")
+    found = load_tokenizer(tmp_path / "runs" / "a" / "tokenizer.json")
     assert found.encode(TEXT) == tokenizer.encode(TEXT)
     assert found.end_of_document == tokenizer.end_of_document
 
@@ -284,7 +285,7 @@ def test_an_end_that_only_the_models_settings_name_is_found(named, tmp_path):
     text = (folder / "tokenizer.json").read_text().replace("<|endoftext|>", "<fin>")
     (folder / "tokenizer.json").write_text(text)
     api.import_model(folder, tmp_path / "runs" / "a")
-    assert Tokenizer.load(tmp_path / "runs" / "a" / "tokenizer.json").end_of_document == 0
+    assert load_tokenizer(tmp_path / "runs" / "a" / "tokenizer.json").end_of_document == 0
 
 
 def test_a_prompt_begins_as_the_tokenizers_template_begins(named):
@@ -298,7 +299,7 @@ def test_a_prompt_begins_as_the_tokenizers_template_begins(named):
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
     library.save(str(folder / "tokenizer.json"))
-    again = Tokenizer.load(folder / "tokenizer.json")
+    again = load_tokenizer(folder / "tokenizer.json")
     assert again.encode_prompt("def") == [0, *tokenizer.encode("def")]
     assert again.encode("def") == tokenizer.encode("def")
 

@@ -12,7 +12,8 @@ import torch
 from megascale.bench.kernels import kernel_float8
 from megascale.bench.kernels.kernel_bench import main, show
 from megascale.bench.kernels.kernel_cases import TINY, cases
-from megascale.bench.kernels.kernel_measures import PARTS, Bench, measure_case, run
+from megascale.bench.kernels.kernel_measures import PARTS, measure_case, run
+from megascale.bench.kernels.kernel_rows import Bench
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
 

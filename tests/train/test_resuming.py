@@ -22,7 +22,7 @@ from megascale.config import ACCEPTABLE, Config, from_tree
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.ledger import check
 from megascale.data.dataset.samples import SampleSource
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.conftest import lines
 
@@ -142,8 +142,8 @@ def test_data_that_changed_is_refused_and_may_move(again, tmp_path) -> None:
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizers")
-    Tokenizer.train(["some words and some more words " * 9], 262).save(folder / "one.json")
-    Tokenizer.train(["altogether different text, in other letters " * 9], 262).save(folder / "two.json")
+    train_tokenizer(["some words and some more words " * 9], 262).save(folder / "one.json")
+    train_tokenizer(["altogether different text, in other letters " * 9], 262).save(folder / "two.json")
     return folder
 
 

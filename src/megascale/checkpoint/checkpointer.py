@@ -19,7 +19,7 @@ from megascale.checkpoint.format.step_folders import Commit
 from megascale.checkpoint.loader import Accept, LoadReport, load, say
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to
-from megascale.checkpoint.storage.base import open_storage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError, TrainingError
 

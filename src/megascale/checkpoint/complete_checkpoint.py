@@ -14,7 +14,8 @@ from megascale.checkpoint.format.chunks import overlap, slices
 from megascale.checkpoint.format.index import TensorInfo
 from megascale.checkpoint.format.step_folders import Commit, Damaged
 from megascale.checkpoint.loader import LoadReport, fetch
-from megascale.checkpoint.storage.base import Storage, open_storage
+from megascale.checkpoint.storage.base import Storage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 

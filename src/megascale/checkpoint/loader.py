@@ -26,7 +26,8 @@ from megascale.checkpoint.format.mismatch import explain_leftovers, explain_mism
 from megascale.checkpoint.format.read_plan import Want, assign_readers, info_of, moves, rounds, spans, want
 from megascale.checkpoint.format.step_folders import Commit, Damaged
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.storage.base import Storage, open_storage
+from megascale.checkpoint.storage.base import Storage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 

@@ -25,7 +25,8 @@ from megascale.checkpoint.format.index import TensorInfo
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.format.write_plan import RankPart, WritePlan, data_file, make_offer, make_plan
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.storage.base import Storage, StorageWriter, open_storage
+from megascale.checkpoint.storage.base import Storage, StorageWriter
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.checkpoint.storage.save_errors import explain
 from megascale.errors import TrainingError
 

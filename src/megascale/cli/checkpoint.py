@@ -232,7 +232,7 @@ def import_(
     Example: megascale checkpoint import weights.safetensors runs/new/checkpoints
     """
     from megascale.checkpoint.conversion import read_foreign, write_checkpoint
-    from megascale.checkpoint.storage.base import open_storage
+    from megascale.checkpoint.storage.opening import open_storage
 
     foreign = read_foreign(source, prefix)
     state = {"step": step, "imported_from": str(source)}
@@ -259,7 +259,7 @@ def reshard(
     """
     from megascale.checkpoint.complete_checkpoint import open_whole
     from megascale.checkpoint.conversion import source_of, write_checkpoint
-    from megascale.checkpoint.storage.base import open_storage
+    from megascale.checkpoint.storage.opening import open_storage
 
     whole = open_whole(path, step)
     with _progress() as progress:

@@ -1,31 +1,13 @@
-"""What commands share: reading a configuration file with `--section.key=value` overrides."""
+"""What commands share: options that are settings, and packages that a command needs."""
 
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
-from megascale import config
 from megascale.errors import ConfigError, remedy
 
-# Commands that take overrides let typer pass unknown options through to `load`.
+# Commands that take overrides let typer pass unknown options through to `config.load_command_line`.
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-def load(file: Path | None, extra: list[str]) -> config.Config:
-    """The validated configuration of FILE with overrides, `--a.b=c` or `--a.b c`."""
-    overrides: list[str] = []
-    words = iter(extra)
-    for word in words:
-        if not word.startswith("--") or "." not in word.split("=")[0]:
-            raise ConfigError(f"unknown argument {word!r}; settings are given as --section.key=value")
-        if "=" not in word:
-            value = next(words, None)
-            if value is None:
-                raise ConfigError(f"{word} has no value; write {word}=VALUE")
-            word = f"{word}={value}"
-        overrides.append(word)
-    return config.load(file, overrides)
 
 
 def need(module: str, extra: str) -> None:

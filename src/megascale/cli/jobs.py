@@ -247,7 +247,7 @@ def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
 def _check_settings(run: Path, words: list[str]) -> None:
     """Raises what a launch with these settings would raise, before anything is stopped for them."""
     from megascale import api
-    from megascale.cli.common import load
+    from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.resilience.driver.hot_update import settings_file
     from megascale.resilience.driver.journal import JournalReader
@@ -258,7 +258,7 @@ def _check_settings(run: Path, words: list[str]) -> None:
     reader = JournalReader(run)
     job = reader.job
     reader.close()
-    lay_out(api.resolve(load(settings_file(run), words)), job.world if job is not None else 1)
+    lay_out(api.resolve(load_command_line(settings_file(run), words)), job.world if job is not None else 1)
 
 
 def _order(run: Path, path: str, why: str, **more: Any) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from megascale.cli.common import OVERRIDES, load
+from megascale.cli.common import OVERRIDES
+from megascale.config import load_command_line
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +36,7 @@ def register(app: typer.Typer) -> None:
         extra = list(context.args)
         extra += [f"--resilience.nodes={nodes}"] * (nodes is not None)
         extra += [f"--resilience.spares={spares}"] * (spares is not None)
-        config = load(file, extra)
+        config = load_command_line(file, extra)
         from rich.console import Console
 
         from megascale import api

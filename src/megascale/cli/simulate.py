@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import OVERRIDES, load
+from megascale.cli.common import OVERRIDES
 from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, predict, validate
+from megascale.config import load_command_line
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _config(context: typer.Context, file: Path | None) -> Config:
         # Without FILE the first override lands in its place.
         extra.insert(0, str(file))
         file = None
-    return load(file, extra)
+    return load_command_line(file, extra)
 
 
 def _scenario(config: Config, gpus: int, cluster: str, calibration: str | None, software: str | None) -> Scenario:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from megascale.cli.common import OVERRIDES, load
+from megascale.cli.common import OVERRIDES
+from megascale.config import load_command_line
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
           megascale train examples/stdlib.toml --dry-run
         """
-        config = load(file, context.args)
+        config = load_command_line(file, context.args)
         from megascale import api
         from megascale.cli import summary
         from megascale.core.layout import lay_out

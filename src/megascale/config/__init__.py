@@ -6,7 +6,7 @@ obeys it.
 
 from megascale.config.base import DEEP, MOST, Section
 from megascale.config.data_section import DataConfig
-from megascale.config.loading import from_tree, load, preset, presets
+from megascale.config.loading import from_tree, load, load_command_line, preset, presets
 from megascale.config.migration import migrate
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
@@ -38,6 +38,7 @@ __all__ = [
     "TrainConfig",
     "from_tree",
     "load",
+    "load_command_line",
     "migrate",
     "preset",
     "presets",

@@ -63,6 +63,22 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     return from_tree(tree)
 
 
+def load_command_line(file: Path | None, extra: list[str]) -> Config:
+    """As `load`, of a command line's words: overrides are `--a.b=c` or `--a.b c`, anything else is a ConfigError."""
+    overrides: list[str] = []
+    words = iter(extra)
+    for word in words:
+        if not word.startswith("--") or "." not in word.split("=")[0]:
+            raise ConfigError(f"unknown argument {word!r}; settings are given as --section.key=value")
+        if "=" not in word:
+            value = next(words, None)
+            if value is None:
+                raise ConfigError(f"{word} has no value; write {word}=VALUE")
+            word = f"{word}={value}"
+        overrides.append(word)
+    return load(file, overrides)
+
+
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Validate nested dictionaries (as TOML gives them) into a Config; ConfigError on anything wrong."""
     tree = migrate(tree)

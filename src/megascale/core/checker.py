@@ -17,7 +17,7 @@ enabled transitions commute: steps of different stages touch different programs 
 at the tail), deliveries touch different communicators, and a step appends at tails while a delivery removes heads.
 So the system is strongly confluent (a Kahn network with bounded channels): by induction every maximal run takes the
 same transitions and ends in the same state. If one run finishes, no order and no delay can make another one hang.
-`explore` visits *all* interleavings of small schedules and the tests hold the argument against it; `check` makes a
+The tests visit *all* interleavings of small schedules and hold the argument against them; `check` makes a
 single run, in an order drawn at random when a seed is given.
 
 Data-parallel collectives are outside the stage's processes. All replicas of a stage hold the same list, so the run
@@ -61,11 +61,6 @@ class Report:
 def own_channel(channel: Channel) -> Hashable:
     """One communicator for each directed edge and direction of travel: what the executor makes."""
     return channel
-
-
-def rank_pair(channel: Channel) -> Hashable:
-    """One communicator for each pair of stages, both ways: what torch gives unbatched P2P of one group."""
-    return frozenset((channel.source, channel.target))
 
 
 def check(
@@ -325,36 +320,3 @@ def _messages(schedule: Schedule, stage: int) -> np.ndarray:
     g = np.where(kind == ActionKind.RECV_FORWARD, g - 1, np.where(kind == ActionKind.RECV_BACKWARD, g + 1, g))
     backward = (kind == ActionKind.SEND_BACKWARD) | (kind == ActionKind.RECV_BACKWARD)
     return (backward * schedule.chunks + g) * schedule.microbatches + i
-
-
-def explore(
-    schedule: Schedule,
-    communicator: CommunicatorOf = own_channel,
-    send_slots: int = SEND_SLOTS,
-    limit: int = 2_000_000,
-) -> tuple[int, set[bool]]:
-    """Visit every state that any interleaving of steps and deliveries can reach. For small schedules.
-
-    Returns (number of states, outcomes), where outcomes holds True if some maximal run finishes and False if some
-    run hangs. ScheduleError if messages mismatch or more than `limit` states are met.
-    """
-    machine = Machine(schedule, communicator, send_slots)
-    first = machine.start()
-    stages = len(first[0])
-    seen, todo, outcomes = {(*first[0], *first[1])}, [first], set()
-    while todo:
-        at, done = todo.pop()
-        moves = [s for s in range(stages) if machine.can_step(at, done, s)]
-        moves += [~c for c in range(len(done)) if machine.can_complete(at, done, c)]
-        if not moves:
-            outcomes.add(machine.finished(at, done))
-        for what in moves:
-            after = (at.copy(), done.copy())
-            after[what < 0][~what if what < 0 else what] += 1
-            key = (*after[0], *after[1])
-            if key not in seen:
-                seen.add(key)
-                todo.append(after)
-        if len(seen) > limit:
-            raise ScheduleError(f"more than {limit} states; explore smaller schedules")
-    return len(seen), outcomes

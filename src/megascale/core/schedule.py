@@ -276,16 +276,6 @@ def without_overlap(schedule: Schedule) -> Schedule:
     return replace(schedule, exposed=True)
 
 
-def in_flight_bound(
-    stages: int, virtual: int, microbatches: int, stage: int, micro_batch_group_size: int | None = None
-) -> int:
-    """Closed form of `pipeline_schedule(...).in_flight(stage)`, in chunk-forwards."""
-    if virtual == 1:
-        return min(microbatches, stages - stage)
-    group = max(group_sizes(stages, microbatches, micro_batch_group_size))
-    return min(virtual * microbatches, (virtual - 1) * group + 2 * (stages - 1 - stage) + 1)
-
-
 def ideal_bubble(stages: int, virtual: int, microbatches: int) -> float:
     """Idle time over busy time of a stage for equal stages, free transfers and m >= p: (p-1)/(v m)."""
     return (stages - 1) / (virtual * microbatches)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megascale import torch_private
 from megascale.errors import ConfigError, remedy
 
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
@@ -73,7 +74,7 @@ class _FlashWindow(torch.autograd.Function):
         q_BSND, k_BSGD, v_BSGD = (t.transpose(0, 1) for t in (q, k, v))
         S, T = q.shape[0], k.shape[0]
         # FlashAttention counts the tokens before the query; the query itself comes on top.
-        out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
+        out, lse, rng, unused, _ = torch_private.flash_attention_forward(
             q_BSND, k_BSGD, v_BSGD, None, None, S, T, 0.0, True, False, window_size_left=window - 1, window_size_right=0
         )
         ctx.save_for_backward(q_BSND, k_BSGD, v_BSGD, out, lse, rng, unused)
@@ -84,7 +85,7 @@ class _FlashWindow(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, rng, unused = ctx.saved_tensors
         d_out = grads[0].view(grads[0].shape[0], grads[0].shape[1], q.shape[2], q.shape[3]).transpose(0, 1)
-        d_qkv = torch.ops.aten._flash_attention_backward(
+        d_qkv = torch_private.flash_attention_backward(
             *(d_out, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, True, rng, unused),
             window_size_left=ctx.window - 1,
             window_size_right=0,

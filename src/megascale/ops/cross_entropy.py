@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
 from megascale.ops.linear import accumulate_mm, finish
 from megascale.ops.reduce import column_sum
@@ -331,7 +332,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.early:
             head = ctx.head
             kept = (scale_T == ctx.saved_tensors[0]) | (head.targets == head.ignore)
-            torch._assert_async(kept.all(), "linear_cross_entropy: the upstream gradient is not token_grad")
+            torch_private.assert_async(kept.all(), "linear_cross_entropy: the upstream gradient is not token_grad")
             del ctx.head
         else:
             x, targets, lse_T = ctx.saved_tensors

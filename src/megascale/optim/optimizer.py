@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.ops.adamw import adamw_apply
 from megascale.ops.lamb import lamb_apply, lamb_direction
@@ -191,7 +192,7 @@ class ShardedOptimizer:
         counted = [s.shard.grads[a:b] for s in self.states for a, b in s.counted]
         if counted:
             # All in a few launches: a launch a shard leaves the device idle between them.
-            squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+            squares += torch.stack(torch_private.foreach_norm(counted)).double().square().sum()
         squares *= self.norm_weight
         packed = squares if piggybacked_scalars is None else torch.cat([squares, piggybacked_scalars])
         packed = all_reduce(packed, self.norm_axis).wait()
@@ -202,12 +203,6 @@ class ShardedOptimizer:
         for s in self.states:
             if s.param_out is not None:
                 s.param_out.copy_(s.master)
-
-    def copy_from_params(self) -> None:
-        """Take the weights in use as master weights (after initialisation)."""
-        for s in self.states:
-            if s.param_out is not None:
-                s.master.copy_(s.param_out)
 
     def logical(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         """What a checkpoint holds: (name, whole shape, offsets, view of this rank's box) of weights and moments."""

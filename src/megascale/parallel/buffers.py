@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
 from megascale.ops import side_stream
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, lay_out
@@ -206,7 +207,7 @@ class FlatChunk:
             return
         if self._zeroed is None and any(self._calls):
             self._learn_overwritten()
-        torch._foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
+        torch_private.foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
         for i in self._overwritten:
             self.parameters[i].overwrite_main_grad = True  # type: ignore[attr-defined]
 

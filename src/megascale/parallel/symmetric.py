@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megascale import torch_private
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 
@@ -46,14 +47,12 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: 
 
 
 def _exchange(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool) -> Exchange:
-    from torch.distributed import _symmetric_memory as symmetric
-
     shard_bytes = -(-shard_bytes // 512) * 512
     space = Exchange.bytes_needed(axis.size, shard_bytes)
-    whole = symmetric.empty(space + axis.size * FLAG, dtype=torch.uint8, device=device)
+    whole = torch_private.symmetric_memory.empty(space + axis.size * FLAG, dtype=torch.uint8, device=device)
     whole.zero_()
     torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(whole, axis.group.group_name)
+    handle = torch_private.symmetric_memory.rendezvous(whole, axis.group.group_name)
     dist.barrier(axis.group)  # no flag is written before all are zero
     memory = [handle.get_buffer(r, whole.shape, torch.uint8) for r in range(axis.size)]
     flags = [part.data_ptr() + space for part in memory]
@@ -114,7 +113,7 @@ class CudaStreams:
 
     def _stream(self, queue: str) -> int:
         if queue == "main":
-            return torch._C._cuda_getCurrentRawStream(self._device)
+            return int(torch_private.current_raw_stream(self._device))
         return self._copy_stream if queue == "copy" else self._side_stream.cuda_stream
 
 

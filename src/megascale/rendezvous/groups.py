@@ -7,7 +7,6 @@ start-up print.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import time
@@ -19,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from megascale import torch_private
 from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
 from megascale.rendezvous.agree import ranges
@@ -88,16 +87,6 @@ class Groups:
     timings: dict[str, float] = field(default_factory=dict)
     store: dist.Store | None = None
     root_store: Any = field(default=None, repr=False)
-
-    @property
-    def first_stage(self) -> bool:
-        """Whether this rank holds the first layers (and the token embedding)."""
-        return self.coordinate.pipeline == 0
-
-    @property
-    def last_stage(self) -> bool:
-        """Whether this rank holds the last layers (and computes the loss)."""
-        return self.coordinate.pipeline == self.grid.pipeline - 1
 
     def p2p_channels(self) -> list[P2PChannel]:
         """The P2P channels this rank has."""
@@ -196,10 +185,8 @@ def _new_group(
     """
     options = None
     if device.type == "cuda" and channels is not None:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.config.max_ctas = channels
-    with _named(spec.name):
+        options = torch_private.nccl_options(timeout, channels)
+    with torch_private.process_group_named(spec.name):
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,
@@ -211,27 +198,6 @@ def _new_group(
         )
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Give the group made inside the plan's name.
-
-    With local synchronisation torch names a group by its members and by how many groups this process made before.
-    Ranks of different stages make different numbers of groups, so two members would wait under different names
-    for ever. The plan's names are the same on every member, and readable in the flight recorder.
-    """
-    original = getattr(distributed_c10d, "_process_group_name", None)
-    if original is None or list(inspect.signature(original).parameters) != ["ranks", "use_hashed_name"]:
-        raise RuntimeError(
-            f"torch {torch.__version__} names process groups in a way this version of megascale does not know; "
-            "use the torch version in constraints.txt"
-        )
-    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: distributed_c10d.GroupName(name)
-    try:
-        yield
-    finally:
-        distributed_c10d._process_group_name = original
 
 
 def _warm(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
@@ -258,7 +224,7 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
     """
     if dist.is_initialized():
         if failed:
-            distributed_c10d._abort_process_group()
+            torch_private.abort_process_group()
         else:
             dist.destroy_process_group()
     store, groups.root_store, groups.store, groups.world = groups.root_store, None, None, None

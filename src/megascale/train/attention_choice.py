@@ -18,7 +18,7 @@ import torch
 
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.object_collectives import Peers
-from megascale.checkpoint.storage.base import open_storage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.core import strict_json
 from megascale.errors import MegascaleError

@@ -15,7 +15,8 @@ from megascale.core.events import Event
 from megascale.core.flops import parameters
 from megascale.data.dataset import tokenizer_agreement
 from megascale.data.tokenizer import convert_tokenizer
-from megascale.data.tokenizer.tokenizer import Tokenizer, tokenizer_path
+from megascale.data.tokenizer.base import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.families import family_for
@@ -166,6 +167,6 @@ def _tokenizer(run: Path, config: Config) -> tuple[Tokenizer | None, str | None]
     """The run's tokenizer, or why there is none: a model can do without."""
     try:
         tokenizer_agreement.check_run(run, config)
-        return Tokenizer.load(tokenizer_path(config.data)), None
+        return load_tokenizer(tokenizer_path(config.data)), None
     except (ConfigError, DataError) as error:
         return None, f"no tokenizer is written: {error}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.base import Tokenizer
 from megascale.errors import ConfigError
 from megascale.model.block import ForwardContext, KVCache
 from megascale.model.transformer import Chunk

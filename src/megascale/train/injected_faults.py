@@ -14,21 +14,29 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from megascale.core.schedule import ActionKind
+from megascale.data.loader.feed import Feed
 from megascale.parallel.collectives import Axis, all_reduce
+from megascale.train.engine import Engine
+from megascale.train.rank_info import RankInfo
 
-if TYPE_CHECKING:
-    from megascale.train.loop import Trainer
+
+class FaultyTrainer(Protocol):
+    """What of a trainer (loop.py) the injector reaches into."""
+
+    place: RankInfo
+    engine: Engine
+    feed: Feed
 
 
 class FaultInjector:
     """Watches `folder` for faults meant for the trainer's rank."""
 
-    def __init__(self, folder: Path, trainer: Trainer) -> None:
+    def __init__(self, folder: Path, trainer: FaultyTrainer) -> None:
         self.folder, self.trainer = folder, trainer
         self.rank, self.node = trainer.place.rank, os.environ.get("MEGASCALE_NODE", "")
         self._slow = 0.0

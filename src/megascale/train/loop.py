@@ -86,7 +86,7 @@ class Interrupts:
 
 
 class Trainer:
-    """A run on this rank. `config` must be resolved (see train/api.py)."""
+    """A run on this rank. `config` must be resolved (see api.resolve)."""
 
     def __init__(self, config: Config, place: RankInfo) -> None:
         self.config, self.place = config, place

@@ -17,11 +17,12 @@ from megascale.checkpoint import setting_changes
 from megascale.checkpoint.format import step_folders
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.setting_changes import Change
-from megascale.checkpoint.storage.base import open_storage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.data.dataset import fingerprint
-from megascale.data.dataset.samples import is_text
-from megascale.data.tokenizer.tokenizer import Tokenizer, tokenizer_for, tokenizer_path
+from megascale.data.dataset.indexed import is_text
+from megascale.data.tokenizer.base import Tokenizer
+from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import ConfigError, DataError
 from megascale.train.run_folder import RunFolder, checkpoint_folder, run_config
 

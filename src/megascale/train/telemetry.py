@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megascale import torch_private
 from megascale.core import calls
 from megascale.core.status import StatusFile
 from megascale.rendezvous.groups import Groups
@@ -81,7 +82,7 @@ class Telemetry:
             try:
                 with open(self._pipe) as pipe:  # sleeps until a writer comes
                     pipe.read()
-                text = _flight_records()
+                text = torch_private.flight_records()
                 temporary = self._flight.with_suffix(".tmp")
                 temporary.write_text(text)
                 os.replace(temporary, self._flight)
@@ -99,12 +100,3 @@ def _groups(groups: Groups | None) -> list[tuple[str, int]]:
         if group is not None:
             found.append((group.group_name, dist.get_world_size(group)))
     return found + [(channel.group.group_name, 2) for channel in groups.p2p_channels()]
-
-
-def _flight_records() -> str:
-    """What torch's flight recorder holds, as JSON; CUDA builds keep NCCL's calls in a recorder of their own."""
-    from torch._C import _distributed_c10d as c10d
-
-    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json")  # noqa: B009
-    text = dump()
-    return text.decode() if isinstance(text, bytes) else text

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from megascale.bench.training import peer_comparison
-from megascale.cli.common import load
+from megascale.config import load_command_line
 from megascale.core.flops import mfu
 from megascale.errors import ConfigError
 
 
 def config(preset: str, *words: str):
-    return load(None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000", *words])
+    return load_command_line(
+        None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000", *words]
+    )
 
 
 @pytest.fixture

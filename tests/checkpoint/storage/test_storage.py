@@ -16,8 +16,9 @@ import torch
 
 from megascale.checkpoint import Checkpointer, TensorShard, inspect, latest, load, save, steps
 from megascale.checkpoint.format.verify import verify
-from megascale.checkpoint.storage.base import Storage, open_storage
+from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.local_disk import LocalStorage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError
 from tests.checkpoint.conftest import assert_same, blank, logical_state, run_group, whole

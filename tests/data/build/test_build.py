@@ -17,7 +17,8 @@ from megascale.data.build.builder import build
 from megascale.data.dataset.description import describe
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import part_of, read_manifest
-from megascale.data.tokenizer.tokenizer import Tokenizer, tokenizer_for
+from megascale.data.tokenizer.base import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_for, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
 
@@ -105,7 +106,7 @@ def test_one_file_is_cut_at_its_tail(tmp_path: Path) -> None:
     text = "".join(f"line {i} of the only book\n" for i in range(400))
     (tmp_path / "book.txt").write_text(text)
     build(tmp_path / "out", inputs=[tmp_path / "book.txt"], vocab_size=300, held_out=0.1, progress=False)
-    words = Tokenizer.load(tmp_path / "out/tokenizer.json")
+    words = load_tokenizer(tmp_path / "out/tokenizer.json")
     (train,), (valid,) = decoded(tmp_path / "out/train", words), decoded(tmp_path / "out/valid", words)
     assert train + valid == text
     assert train.endswith("\n")
@@ -131,9 +132,9 @@ def test_unusable_inputs(tmp_path: Path) -> None:
 
 def test_existing_tokenizer_is_kept(tmp_path: Path) -> None:
     documents(tmp_path / "in")
-    Tokenizer.train(["some other text"], 280).save(tmp_path / "mine.json")
+    train_tokenizer(["some other text"], 280).save(tmp_path / "mine.json")
     build(tmp_path / "out", inputs=[tmp_path / "in"], tokenizer=tmp_path / "mine.json", progress=False)
-    assert Tokenizer.load(tmp_path / "out/tokenizer.json").sha256 == Tokenizer.load(tmp_path / "mine.json").sha256
+    assert load_tokenizer(tmp_path / "out/tokenizer.json").sha256 == load_tokenizer(tmp_path / "mine.json").sha256
 
 
 def test_stdlib_split_keeps_relatives_together() -> None:

@@ -17,7 +17,7 @@ from megascale.data.build import builder as building
 from megascale.data.build import worker_pool
 from megascale.data.build.builder import build
 from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import DataError, MegascaleError
 
 PIECE = 20_000
@@ -41,7 +41,7 @@ def corpus(tmp_path: Path) -> Path:
             file.write(json.dumps({"text": f"{i}: " + " ".join(draw.choice(words, 40))}) + "\n")
     for i in range(30):
         (folder / f"b{i:02}.txt").write_text(f"{i}: " + " ".join(draw.choice(words, 300)))
-    Tokenizer.train([" ".join(words)], 600).save(tmp_path / "tokenizer.json")
+    train_tokenizer([" ".join(words)], 600).save(tmp_path / "tokenizer.json")
     return folder
 
 

@@ -12,9 +12,10 @@ import pytest
 from megascale import config as configuration
 from megascale.config import Config
 from megascale.data.build.builder import build
-from megascale.data.dataset.fingerprint import check_tokenizers, fingerprint, watch
+from megascale.data.dataset.file_hash import fingerprint
+from megascale.data.dataset.fingerprint import check_tokenizers, watch
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
 
 
@@ -107,7 +108,7 @@ def test_shards_of_another_tokenizer(tmp_path: Path) -> None:
     # Text tokenised on the fly counts, and what data.tokenizer names, wherever it lies.
     elsewhere = [tmp_path / f"{name}.json" for name in "ab"]
     for path in elsewhere:
-        Tokenizer.load(tmp_path / path.stem / "tokenizer.json").save(path)
+        load_tokenizer(tmp_path / path.stem / "tokenizer.json").save(path)
     check_tokenizers(configured(tmp_path, a, tmp_path / "in", weights=[1, 1], tokenizer=str(elsewhere[0])))
     for entries in ([a, tmp_path / "in"], [a]):
         with pytest.raises(DataError, match=r"a/train and .*b\.json belong to different tokenizers"):

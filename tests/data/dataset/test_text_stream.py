@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from megascale import config as configuration
 from megascale.config import Config
 from megascale.data.dataset import text_stream as streams
-from megascale.data.dataset.fingerprint import fingerprint, watch
-from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.samples import SampleSource, is_text
+from megascale.data.dataset.file_hash import fingerprint
+from megascale.data.dataset.fingerprint import watch
+from megascale.data.dataset.indexed import IndexedWriter, is_text
+from megascale.data.dataset.samples import SampleSource
 from megascale.data.loader.data_watch import cause
 from megascale.data.loader.ring import MEASURES
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
 TEXTS = [f"{i} " + "word and another one\n" * (i % 9) + "ü" * (i % 4) for i in range(120)]
@@ -29,7 +30,7 @@ TEXTS = [f"{i} " + "word and another one\n" * (i % 9) + "ü" * (i % 4) for i in 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("words") / "tokenizer.json"
-    Tokenizer.train(TEXTS, 300).save(path)
+    train_tokenizer(TEXTS, 300).save(path)
     return path
 
 
@@ -60,7 +61,7 @@ def configured(words: Path, *train: Path, length: int = 8, seed: int = 1, **data
 
 
 def all_tokens(words: Path) -> list[int]:
-    tokens, _ = Tokenizer.load(words).encode_documents(TEXTS)
+    tokens, _ = load_tokenizer(words).encode_documents(TEXTS)
     return tokens.tolist()
 
 
@@ -187,7 +188,7 @@ def test_files_are_those_of_the_first_start(words: Path, tmp_path: Path) -> None
     watch(config, 8, leader=True)
     watch(config, 0, leader=True)
     words_now = tmp_path / "tokenizer.json"
-    Tokenizer.train(TEXTS[:60], 290).save(words_now)
+    train_tokenizer(TEXTS[:60], 290).save(words_now)
     tree["data"]["tokenizer"] = str(words_now)
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         watch(configuration.from_tree(tree), 8, leader=True)

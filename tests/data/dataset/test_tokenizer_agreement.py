@@ -20,7 +20,7 @@ from megascale.data.dataset.fingerprint import check_tokenizers
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import HeldOut, SampleSource
 from megascale.data.dataset.tokenizer_agreement import RECORD, remembered
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.conftest import lines
 
@@ -101,7 +101,7 @@ def test_a_larger_vocabulary_is_refused_where_the_runs_tokenizer_is_unknown(made
 def test_a_tokenizer_exchanged_under_a_run_is_noticed(made: Path, tmp_path: Path) -> None:
     """Text made with it would be another text; what cannot be read any more is not held against the run."""
     own = tmp_path / "tokenizer.json"
-    Tokenizer.load(made / "a" / "tokenizer.json").save(own)
+    load_tokenizer(made / "a" / "tokenizer.json").save(own)
     settings = tree(made, "three", tokenizer=str(own))
     settings["train"]["runs"] = str(tmp_path)
     api.train(from_tree(settings))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megascale.data.build.builder import build
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.tokenizer.tiktoken_file import KNOWN, TiktokenTokenizer
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -34,7 +34,7 @@ def described(tmp_path: Path) -> Path:
 
 
 def test_rank_file_with_description(tmp_path: Path) -> None:
-    words = Tokenizer.load(described(tmp_path))
+    words = load_tokenizer(described(tmp_path))
     assert isinstance(words, TiktokenTokenizer)
     assert words.encode("the thing") == [257, 32, 256, 260]
     assert (words.vocab_size, words.end_of_document) == (271, 270)
@@ -46,9 +46,9 @@ def test_rank_file_with_description(tmp_path: Path) -> None:
 
 
 def test_saved_as_tokenizer_json_it_is_the_same(tmp_path: Path) -> None:
-    words = Tokenizer.load(described(tmp_path))
+    words = load_tokenizer(described(tmp_path))
     words.save(tmp_path / "tokenizer.json")
-    again = Tokenizer.load(tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "tokenizer.json")
     assert again.to_json() == words.to_json()
     assert again.encode("nothing in the text") == words.encode("nothing in the text")
 
@@ -58,7 +58,7 @@ def test_data_set_with_it(tmp_path: Path) -> None:
     for i in range(40):
         (tmp_path / "in" / f"{i}.txt").write_text(f"the thing number {i}\n")
     build(tmp_path / "out", inputs=[tmp_path / "in"], tokenizer=described(tmp_path), progress=False)
-    words = Tokenizer.load(tmp_path / "out" / "tokenizer.json")
+    words = load_tokenizer(tmp_path / "out" / "tokenizer.json")
     first = IndexedDataset(tmp_path / "out" / "train").document(0)
     assert words.decode(first[:-1]) == "the thing number 0\n"
     assert first[-1] == 270
@@ -78,7 +78,7 @@ def published() -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_published_encodings_are_known(tmp_path: Path, published: dict[str, dict], name: str) -> None:
-    words = Tokenizer.load(rank_file(tmp_path / f"{name}.tiktoken"))
+    words = load_tokenizer(rank_file(tmp_path / f"{name}.tiktoken"))
     assert words.end_of_document == published[name]["special_tokens"][END]
 
 
@@ -112,13 +112,13 @@ def both(name: str, pattern: str) -> tuple:
 def test_bad_rank_files(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "r50k_base.tiktoken").write_text(content)
     with pytest.raises(DataError, match=says):
-        Tokenizer.load(tmp_path / "r50k_base.tiktoken")
+        load_tokenizer(tmp_path / "r50k_base.tiktoken")
 
 
 def test_bad_descriptions(tmp_path: Path) -> None:
     path = rank_file(tmp_path / "own.tiktoken")
     with pytest.raises(DataError, match=r"nothing is known.*own\.json beside it"):
-        Tokenizer.load(path)
+        load_tokenizer(path)
     for record, says in [
         ("{}", "does not describe"),
         ('{"pattern": "(", "special_tokens": {"<|endoftext|>": 300}}', "understands"),
@@ -126,7 +126,7 @@ def test_bad_descriptions(tmp_path: Path) -> None:
     ]:
         (tmp_path / "own.json").write_text(record)
         with pytest.raises(DataError, match=says):
-            Tokenizer.load(path)
+            load_tokenizer(path)
     (tmp_path / "tokenizer.json").write_text('{"kind": "megascale/tiktoken", "ranks": 5}')
     with pytest.raises(DataError, match="damaged"):
-        Tokenizer.load(tmp_path / "tokenizer.json")
+        load_tokenizer(tmp_path / "tokenizer.json")

@@ -13,11 +13,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megascale.config import DataConfig
 from megascale.data.build.builder import build
-from megascale.data.tokenizer import tokenizer
-from megascale.data.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer, tokenizer_for, tokenizer_path
+from megascale.data.tokenizer import base
+from megascale.data.tokenizer.base import END_OF_DOCUMENT
+from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_for, tokenizer_path, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
-WORDS = Tokenizer.train(["def spam(eggs):\n    return eggs + 1\n" * 20], 300)
+WORDS = train_tokenizer(["def spam(eggs):\n    return eggs + 1\n" * 20], 300)
 
 
 @given(text=st.text(max_size=200))
@@ -46,10 +47,10 @@ def test_documents_at_once_equal_one_by_one(texts: list[str]) -> None:
 
 def test_training_is_repeatable_and_saved_whole(tmp_path: Path) -> None:
     text = ["".join(f"x{i} = {i * 7919 % 1000}\n" for i in range(500))]
-    one, two = Tokenizer.train(text, 600), Tokenizer.train(text, 600)
+    one, two = train_tokenizer(text, 600), train_tokenizer(text, 600)
     assert one.to_json() == two.to_json()
     one.save(tmp_path / "tokenizer.json")
-    read = Tokenizer.load(tmp_path / "tokenizer.json")
+    read = load_tokenizer(tmp_path / "tokenizer.json")
     assert read.encode(text[0]) == one.encode(text[0])
     assert read.sha256 == one.sha256
     assert len(one.encode(text[0])) < 0.7 * len(text[0])
@@ -58,12 +59,12 @@ def test_training_is_repeatable_and_saved_whole(tmp_path: Path) -> None:
 def test_end_of_document_is_found(tmp_path: Path) -> None:
     for name in ("</s>", "<|end_of_text|>"):
         (tmp_path / "tokenizer.json").write_text(WORDS.to_json().replace(END_OF_DOCUMENT, name))
-        assert Tokenizer.load(tmp_path / "tokenizer.json").end_of_document == 0
+        assert load_tokenizer(tmp_path / "tokenizer.json").end_of_document == 0
     (tmp_path / "tokenizer.json").write_text(WORDS.to_json().replace(END_OF_DOCUMENT, "<fin>"))
     with pytest.raises(DataError, match="to end a document"):
-        Tokenizer.load(tmp_path / "tokenizer.json")
+        load_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<fin>"}}))
-    assert Tokenizer.load(tmp_path / "tokenizer.json").end_of_document == 0
+    assert load_tokenizer(tmp_path / "tokenizer.json").end_of_document == 0
 
 
 def test_a_configured_end_survives_a_build(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_other_kinds_of_hugging_face_files(tmp_path: Path, make) -> None:
     inner.no_truncation()
     inner.no_padding()
     expected = inner.encode(text, add_special_tokens=False).ids
-    words = Tokenizer.load(tmp_path / "tokenizer.json")
+    words = load_tokenizer(tmp_path / "tokenizer.json")
     assert words.encode(text) == expected
     assert words.end_of_document == 1
     assert words.vocab_size == inner.get_vocab_size()
@@ -126,7 +127,7 @@ def test_other_kinds_of_hugging_face_files(tmp_path: Path, make) -> None:
 
 
 def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "_SLICE", 50)
+    monkeypatch.setattr(base, "_SLICE", 50)
     text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(40)) + "y" * 120
     ids = WORDS.encode(text)
     assert WORDS.decode(ids) == text
@@ -143,11 +144,11 @@ def test_unusable_files(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\x00")
     for name, says in [("bad.json", "cannot|can be read"), ("binary.json", "can be read"), ("no.json", "not exist")]:
         with pytest.raises(DataError, match=says):
-            Tokenizer.load(tmp_path / name)
+            load_tokenizer(tmp_path / name)
     with pytest.raises(DataError, match="is a folder"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="too small"):
-        Tokenizer.train(["a"], 100)
+        train_tokenizer(["a"], 100)
 
 
 def test_where_the_tokenizer_is_looked_for() -> None:

@@ -18,8 +18,9 @@ from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import filesystems, recall, start_driver
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_state import JobState, Phase
-from megascale.resilience.driver.journal import FILE, Journal, JournalFenced, JournalReader, NodeRow, born
+from megascale.resilience.driver.journal import FILE, Journal, JournalFenced, JournalReader, NodeRow
 from megascale.resilience.driver.lasting_journal import LastingJournal
+from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import make_token, read_token
 
 

@@ -161,10 +161,10 @@ def make_sources(folder: Path, tokens: int) -> dict[str, str]:
     from megascale.bench.data.tokenize import write_jsonl
     from megascale.data.build.stdlib import read_stdlib
     from megascale.data.dataset.indexed import IndexedWriter
-    from megascale.data.tokenizer.tokenizer import Tokenizer
+    from megascale.data.tokenizer.tokenizer import train_tokenizer
 
     texts = list(read_stdlib().values())
-    words = Tokenizer.train(texts[::8], 8192)
+    words = train_tokenizer(texts[::8], 8192)
     words.save(folder / "tokenizer.json")
     write_jsonl(folder / "text.jsonl", texts, round(tokens * 4.2))
     rows = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()]

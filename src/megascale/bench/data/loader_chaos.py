@@ -93,10 +93,10 @@ def _sources(folder: Path) -> None:
     import pyarrow.parquet
 
     from megascale.data.build.stdlib import read_stdlib
-    from megascale.data.tokenizer.tokenizer import Tokenizer
+    from megascale.data.tokenizer.tokenizer import train_tokenizer
 
     texts = list(read_stdlib().values())[:120]
-    Tokenizer.train(texts[:40], 512).save(folder / "tokenizer.json")
+    train_tokenizer(texts[:40], 512).save(folder / "tokenizer.json")
     (folder / "text").mkdir()
     with open(folder / "text" / "a.jsonl", "w") as file:
         file.writelines(strict_json.dumps({"text": text}) + "\n" for text in texts[:60])

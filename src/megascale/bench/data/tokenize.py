@@ -78,11 +78,11 @@ def main(
 def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, Any]:
     """Make `size` bytes of jsonl in `folder` and time both sides on it; a record for JSON."""
     from megascale.data.build.stdlib import read_stdlib
-    from megascale.data.tokenizer.tokenizer import Tokenizer
+    from megascale.data.tokenizer.tokenizer import train_tokenizer
 
     load = os.getloadavg()[0]
     texts = list(read_stdlib().values())
-    Tokenizer.train(texts, vocab_size).save(folder / "tokenizer.json")
+    train_tokenizer(texts, vocab_size).save(folder / "tokenizer.json")
     documents, text_bytes = write_jsonl(folder / "text.jsonl", texts, size)
     # The library does half of the text before and half after: what else the machine does then weighs on both.
     order = [("encode_batch", 0), ("encode_batch_fast", 0), ("", 0), ("encode_batch_fast", 1), ("encode_batch", 1)]

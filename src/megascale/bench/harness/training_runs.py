@@ -70,12 +70,12 @@ def train(
 
 def load_shape(settings: list[str]) -> Config:
     """The configuration of overrides alone, with a vocabulary where the shape they name has none."""
-    from megascale.cli.common import load
+    from megascale.config import load_command_line
 
-    config = load(None, settings)
-    return (
-        config if config.model.vocab_size is not None else load(None, [*settings, f"--model.vocab_size={VOCABULARY}"])
-    )
+    config = load_command_line(None, settings)
+    if config.model.vocab_size is not None:
+        return config
+    return load_command_line(None, [*settings, f"--model.vocab_size={VOCABULARY}"])
 
 
 def join(config: Config) -> tuple[RankInfo, Groups | None]:

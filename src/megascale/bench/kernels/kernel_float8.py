@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascale.bench.harness import timing
+from megascale.bench.kernels.kernel_rows import Bench, KernelRow, distance
 from megascale.errors import ConfigError
 from megascale.ops import linear
 from megascale.ops.float8 import cublaslt, gemm
@@ -24,9 +25,6 @@ from megascale.ops.float8.formats import (
     quantise_reference,
     scale_from_amax,
 )
-
-if TYPE_CHECKING:
-    from megascale.bench.kernels.kernel_measures import Bench, KernelRow
 
 BF16 = torch.bfloat16
 # Tokens, inputs, outputs of each linear layer. wide: the parallel block's QKV and MLP input in one.
@@ -86,7 +84,6 @@ def _bytes(x: Tensor) -> Tensor:
 
 def check_casts(bench: Bench, M: int, N: int) -> None:
     """Every cast's bytes, scales, amax and counts against the reference's, from bfloat16 and from float32."""
-    from megascale.bench.kernels.kernel_measures import KernelRow
 
     def both(kind: Format, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
         """What was made and what should have been, by name."""
@@ -130,8 +127,6 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
 
 def measure_casts(bench: Bench, M: int, N: int) -> None:
     """Casts of a bfloat16 [M, N]; the bound is what the bytes take at the copy rate. eager: plain PyTorch."""
-    from megascale.bench.kernels.kernel_measures import KernelRow
-
     device = bench.device
     many = max(2, int(4e8 / (2 * M * N))) if device.type == "cuda" else 1
     x = _in_turn([_gauss(device, M, N) for _ in range(many)])
@@ -176,8 +171,6 @@ def _timed(bench: Bench, row: KernelRow, flops: float, function: Callable[[], An
 
 def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # noqa: E741
     """y, dx and dw of one linear layer: bfloat16, then float8 with fast and precise sums; TFLOP/s of each."""
-    from megascale.bench.kernels.kernel_measures import KernelRow, distance
-
     device, flops, shape = bench.device, 2.0 * T * I * O, f"{T} x {I} x {O}"
     x, w, dy = _gauss(device, T, I), _gauss(device, O, I, size=I**-0.5), _gauss(device, T, O, size=1e-4)
     x8, w8, d8 = cast_by_amax(x, E4M3), cast_by_amax(w, E4M3), cast_by_amax(dy, E5M2)

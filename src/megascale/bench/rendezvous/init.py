@@ -161,15 +161,17 @@ def _barriers(grid: Grid, names: list[str]) -> Callable[[Store, int], list[float
     """A rank's part in the paper's time: a barrier of the world after each group, whoever is in it."""
     import time
 
-    from torch.distributed.distributed_c10d import GroupName, _store_based_barrier
+    from torch.distributed.distributed_c10d import GroupName
+
+    from megascale.torch_private import store_based_barrier
 
     limit = timedelta(seconds=600)
 
     def part(store: Store, rank: int) -> list[float]:
-        _store_based_barrier(rank, store, GroupName("world"), grid.world, limit)
+        store_based_barrier(rank, store, GroupName("world"), grid.world, limit)
         met = time.monotonic()
         for name in names:
-            _store_based_barrier(rank, store, GroupName(name), grid.world, limit)
+            store_based_barrier(rank, store, GroupName(name), grid.world, limit)
         return [met, time.monotonic()]
 
     return part

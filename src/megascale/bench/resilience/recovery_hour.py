@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megascale.bench.resilience.fault_cases import CASES
 from megascale.bench.resilience.launched import Launched, phases
 from megascale.core import strict_json
 
@@ -73,7 +74,6 @@ def _faults(job: Launched, until: float, every: float, dice: random.Random) -> l
 
 
 def _one(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
-    from megascale.bench.resilience.recovery_bench import CASES
     from megascale.errors import MegascaleError
     from megascale.resilience.faults.inject import Options, inject
 

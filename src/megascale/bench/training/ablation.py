@@ -105,12 +105,12 @@ def ablation(
       megascale bench ablation gpt-13b.toml --links on --links slow
     """
     from megascale import api
-    from megascale.cli.common import load
+    from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.errors import ConfigError
     from megascale.train.launcher import processes_wanted
 
-    config = api.resolve(load(file, context.args))
+    config = api.resolve(load_command_line(file, context.args))
     cuda = api.visible_gpus() > 0 and config.train.device != "cpu"
     for name in links:
         if name not in LINKS:

@@ -65,12 +65,12 @@ def layouts(
     Example: megascale bench layouts examples/gpt.toml --against tensor=8,pipeline=1 --steps 200 --plot layouts.png
     """
     from megascale import api
-    from megascale.cli.common import load
+    from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.errors import TrainingError
     from megascale.train.launcher import processes_wanted
 
-    config = api.resolve(load(file, context.args))
+    config = api.resolve(load_command_line(file, context.args))
     others = [_parse(text) for text in against] or [{"data": 1}]
     gpus = api.visible_gpus()
     plans = []

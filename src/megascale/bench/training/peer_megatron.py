@@ -1,8 +1,8 @@
 """A child of `megascale bench peers`: training steps of Megatron-Core, as its own training script sets it up.
 
-Run under torchrun with a job file (see peers.py). Overlaps of gradients, parameters and transfers, the distributed
-optimizer, fp32 gradients and sequence parallelism are on. With TransformerEngine its layers are used; without it
-Megatron's own, given torch's fused attention and a norm that sequence parallelism knows, which they lack.
+Run under torchrun with a job file (see peer_comparison.py). Overlaps of gradients, parameters and transfers, the
+distributed optimizer, fp32 gradients and sequence parallelism are on. With TransformerEngine its layers are used;
+without it Megatron's own, given torch's fused attention and a norm that sequence parallelism knows, which they lack.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A child of `megascale bench peers`: training steps of torchtitan's Llama 3 trainer on random tokens.
 
-Run under torchrun with a job file (see peers.py): compiled, fully sharded, no recomputation unless asked for, with
-asynchronous tensor parallelism and interleaved 1F1B where the layout has those axes.
+Run under torchrun with a job file (see peer_comparison.py): compiled, fully sharded, no recomputation unless asked for,
+with asynchronous tensor parallelism and interleaved 1F1B where the layout has those axes.
 """
 
 from __future__ import annotations

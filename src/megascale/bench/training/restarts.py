@@ -96,12 +96,12 @@ def restarts(
 
     from megascale import api
     from megascale.bench.training.layouts import _parse
-    from megascale.cli.common import load
+    from megascale.config import load_command_line
     from megascale.core.layout import lay_out
     from megascale.errors import TrainingError
     from megascale.train.launcher import processes_wanted
 
-    config = api.resolve(load(file, context.args))
+    config = api.resolve(load_command_line(file, context.args))
     own = config.parallel.model_dump(exclude_none=True)
     layouts = [own, *({"gpus_per_host": config.parallel.gpus_per_host, **_parse(text)} for text in layout)]
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:

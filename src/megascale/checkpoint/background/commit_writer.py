@@ -22,7 +22,8 @@ from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.staged_file import Progress, Slot
 from megascale.checkpoint.format.step_folders import Commit, step_name
 from megascale.checkpoint.format.write_plan import data_file
-from megascale.checkpoint.storage.base import Storage, open_storage
+from megascale.checkpoint.storage.base import Storage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.checkpoint.storage.save_errors import explain
 from megascale.errors import TrainingError
 

@@ -287,7 +287,7 @@ def _leave(folder: Path, lock: int) -> None:
 
 
 def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> socket.socket:
-    """A connection to the service of `folder` (see private_folder), which is started if none runs.
+    """A connection to the service of `folder` (see service_protocol.private_folder), which is started if none runs.
 
     Raises TrainingError if it does not come up.
     """

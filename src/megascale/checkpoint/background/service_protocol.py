@@ -1,30 +1,27 @@
 """Messages between trainers and checkpoint services: a JSON header, bytes and, locally, open files. No torch.
 
 Local: a Unix socket in a folder that only this user may enter. Between hosts: TCP, where both sides prove that they
-know the run's token before anything else is said (HMAC over fresh random numbers; the token itself never travels).
+know the run's token before anything else is said (core/shared_token.py; the token itself never travels).
 Contents are checked by checksum, not encrypted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import hmac
 import json
 import os
-import secrets
 import socket
-import stat
 import struct
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megascale.core.private_folder import make_private, private_base
+from megascale.core.shared_token import NONCE_BYTES, PROOF_BYTES, TokenProof
+
 _PREFIX = struct.Struct("<IQ")
 _MAX_HEADER = 64 << 20
-_NONCE = 32
-PROTOCOL = 2  # a service that lingers from another version is not talked to
+PROTOCOL = 3  # a service that lingers from another version is not talked to
 
 
 class Message(dict[str, Any]):
@@ -94,40 +91,20 @@ def alive(sock: socket.socket) -> bool:
 
 
 def private_folder(run: Path | str, node: str | None = None) -> Path:
-    """A folder of this user and host for the sockets of one run, not readable by others.
+    """A folder of this user and host for the sockets of one run (see make_private).
 
     node: its name where a launcher plays several nodes on one host, each a host of its own; default: this process's.
     """
     node = os.environ.get("MEGASCALE_NODE", "") if node is None else node
     identity = f"{Path(run).absolute()}\0{node}\0{PROTOCOL}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    base = Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}"
-    folder = base / name
-    for place in (base, folder):
-        info = _made(place)
-        if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
-            raise PermissionError(f"{place} belongs to another user; remove it or set TMPDIR")
-        if stat.S_IMODE(info.st_mode) & 0o077:
-            place.chmod(0o700)
-    return folder
-
-
-def _made(place: Path) -> os.stat_result:
-    """A folder that is there now, made if need be: a service that ends removes its own at any moment."""
-    while True:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(place, 0o700)
-        with contextlib.suppress(FileNotFoundError):
-            return place.lstat()
+    return make_private(private_base() / name)
 
 
 def prove(sock: socket.socket, token: bytes, server: bool) -> None:
     """Let both sides of a TCP connection show that they know `token`; ConnectionError if the other does not."""
-    mine = secrets.token_bytes(_NONCE)
-    sock.sendall(mine)
-    theirs = bytes(_exactly(sock, _NONCE))
-    roles = (b"server", b"client") if server else (b"client", b"server")
-    sock.sendall(hmac.digest(token, roles[0] + mine + theirs, "sha256"))
-    answer = bytes(_exactly(sock, 32))
-    if not hmac.compare_digest(answer, hmac.digest(token, roles[1] + theirs + mine, "sha256")):
+    proof = TokenProof(token, "replicas", "server" if server else "client")
+    sock.sendall(proof.nonce)
+    sock.sendall(proof.answer(bytes(_exactly(sock, NONCE_BYTES))))
+    if not proof.accepts(bytes(_exactly(sock, PROOF_BYTES))):
         raise ConnectionError("the other side does not know the run's token")

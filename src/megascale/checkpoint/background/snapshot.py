@@ -28,7 +28,9 @@ from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree, cut
-from megascale.checkpoint.storage.base import PAGE, open_storage
+from megascale.checkpoint.storage.base import PAGE
+from megascale.checkpoint.storage.opening import open_storage
+from megascale.core.shared_token import new_token
 from megascale.errors import FitError, TrainingError
 
 # Seconds within which the service answers short questions; else it counts as gone.
@@ -227,7 +229,7 @@ class Snapshots:
 
     def _open(self) -> str | None:
         """Get in touch with the service: memory, neighbours, the plan. Collective; what went wrong, the same on all."""
-        token = self.peers.share(secrets.token_hex(32) if self._replicas and self.peers.rank == 0 else "")
+        token = self.peers.share(new_token() if self._replicas and self.peers.rank == 0 else "")
         me, problem = ("", "", 0, ""), None
         try:
             self._sock = service.connect(self._place, self._linger, self._log)

@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-try:
-    from isal.isal_zlib import crc32  # seven times faster than zlib's, the same checksum
-except ImportError:
-    from zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine  # seven times faster than zlib's, the same checksum
 
 __all__ = ["ALIGNMENT", "DTYPES", "combine", "crc32", "element_size", "head_length", "tail_length", "wrap"]
 
@@ -129,35 +126,6 @@ def _build(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
     return head, directory + _END.pack(0x06054B50, 0, 0, 4, 4, len(directory), len(head) + count, 0)
 
 
-_POLYNOMIAL = 0xEDB88320
-
-
-def _multiply(a: int, b: int) -> int:
-    """a x b modulo the CRC-32 polynomial, both in reflected bit order."""
-    combined = 0
-    bit = 1 << 31
-    while bit:
-        if a & bit:
-            combined ^= b
-            if not a & (bit - 1):
-                break
-        bit >>= 1
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return combined
-
-
-@lru_cache(1024)
-def _shift(length: int) -> int:
-    """x to the power 8 x length modulo the polynomial: what appending `length` zero bytes multiplies a CRC by."""
-    power, square = 1 << 31, 1 << 23  # x^0 and x^8
-    while length:
-        if length & 1:
-            power = _multiply(square, power)
-        square = _multiply(square, square)
-        length >>= 1
-    return power
-
-
 def combine(first: int, second: int, length: int) -> int:
     """CRC-32 of two runs of bytes laid end to end, from their CRCs and the second's length."""
-    return _multiply(_shift(length), first) ^ second
+    return crc32_combine(first, second, length)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megascale import torch_private
 from megascale.errors import DataError
 
 if TYPE_CHECKING:
@@ -91,7 +92,6 @@ def read_index(path: Path) -> Metadata:
 
 
 def _index(root: Any) -> Metadata:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
     made = _is(root, "Metadata", "the file")
@@ -113,7 +113,8 @@ def _index(root: Any) -> Metadata:
         transforms = info.get("transform_descriptors")
         if transforms:
             raise DataError(f"{name} is stored through {transforms!r}; only plain tensors are read")
-        storage[MetadataIndex(name, sizes, number if type(number) is int else None)] = _StorageInfo(file, at, length)
+        chunk = MetadataIndex(name, sizes, number if type(number) is int else None)
+        storage[chunk] = torch_private.StorageInfo(file, at, length)
     return Metadata(state_dict_metadata=entries, storage_data=storage)
 
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.storage.base import Storage, open_storage
+from megascale.checkpoint.storage.base import Storage
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.errors import DataError
 
 COMMIT = "COMMIT"

@@ -77,7 +77,7 @@ class Disk:
 
 
 class LocalStorage:
-    """See `storage.Storage`. Local disks, NFS, Lustre, mounted buckets."""
+    """See base.Storage. Local disks, NFS, Lustre, mounted buckets."""
 
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
         self.root = root

@@ -32,7 +32,7 @@ from megascale.data.dataset import compressors, sources
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megascale.data.dataset.manifest import NAME, DataSetPart, Manifest, read_manifest, sha256_file
 from megascale.data.dataset.sources import InputPiece
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
 TOKENIZER = "tokenizer.json"
@@ -97,7 +97,7 @@ def build(
         raise ConfigError("a data set is made either with --stdlib or of --input PATH...; give exactly one of them")
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} is not a share between 0 and 1; try 0.05")
-    words = Tokenizer.load(tokenizer) if tokenizer else None
+    words = load_tokenizer(tokenizer) if tokenizer else None
     with_words = [words.sha256, words.end_of_document] if words else vocab_size
     settings = [with_words, None if use_stdlib else [held_out, text_key]]
     files = [] if use_stdlib else sources.find_files([Path(p) for p in inputs], without=out)
@@ -111,7 +111,7 @@ def build(
         if not (parts / TOKENIZER).exists():
             if words is None:
                 task = bars.add_task("training the tokenizer", total=None)
-                words = Tokenizer.train(_tokenizer_text(plan), vocab_size)
+                words = train_tokenizer(_tokenizer_text(plan), vocab_size)
                 bars.update(task, total=1, completed=1)
             (parts / "new").mkdir(exist_ok=True)
             words.save(parts / "new" / TOKENIZER)
@@ -269,7 +269,7 @@ def _tokenizer_text(plan: _Plan) -> Iterator[str]:
 
 def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
     """Join the pieces' token files in order and describe the result."""
-    words = Tokenizer.load(parts / TOKENIZER)
+    words = load_tokenizer(parts / TOKENIZER)
     records = [record for piece in plan.pieces if (record := finished(parts, piece.number))]
     skipped: dict[str, int] = {}
     for record in records:

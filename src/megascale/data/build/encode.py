@@ -12,7 +12,7 @@ from megascale.data.build.split import Split
 from megascale.data.dataset.compressors import LARGEST
 from megascale.data.dataset.indexed import IndexedWriter, token_dtype
 from megascale.data.dataset.sources import InputPiece, read
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.base import Tokenizer
 
 SIDES = ("train", "valid")
 _BATCH = 1 << 20  # characters handed to the tokenizer at a time

@@ -17,7 +17,7 @@ from pathlib import Path
 from megascale.data.build.encode import encode
 from megascale.data.build.split import Split
 from megascale.data.dataset.sources import InputPiece
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import MegascaleError
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends its workers
     try:
         job = EncodeJob.from_json(sys.stdin.readline())
-        words = Tokenizer.load(job.tokenizer)
+        words = load_tokenizer(job.tokenizer)
         for line in sys.stdin:
             piece = InputPiece(**json.loads(line))
             encode(piece, words, job.split, job.key, Path(job.folder), lambda used: _say(used=used))

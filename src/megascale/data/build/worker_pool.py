@@ -17,7 +17,7 @@ from megascale.core.preflight import check_processes
 from megascale.data.build.encode import encode
 from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset.sources import InputPiece
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError, MegascaleError
 
 # Less input than this is encoded here: starting processes would take longer.
@@ -36,7 +36,7 @@ def run(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, progress: Ca
     The first failure ends all workers and is raised; finished pieces stay.
     """
     if sum(piece.size for piece in pieces) < SMALL:
-        words = Tokenizer.load(job.tokenizer)
+        words = load_tokenizer(job.tokenizer)
         for piece in pieces:
             encode(piece, words, job.split, job.key, Path(job.folder), progress)
         return

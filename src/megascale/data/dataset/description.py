@@ -9,7 +9,7 @@ import numpy as np
 
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import part_of, read_manifest, sha256_file
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
 
 
@@ -67,7 +67,7 @@ def describe(
             f"{file.prefix}.bin holds token id {smallest}; ids are from 0 on: it is damaged, build it again"
         )
     path = tokenizer or Path(file.prefix).parent / "tokenizer.json"
-    words = Tokenizer.load(path) if tokenizer or path.exists() else None
+    words = load_tokenizer(path) if tokenizer or path.exists() else None
     if words is not None and largest >= words.vocab_size:
         raise DataError(
             f"{file.prefix}.bin holds token id {largest} and {path} has {words.vocab_size}: they do not belong "

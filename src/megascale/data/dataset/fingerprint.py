@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
 
 from megascale.config import Config
 from megascale.data.dataset import sources, tokenizer_agreement
-from megascale.data.dataset.indexed import paths
-from megascale.data.dataset.samples import HeldOut, is_text
+from megascale.data.dataset.file_hash import fingerprint
+from megascale.data.dataset.indexed import is_text, paths
+from megascale.data.dataset.samples import HeldOut
 from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import DataError
 
 NAME = "sources.json"
-_SPOTS, _SPOT = 16, 4096  # places looked at in a file, bytes at each
-
-
-def fingerprint(path: Path) -> str:
-    """Size and a hash of spots spread evenly over a file, both ends included: constant time.
-
-    A file that was cut off, replaced or appended to shows; a byte changed between the spots may not. Text that is
-    tokenised on the fly is checked whole as it is read (see stream.py).
-    """
-    size = path.stat().st_size
-    digest = hashlib.blake2b(size.to_bytes(8, "big"), digest_size=12)
-    with open(path, "rb", buffering=0) as file:
-        for i in range(_SPOTS):
-            digest.update(os.pread(file.fileno(), _SPOT, max(0, size - _SPOT) * i // (_SPOTS - 1)))
-    return f"{size}-{digest.hexdigest()}"
 
 
 def fingerprints(config: Config) -> dict[str, str]:

@@ -364,3 +364,8 @@ def _map(path: Path) -> NDArray[np.uint8]:
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"token file {path} cannot be read: {error}; check the path and its permissions") from None
+
+
+def is_text(entry: str) -> bool:
+    """Whether an entry of data.train is text (a file or folder that is no token file's prefix)."""
+    return Path(entry).exists() and not paths(entry)[1].exists()

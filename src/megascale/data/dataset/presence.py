@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megascale.config import Config
-from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.dataset.samples import is_text
+from megascale.data.dataset.indexed import IndexedDataset, is_text
 from megascale.data.tokenizer.tokenizer import tokenizer_for
 from megascale.errors import DataError
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.data.dataset.blend import SMALLEST, Blend
-from megascale.data.dataset.indexed import IndexedDataset, paths
+from megascale.data.dataset.indexed import IndexedDataset, is_text
 from megascale.data.dataset.meter import Meter
 from megascale.data.dataset.permutation import key, permute
 from megascale.errors import ConfigError, DataError
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 _SCAN = 1 << 23  # tokens looked at at a time
-
-
-def is_text(entry: str) -> bool:
-    """Whether an entry of data.train is text (a file or folder that is no token file's prefix)."""
-    return Path(entry).exists() and not paths(entry)[1].exists()
 
 
 def hash_ids(ids: NDArray[np.int64]) -> int:

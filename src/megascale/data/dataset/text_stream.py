@@ -27,11 +27,13 @@ from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.data.dataset import manifest
+from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.indexed import token_dtype
 from megascale.data.dataset.meter import Meter
 from megascale.data.dataset.permutation import key, permute
 from megascale.data.dataset.sources import InputPiece, cut, find_files, read
-from megascale.data.tokenizer.tokenizer import Tokenizer, tokenizer_for
+from megascale.data.tokenizer.base import Tokenizer
+from megascale.data.tokenizer.tokenizer import tokenizer_for
 from megascale.errors import DataError
 
 _PIECE = 1 << 18  # bytes; larger where there would be more than _PIECES
@@ -145,8 +147,6 @@ class TextStream:
 
     def _recipe(self, size: int) -> str:
         """Hash of all that decides token counts."""
-        from megascale.data.dataset.fingerprint import fingerprint
-
         digest = hashlib.blake2b(f"{size} {self._key} {self._words.sha256}".encode(), digest_size=12)
         done: set[str] = set()
         for piece in self._pieces:

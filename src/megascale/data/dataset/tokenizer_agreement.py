@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascale.config import Config
+from megascale.data.dataset.indexed import is_text
 from megascale.data.dataset.manifest import read_manifest
-from megascale.data.dataset.samples import is_text
-from megascale.data.tokenizer.tokenizer import Tokenizer, tokenizer_path
+from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
 from megascale.errors import DataError
 
 RECORD = "samples/tokenizer.json"
@@ -67,7 +67,7 @@ def of_run(config: Config) -> Identity | None:
 
 
 def _of_file(path: Path) -> Identity:
-    words = Tokenizer.load(path)
+    words = load_tokenizer(path)
     return Identity(words.sha256, str(path), words.vocab_size)
 
 

@@ -17,11 +17,9 @@ import select
 import shutil
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +32,7 @@ from numpy.typing import NDArray
 
 from megascale import errors
 from megascale.config import Config
+from megascale.core.private_folder import private_base
 from megascale.data.loader import ring as rings
 from megascale.data.loader.host_layout import HostPlan, plan_host
 from megascale.data.loader.loader_service import MESSAGE, PLAN, SEGMENT, SOCKET
@@ -129,11 +128,10 @@ def _sweep(base: Path) -> None:
 
 def _private(token: str) -> Path:
     """A new folder that only this user may enter; it holds a socket, so its path must be short."""
-    base = Path(tempfile.gettempdir()) / f"megascale-{os.getuid()}"
-    base.mkdir(mode=0o700, exist_ok=True)
-    info = base.lstat()
-    if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode) or stat.S_IMODE(info.st_mode) & 0o077:
-        raise TrainingError(f"{base} is not this user's alone; remove it or set TMPDIR to a folder of your own")
+    try:
+        base = private_base()
+    except PermissionError as error:
+        raise TrainingError(str(error)) from None
     _sweep(base)
     folder = base / f"loader-{token}"
     folder.mkdir(mode=0o700)

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tiktoken_file import TiktokenTokenizer
-from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
 
 NAME, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -40,7 +41,7 @@ def take(folder: Path, out: Path, end: int | None) -> tuple[Tokenizer | None, st
     if settings:
         (out / CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     try:
-        return Tokenizer.load(out / NAME), None
+        return load_tokenizer(out / NAME), None
     except DataError as error:
         return None, str(error)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from megascale.data.tokenizer.tokenizer import _ENDS, END_OF_DOCUMENT, Tokenizer
+from megascale.data.tokenizer.base import END_OF_DOCUMENT, ENDS, Tokenizer
 from megascale.errors import DataError, remedy
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def from_ranks(path: Path, text: str) -> TiktokenTokenizer:
         try:
             record = json.loads(sibling.read_text(encoding="utf-8"))
             pattern, special = record["pattern"], record["special_tokens"]
-            end = record.get("end_of_document") or next((name for name in _ENDS if name in special), END_OF_DOCUMENT)
+            end = record.get("end_of_document") or next((name for name in ENDS if name in special), END_OF_DOCUMENT)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f'{sibling} does not describe {path.name} ({error!r}); it needs {{"pattern": "...", "special_tokens": '

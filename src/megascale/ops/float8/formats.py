@@ -41,7 +41,6 @@ class Format:
 
 E4M3 = Format(torch.float8_e4m3fn, 448.0, 2.0**-10)  # activations and weights: more digits
 E5M2 = Format(torch.float8_e5m2, 57344.0, 2.0**-17)  # gradients: more range
-FORMATS = {kind.dtype: kind for kind in (E4M3, E5M2)}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.errors import ConfigError, FitError
 from megascale.ops import dispatch
 from megascale.ops.float8 import cublaslt
@@ -95,7 +96,7 @@ def matmul(
         y = _reference(a, a_scale, b, b_scale, dtype)
         return (y if bias is None else y + bias).to(dtype)
     scale_b = b_scale.t() if b_scale.dim() else b_scale
-    return torch._scaled_mm(a, b.t(), a_scale, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    return torch_private.scaled_mm(a, b.t(), a_scale, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def matmul_into(

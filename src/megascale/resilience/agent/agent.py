@@ -245,7 +245,7 @@ class Agent:
         self._send(do="diagnosed", order=order["order"], **report)
 
     def _held(self) -> dict[str, Any]:
-        """What a driver must know to go on with the trainers, should its journal be lost (adoption.py)."""
+        """What a driver must know to go on with the trainers, should its journal be lost (driver/adoption.py)."""
         if not self.state:
             return {}
         stages = self.trainers.stages().values()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from megascale.resilience.cluster.base import NodeInfo
-from megascale.resilience.driver.journal import born
+from megascale.resilience.process_birth import born
 
 log = logging.getLogger("megascale.driver")
 DOWN = "down"
@@ -34,11 +34,6 @@ class LocalCluster:
         self.folder = run / "nodes"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._children: list[subprocess.Popen[bytes]] = []
-
-    def ensure(self, count: int) -> None:
-        """Have at least `count` nodes that are not down, without starting anything."""
-        while sum(info.alive for info in self.nodes()) < count:
-            self._create()
 
     def nodes(self) -> list[NodeInfo]:
         return [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import socket
 import time
@@ -19,6 +18,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
+from megascale.core.shared_token import same
 from megascale.errors import MegascaleError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def build(driver: Driver) -> FastAPI:
 
     def check(given: HTTPAuthorizationCredentials | None = Security(bearer)) -> None:
         token = given.credentials.encode() if given is not None else b""
-        if not hmac.compare_digest(token, driver.token):
+        if not same(token, driver.token):
             raise HTTPException(
                 401, "the token is missing or wrong; it stands in RUN/driver/token", {"WWW-Authenticate": "Bearer"}
             )

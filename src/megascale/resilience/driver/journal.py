@@ -26,6 +26,7 @@ from megascale.core.events import current_name
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.driver import filesystems
 from megascale.resilience.driver.job_state import JobState
+from megascale.resilience.process_birth import born
 
 FILE = "journal.sqlite"
 _SCHEMA = """
@@ -256,16 +257,6 @@ def events_of(run: Path, after: int = 0) -> list[Entry]:
         return []
     finally:
         reader.close()
-
-
-def born(pid: int) -> int:
-    """When a process started, in clock ticks since boot: with the pid it names a process for good. 0: not there."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 # What reading a row raises whose text or types are garbled.

@@ -28,7 +28,7 @@ from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.observe.hang.evidence import process_state
 from megascale.resilience.agent.services import end_services
-from megascale.resilience.driver.journal import born
+from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import read_contact
 
 Target = Literal["rank", "node", "run"]

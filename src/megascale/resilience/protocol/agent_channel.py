@@ -14,21 +14,20 @@ import asyncio
 import contextlib
 import hmac
 import json
-import secrets
 import struct
 from typing import Any
 
 import megascale
+from megascale.core.shared_token import NONCE_BYTES, PROOF_BYTES, TokenProof, same
 from megascale.resilience.protocol.heartbeat import MAX_BYTES
 
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">cQ")
-_NONCE = 32
 _MAC = 16
 LIMIT = MAX_BYTES + 1024
 
 # What both ends must be of: a release, and the form of greetings, orders and heartbeats (counted up with each change).
-FORM = 2
+FORM = 3
 VERSION = f"{megascale.__version__} (form {FORM})"
 
 HEARTBEAT = b"H"
@@ -77,7 +76,7 @@ class AgentChannel:
         except asyncio.IncompleteReadError:
             raise EOFError from None
         mac, body = data[:_MAC], data[_MAC:]
-        if not hmac.compare_digest(mac, self._mac(self._in, self._received, body)):
+        if not same(mac, self._mac(self._in, self._received, body)):
             raise HandshakeRefused("a message that is forged, repeated or out of order")
         self._received += 1
         return body[:1], body[1:]
@@ -105,16 +104,13 @@ async def open_channel(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, *, driver: bool, limit: int = LIMIT
 ) -> AgentChannel:
     """Prove the token both ways; Refused if the other side does not know it. The caller sets a time limit."""
-    mine = secrets.token_bytes(_NONCE)
-    writer.write(mine)
+    proof = TokenProof(token, "agents", "server" if driver else "client")
+    writer.write(proof.nonce)
     try:
-        theirs = await reader.readexactly(_NONCE)
-        both = mine + theirs if driver else theirs + mine
-        roles = (b"driver", b"agent") if driver else (b"agent", b"driver")
-        writer.write(hmac.digest(token, b"prove " + roles[0] + both, "sha256"))
-        answer = await reader.readexactly(32)
+        writer.write(proof.answer(await reader.readexactly(NONCE_BYTES)))
+        answer = await reader.readexactly(PROOF_BYTES)
     except asyncio.IncompleteReadError:
         raise HandshakeRefused("left before it had shown that it knows the job's token") from None
-    if not hmac.compare_digest(answer, hmac.digest(token, b"prove " + roles[1] + both, "sha256")):
+    if not proof.accepts(answer):
         raise HandshakeRefused("does not know the job's token")
-    return AgentChannel(reader, writer, hmac.digest(token, b"key " + both, "sha256"), driver, limit)
+    return AgentChannel(reader, writer, proof.key(), driver, limit)

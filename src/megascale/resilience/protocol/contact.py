@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megascale.core import shared_token
 from megascale.errors import DataError
 
 
@@ -47,28 +47,10 @@ def read_contact(run: Path) -> Contact:
 
 
 def make_token(run: Path) -> bytes:
-    """The job's token, made at the first start; only this user may read it."""
-    path = folder(run) / "token"
-    folder(run).mkdir(parents=True, exist_ok=True)
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return read_token(run)
-    with open(handle, "w") as out:
-        out.write(secrets.token_hex(32))
-    return read_token(run)
+    """The job's token, made at the first start; DataError as shared_token.read_token."""
+    return shared_token.make_token(folder(run) / "token")
 
 
 def read_token(run: Path) -> bytes:
-    """The job's token. DataError if there is none, or if others may read it."""
-    path = folder(run) / "token"
-    try:
-        mode = path.stat().st_mode & 0o077
-        token = path.read_text().strip()
-    except OSError as error:
-        raise DataError(f"the token {path} cannot be read: {error.strerror}") from None
-    if mode:
-        raise DataError(f"the token {path} can be read by others; run `chmod 600 {path}` or delete it for a new one")
-    if len(token) < 32:
-        raise DataError(f"the token {path} is too short to be one; delete it and start the driver again")
-    return token.encode()
+    """The job's token; DataError as shared_token.read_token."""
+    return shared_token.read_token(folder(run) / "token")

@@ -1,0 +1,108 @@
+"""Every private name of torch that MegaScale uses, by a name of our own: here a new release of torch is caught up with.
+
+A name is looked up when it is first used. One that this torch does not have, or that takes other arguments than it
+did, is a TrainingError with the torch that is installed, the name, and the releases that are tested.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megascale.errors import TrainingError
+
+# At least the first, below the second, as pyproject.toml has it; `make test-oldest` tests the first.
+TESTED = ("2.11", "2.14")
+
+_C10D = "torch.distributed.distributed_c10d"
+# Our name: (module, name within it).
+NAMES: dict[str, tuple[str, str]] = {
+    "abort_process_group": (_C10D, "_abort_process_group"),
+    "assert_async": ("torch", "_assert_async"),
+    "current_raw_stream": ("torch._C", "_cuda_getCurrentRawStream"),
+    "flash_attention_backward": ("torch", "ops.aten._flash_attention_backward"),
+    "flash_attention_forward": ("torch", "ops.aten._flash_attention_forward"),
+    "foreach_norm": ("torch", "_foreach_norm"),
+    "foreach_zero_": ("torch", "_foreach_zero_"),
+    "fused_adamw_": ("torch", "_fused_adamw_"),
+    "scaled_mm": ("torch", "_scaled_mm"),
+    "store_based_barrier": (_C10D, "_store_based_barrier"),
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    "symmetric_memory": ("torch.distributed", "_symmetric_memory"),
+}
+# Those that only a build for CUDA has.
+CUDA_ONLY = frozenset({"current_raw_stream"})
+
+
+def __getattr__(name: str) -> Any:
+    """The private name behind one of ours, kept: the next use finds it like any other of this module's."""
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = lookup(*NAMES[name])
+    return found
+
+
+def lookup(module: str, *names: str) -> Any:
+    """The first of these names (dotted ones are walked) that a module of torch has; TrainingError if it has none."""
+    for name in names:
+        try:
+            found = importlib.import_module(module)
+            for part in name.split("."):
+                try:
+                    found = getattr(found, part)
+                except AttributeError:
+                    found = importlib.import_module(f"{module}.{part}")  # a submodule that nobody has imported yet
+            return found
+        except (AttributeError, ImportError):
+            continue
+    raise _missing(" or ".join(f"{module}.{name}" for name in names))
+
+
+def _missing(what: str) -> TrainingError:
+    return TrainingError(
+        f"torch {torch.__version__} has no {what}, which this release of MegaScale uses; it is tested with torch >= "
+        f"{TESTED[0]} and < {TESTED[1]}: install one of those (constraints.txt pins one)"
+    )
+
+
+def flight_records() -> str:
+    """What torch's flight recorder holds, as JSON; CUDA builds keep NCCL's calls in a recorder of their own."""
+    text = lookup("torch._C._distributed_c10d", "_dump_nccl_trace_json", "_dump_fr_trace_json")()
+    return text.decode() if isinstance(text, bytes) else text
+
+
+def nccl_options(timeout: timedelta, channels: int) -> Any:
+    """Options of a NCCL group: how long a call may take, and the most channels (SMs) that one takes."""
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options, "_timeout"):
+        raise _missing("torch.distributed.ProcessGroupNCCL.Options._timeout")
+    options._timeout = timeout
+    options.config.max_ctas = channels
+    return options
+
+
+@contextmanager
+def process_group_named(name: str) -> Iterator[None]:
+    """Give the group made inside this name.
+
+    With local synchronisation torch names a group by its members and by how many groups this process made before.
+    Ranks of different stages make different numbers of groups, so two members would wait under different names
+    for ever. Our plan's names are the same on every member, and readable in the flight recorder.
+    """
+    c10d = importlib.import_module(_C10D)
+    original = lookup(_C10D, "_process_group_name")
+    group_name = lookup(_C10D, "GroupName")
+    if list(inspect.signature(original).parameters) != ["ranks", "use_hashed_name"]:
+        raise _missing(f"{_C10D}._process_group_name(ranks, use_hashed_name)")
+    c10d._process_group_name = lambda ranks, use_hashed_name: group_name(name)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        c10d._process_group_name = original  # type: ignore[attr-defined]

@@ -1,0 +1,56 @@
+"""What schedules and their checker are held against: every interleaving of small ones, and a closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from megascale.core.checker import SEND_SLOTS, Channel, CommunicatorOf, Machine, ScheduleError, own_channel
+from megascale.core.schedule import Schedule, group_sizes
+
+
+def rank_pair(channel: Channel) -> Hashable:
+    """One communicator for each pair of stages, both ways: what torch gives unbatched P2P of one group."""
+    return frozenset((channel.source, channel.target))
+
+
+def explore(
+    schedule: Schedule,
+    communicator: CommunicatorOf = own_channel,
+    send_slots: int = SEND_SLOTS,
+    limit: int = 2_000_000,
+) -> tuple[int, set[bool]]:
+    """Visit every state that any interleaving of steps and deliveries can reach. For small schedules.
+
+    Returns (number of states, outcomes), where outcomes holds True if some maximal run finishes and False if some
+    run hangs. ScheduleError if messages mismatch or more than `limit` states are met.
+    """
+    machine = Machine(schedule, communicator, send_slots)
+    first = machine.start()
+    stages = len(first[0])
+    seen, todo, outcomes = {(*first[0], *first[1])}, [first], set()
+    while todo:
+        at, done = todo.pop()
+        moves = [s for s in range(stages) if machine.can_step(at, done, s)]
+        moves += [~c for c in range(len(done)) if machine.can_complete(at, done, c)]
+        if not moves:
+            outcomes.add(machine.finished(at, done))
+        for what in moves:
+            after = (at.copy(), done.copy())
+            after[what < 0][~what if what < 0 else what] += 1
+            key = (*after[0], *after[1])
+            if key not in seen:
+                seen.add(key)
+                todo.append(after)
+        if len(seen) > limit:
+            raise ScheduleError(f"more than {limit} states; explore smaller schedules")
+    return len(seen), outcomes
+
+
+def in_flight_bound(
+    stages: int, virtual: int, microbatches: int, stage: int, micro_batch_group_size: int | None = None
+) -> int:
+    """Closed form of `pipeline_schedule(...).in_flight(stage)`, in chunk-forwards."""
+    if virtual == 1:
+        return min(microbatches, stages - stage)
+    group = max(group_sizes(stages, microbatches, micro_batch_group_size))
+    return min(virtual * microbatches, (virtual - 1) * group + 2 * (stages - 1 - stage) + 1)

@@ -1,0 +1,112 @@
+"""`make lint` finds an import that the table of packages forbids, a circle, and an old word; each on a tiny tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONTRACTS = ROOT / ".importlinter"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every package and module that the contracts name, and those of the first level, all empty."""
+    folder = tmp_path_factory.mktemp("tree")
+    text = CONTRACTS.read_text()
+    layers = re.search(r"^layers =\n((?:    .+\n)+)", text, re.MULTILINE)
+    assert layers is not None
+    names = {f"megascale.{name}" for name in re.findall(r"\w+", layers[1])}
+    for name in names | set(re.findall(r"megascale(?:\.\w+)+", text)):
+        package = folder.joinpath(*name.split("."))
+        package.mkdir(parents=True, exist_ok=True)
+    for package in [folder / "megascale", *(p for p in (folder / "megascale").rglob("*") if p.is_dir())]:
+        (package / "__init__.py").touch()
+    return folder
+
+
+def lint_imports(tree: Path) -> tuple[int, str]:
+    found = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache", "--config", CONTRACTS],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    return found.returncode, found.stdout + found.stderr
+
+
+def test_a_tree_that_keeps_the_table_passes(tree: Path) -> None:
+    (tree / "megascale/train/loop.py").write_text("import megascale.core.grid\n")
+    (tree / "megascale/core/grid.py").write_text("import megascale.config\n")
+    try:
+        code, text = lint_imports(tree)
+    finally:
+        (tree / "megascale/train/loop.py").unlink()
+        (tree / "megascale/core/grid.py").unlink()
+    assert code == 0, text
+    assert " 0 broken" in text
+
+
+@pytest.mark.parametrize(
+    ("files", "finding"),
+    [
+        ({"bench/runs.py": "import megascale.cli"}, "megascale.bench is not allowed to import megascale.cli"),
+        ({"data/feed.py": "import megascale.parallel"}, "megascale.data is not allowed to import megascale.parallel"),
+        ({"core/grid.py": "def f():\n    import torch"}, "megascale.core is not allowed to import torch"),
+        (
+            {"train/a.py": "import megascale.train.b", "train/b.py": "def f():\n    import megascale.train.a"},
+            "No cycles are allowed in megascale.train",
+        ),
+    ],
+)
+def test_an_import_against_the_table_is_found(tree: Path, files: dict[str, str], finding: str) -> None:
+    try:
+        for name, text in files.items():
+            (tree / "megascale" / name).write_text(text + "\n")
+        code, text = lint_imports(tree)
+    finally:
+        for name in files:
+            (tree / "megascale" / name).unlink(missing_ok=True)
+    assert code == 1, text
+    assert finding in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "finding"),
+    [
+        ("a.py", "gemm = 1\n", None),
+        ("a.py", "class GradLadder:\n    pass\n", "a.py:1: GradLadder: ladder -> escalation policy"),
+        ("lane.py", "", "lane.py:1: lane: lane -> P2P channel"),
+        ("a.py", 'x = 1\n"""one\nthe fruitless start"""\n', 'a.py:3: "fruitless" -> without progress'),
+        ("a.md", "It ends quietly.\n", 'a.md:1: "ends quietly" -> exits cleanly'),
+    ],
+)
+def test_an_old_word_is_found(tmp_path: Path, name: str, text: str, finding: str | None) -> None:
+    (tmp_path / name).write_text(text)
+    script = ROOT / "scripts" / "lint_words.py"
+    found = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
+    assert found.returncode == (finding is not None), found.stderr
+    assert finding is None or finding in found.stdout
+
+
+def test_files_that_comments_name_are_there() -> None:
+    """`(exchange.py)` and `ops/linear.py` in the sources: a reader who follows them finds a file."""
+    source = ROOT / "src" / "megascale"
+    files = [
+        f"/{file.relative_to(ROOT).as_posix()}"
+        for file in [p for name in ("src", "tests", "scripts") for p in (ROOT / name).rglob("*.py")]
+    ]
+    others = {"begun.py", "megatron/core/datasets/indexed_dataset.py"}  # a user's and Megatron's
+    lost = [
+        f"{file.relative_to(source)}: {name}"
+        for file in sorted(source.rglob("*.py"))
+        for name in re.findall(r"(?<![\w/.{}*-])((?:[\w-]+/)*[\w-]+\.py)\b", file.read_text())
+        if name not in others and not any(there.endswith(f"/{name}") for there in files)
+    ]
+    assert lost == []

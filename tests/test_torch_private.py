@@ -1,0 +1,92 @@
+"""Private names of torch: all are there in this release, used from one file only, and one that is missing is named."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale import torch_private
+from megascale.errors import TrainingError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", sorted(torch_private.NAMES))
+def test_every_name_is_there(name: str) -> None:
+    if name in torch_private.CUDA_ONLY and torch.version.cuda is None:
+        with pytest.raises(TrainingError, match=r"_cuda_getCurrentRawStream.*tested with torch >= 2\.11"):
+            getattr(torch_private, name)
+        return
+    assert getattr(torch_private, name) is torch_private.lookup(*torch_private.NAMES[name])
+    assert isinstance(torch_private.flight_records(), str)
+
+
+def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(torch_private), "scaled_mm", raising=False)
+    monkeypatch.delattr(torch, "_scaled_mm")
+    with pytest.raises(TrainingError) as caught:
+        _ = torch_private.scaled_mm
+    for word in (torch.__version__, "torch._scaled_mm", *torch_private.TESTED):
+        assert word in str(caught.value)
+    with pytest.raises(AttributeError, match="no attribute 'scaled'"):
+        _ = torch_private.scaled
+
+
+def test_a_function_with_other_arguments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d._process_group_name
+    with torch_private.process_group_named("ours"):
+        assert distributed_c10d._process_group_name([0], use_hashed_name=False) == "ours"
+    assert distributed_c10d._process_group_name is original
+    monkeypatch.setattr(distributed_c10d, "_process_group_name", lambda ranks: "")
+    with pytest.raises(TrainingError, match="use_hashed_name"), torch_private.process_group_named("ours"):
+        pass
+
+
+def test_the_range_is_the_one_that_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest, below = torch_private.TESTED
+    assert f"torch>={oldest},<{below}" in project["dependencies"]
+    assert f"OLDEST := torch=={oldest}." in (ROOT / "Makefile").read_text()
+
+
+def _private_uses(tree: ast.AST) -> list[str]:
+    """Private names of torch in a file's code: attributes of torch's modules, and imports of or from them."""
+    modules = {"torch": "torch"}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {name.asname or "torch": name.name for name in node.names if name.name.startswith("torch")}
+            found += [name.name for name in node.names if name.name.startswith("torch") and "._" in name.name]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [f"{node.module}.{name.name}" for name in node.names]
+            modules |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+            found += [name for name in names if "._" in name]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            base = node.value
+            while isinstance(base, ast.Attribute):
+                base = base.value
+            if isinstance(base, ast.Name) and base.id in modules:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_private_names_are_used_in_one_file() -> None:
+    assert _private_uses(ast.parse("import torch.distributed as dist\ndist._a\ntorch.nn._b.c\n")) == [
+        "dist._a",
+        "torch.nn._b",
+    ]
+    assert _private_uses(ast.parse("from torch._C import x\nfrom torch import _y\n")) == ["torch._C.x", "torch._y"]
+    source = ROOT / "src" / "megascale"
+    used = {
+        str(file.relative_to(source)): names
+        for file in sorted(source.rglob("*.py"))
+        if file.name != "torch_private.py" and (names := _private_uses(ast.parse(file.read_text())))
+    }
+    assert used == {}
