@@ -47,7 +47,7 @@ def test_saved_by_four_loads_on_three(folder: Path, save_as: str, load_as: str) 
 
 def test_one_process_every_pair_of_cuts(tmp_path: Path) -> None:
     tensors = logical_state()
-    for i, (save_as, load_as) in enumerate(itertools.combinations(CUTS[:3], CUTS)):
+    for i, (save_as, load_as) in enumerate(itertools.product(CUTS[:3], CUTS)):
         shards = [s for rank in range(5) for s in cut(tensors, save_as, rank, 5) if s.shape or rank == 0]
         save(tmp_path / str(i), 1, shards, {}, keep=1)
         got = blank(tensors)

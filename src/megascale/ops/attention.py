@@ -6,6 +6,7 @@ is chosen by measuring, forward and backward, those that implement the mask (`At
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from megascale.ops.rope import split_qkv
 
 AGREEMENT = 2e-2  # norm-wise, in bfloat16, between kernels of the same mask
 REPEATS = 5
+WARM_UP_SECONDS = 0.3
 
 
 def attention_reference(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None) -> Tensor:
@@ -74,6 +76,7 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
             f"attention for {shape} would be measured inside a CUDA graph capture; call "
             "AttentionChooser.choose for every shape before capturing"
         )
+    _warm_up(device)
     choice = AttentionChoice("sdpa")
     agreed: Tensor | None = None
     for name in (*candidates(shape.window), "sdpa"):
@@ -93,6 +96,16 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     if choice.milliseconds:
         choice.name = min(choice.milliseconds, key=choice.milliseconds.__getitem__)
     return choice
+
+
+def _warm_up(device: torch.device) -> None:
+    """GEMMs until the clock of an idle GPU has risen: whichever kernel came first would look slow."""
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    y, end = torch.empty_like(x), time.monotonic() + WARM_UP_SECONDS
+    while time.monotonic() < end:
+        for _ in range(10):
+            torch.mm(x, x, out=y)
+        torch.cuda.synchronize(device)
 
 
 def _first_line(error: Exception) -> str:

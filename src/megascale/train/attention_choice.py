@@ -69,6 +69,8 @@ def agree(
         if str(shape) not in kept.get(kind, {}) or str(shape) in lost.get(kind, {}):
             choice = chooser.measure(shape, device)
             measured[str(shape)] = (choice.milliseconds or {choice.name: 0.0}, choice.refused)
+    if measured and device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured with must not lie between the engine's buffers
     offers = peers.gather((kind, measured))
     decisions: dict[str, dict[str, Decision]] = peers.share(_decide(offers, kept, lost))
     for shape in wanted:
