@@ -120,9 +120,9 @@ def check(path: Path) -> Iterator[str]:
     if path.suffix != ".py":
         yield from (f"{path}:{number + 1}: {finding}" for number, finding in of_text(text))
         return
-    borrowed = set(re.findall(r"from itertools import .*\bproduct\b", text)) and {"product"}
+    borrowed = {"product"} if re.search(r"itertools\.product|from itertools import .*\bproduct\b", text) else set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.NAME and token.string not in (borrowed or ()):
+        if token.type == tokenize.NAME and token.string not in borrowed:
             if (bad := of_name(token.string)) is not None:
                 yield f"{path}:{token.start[0]}: {bad}"
         elif token.type in (tokenize.STRING, tokenize.COMMENT) or token.type == getattr(tokenize, "FSTRING_MIDDLE", -1):

@@ -83,7 +83,7 @@ def test_a_mistake_inside_the_loop_leaves_its_reason(tiny, tmp_path, monkeypatch
     monkeypatch.setattr(loop, "learning_rate", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(load_config(tiny, []))
-    assert told(tmp_path / "runs" / "tiny")[0::2] == ("run_failed", "failed")
+    assert told(tmp_path / "runs" / "tiny")[0::2] == ("run_failed", "failed in step")
     assert "ZeroDivisionError" in told(tmp_path / "runs" / "tiny")[1]
 
 

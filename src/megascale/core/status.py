@@ -23,6 +23,10 @@ _SIZE = 4096
 _HEADER = struct.Struct("<QI")
 
 
+# The phase of a rank whose error came within a step; its status names that step, "failed" alone the last one done.
+FAILED_IN_STEP = "failed in step"
+
+
 @dataclass(frozen=True)
 class Status:
     """A trainer's last word.

@@ -20,6 +20,7 @@ from megascale.core import calls
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
+from megascale.core.status import FAILED_IN_STEP
 from megascale.data.loader.feed import open_feed
 from megascale.errors import DataError, MegascaleError, TrainingError
 from megascale.observe.metrics import JsonLines, MetricSink, TensorBoard, Terminal, Wandb
@@ -106,6 +107,7 @@ class Trainer:
         self._mine = False  # the folder is this run's to write in
         self._begun = False  # this rank has its files there
         self._unread: tuple[dict[str, Any], StepResult] | None = None
+        self._in_step = False  # between a step's first operation and its last
         self._stopping = False  # agreed by all ranks
         self._ended = False  # all ranks end together, and it is told why
         self._told = False
@@ -260,7 +262,8 @@ class Trainer:
             if self._mine:
                 self.folder.create()
             if self._begun:
-                self.status.update("failed", self.step, message=message)
+                phase, at = (FAILED_IN_STEP, self.step + 1) if self._in_step else ("failed", self.step)
+                self.status.update(phase, at, message=message)
             else:
                 tell_status(self.folder, self.place.rank, self._mine, message)
             if self._mine:
@@ -282,6 +285,7 @@ class Trainer:
         train = self.config.train
         step, first = self.step + 1, self.consumed
         self.telemetry.step_begins(step)
+        self._in_step = True
         if self.faults is not None:
             self.faults.step(step)
         rate = learning_rate(self.config.lr, step, train.steps)
@@ -297,6 +301,7 @@ class Trainer:
         )
         self.clock.stop()
         self.telemetry.step_ended()
+        self._in_step = False
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
         self._flush()
         if not self._told:

@@ -159,7 +159,7 @@ class Diagnosis(Placement):
             self.undo_update(worst)
             return
         workers = [w for n in self.nodes.values() if n.heartbeat for w in n.heartbeat.workers]
-        at = progress.step_of_end(hard, workers, self.job.step)
+        at = progress.step_of_end(hard, workers)
         self.job = progress.count(self.job, at)
         if worst.action == "stop":
             self._end("; ".join(worst.evidence[:3]), self._code_of(worst), at)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megascale.core.status import FAILED_IN_STEP
 from megascale.resilience.driver.job_state import JobState
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.verdicts import Verdict
@@ -24,21 +25,18 @@ NAMING = 30.0  # seconds that looking up a step's samples may take
 _SHOWN = 16  # windows of one file that a sentence lists
 
 
-def step_of_end(verdicts: Sequence[Verdict], workers: Iterable[Worker], seen: int) -> int:
+def step_of_end(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int:
     """The step in which a start ended, 0 if not within a step (while starting, loading, saving or evaluating).
 
     verdicts: what it was ended for; their ranks' steps count, or all ranks' where none is to blame.
-    seen: the furthest step that any rank was seen in.
     """
     blamed = {rank for verdict in verdicts for rank in verdict.ranks}
     steps: Counter[int] = Counter()
     for w in workers:
         if blamed and w.rank not in blamed:
             continue
-        if w.phase == "train":
+        if w.phase in ("train", FAILED_IN_STEP):
             steps[w.step] += 1
-        elif w.phase == "failed" and w.step < seen:
-            steps[w.step + 1] += 1  # an error of our own: it names the last step that was done
     return steps.most_common(1)[0][0] if steps else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megascale.core.events import Event
+from megascale.core.status import FAILED_IN_STEP
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
@@ -87,7 +88,7 @@ def age(view: View, member: RankView, worker: Worker) -> float:
 
 def allowed(view: View, worker: Worker) -> float:
     """Seconds that a worker's phase may go without change. What was never seen may last as long as a first step."""
-    if worker.phase in ("start", "", "done", "failed"):
+    if worker.phase in ("start", "", "done", "failed", FAILED_IN_STEP):
         return view.first_step
     longest = view.learned.get(worker.phase)
     if longest is None:
