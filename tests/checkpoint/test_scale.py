@@ -83,7 +83,7 @@ def test_a_thousand_processes_are_planned_quickly() -> None:
 @pytest.mark.parametrize("dims", [0, 2])
 def test_index_survives_its_file(dims: int) -> None:
     columns = {name: np.zeros(1, np.int64) for name in ("tensor", "in_file", "start", "length", "data", "crc")} | {
-        "box": np.ones((1, 2, dims), np.int64)
+        "box": np.array([[[0] * dims, [1] * dims]], np.int64).reshape(1, 2, dims)
     }
     index = CheckpointIndex({"a": TensorInfo((1,) * dims, "float32")}, ["f"], columns)
     again = CheckpointIndex.from_bytes(index.to_bytes())

@@ -36,6 +36,7 @@ class CompleteCheckpoint:
         self.place = folders.step_name(commit.step)
         try:
             self.index = folders.read_index(storage, commit)
+            folders.check_sizes(storage, commit)
         except Damaged as damage:
             raise DataError(self._damaged(str(damage))) from None
         self.tensors: dict[str, TensorInfo] = self.index.tensors
@@ -54,7 +55,13 @@ class CompleteCheckpoint:
 
     def box(self, name: str, box: Box) -> torch.Tensor:
         """A part of a logical tensor."""
-        result = torch.empty(box.sizes, dtype=getattr(torch, self.tensors[name].dtype))
+        try:
+            result = torch.empty(box.sizes, dtype=getattr(torch, self.tensors[name].dtype))
+        except RuntimeError as error:
+            raise DataError(
+                f"{name} of the checkpoint '{self.storage.url}/{self.place}' is {list(box.sizes)}, for which this "
+                f"machine has no memory ({str(error).splitlines()[0][:200]})"
+            ) from None
         for row in self.index.overlapping(name, box).tolist():
             chunk, held = self._chunk(row), self.index.box(row)
             common = overlap(held, box)

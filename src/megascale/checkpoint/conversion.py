@@ -21,7 +21,7 @@ from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.chunks import CHUNK_BYTES, split
 from megascale.checkpoint.format.foreign_index import read_index
-from megascale.checkpoint.format.index import TensorInfo
+from megascale.checkpoint.format.index import TensorInfo, is_tensor_name
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.format.write_plan import data_file, make_offer, make_plan
 from megascale.checkpoint.saver import host_bytes
@@ -171,6 +171,8 @@ def read_foreign(path: Path, prefix: str) -> Source:
         found = _from_torch(path)
     tensors, readers = {}, {}
     for name, info, reader in found:
+        if not is_tensor_name(prefix + name):
+            raise DataError(f"{str(path)!r}: {name[:200]!r} is no name that a checkpoint can hold")
         tensors[prefix + name], readers[prefix + name] = info, reader
     if not tensors:
         raise DataError(f"{str(path)!r} holds no tensors")

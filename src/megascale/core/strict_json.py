@@ -1,7 +1,8 @@
 """JSON that every reader takes: numbers that are none are written as text.
 
 Python writes a bare NaN, which is no JSON. Here nan, inf and -inf become "NaN", "Infinity" and "-Infinity", which
-Python's `float` and JavaScript's `Number` read as what they were; `loads` gives floats again.
+Python's `float` and JavaScript's `Number` read as what they were; `loads` gives floats again. Text of strangers is
+bounded in bytes and in depth before anything walks through it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import math
 from typing import Any
 
+DEPTH = 100  # tables in each other: what is read here has less than ten
+VALUES = 500_000  # of text that is bounded: the lists of a hundred thousand files or tensors
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -21,11 +24,36 @@ def dumps(value: Any, **options: Any) -> str:
         return json.dumps(_plain(value), allow_nan=False, **options)
 
 
-def loads(text: str | bytes) -> Any:
-    """As `json.loads`, with numbers that `dumps` wrote as text (or older versions bare) as floats again."""
-    found = json.loads(text)
+def loads(text: str | bytes, most: int | None = None) -> Any:
+    """As `json.loads`, with numbers that `dumps` wrote as text (or older versions bare) as floats again.
+
+    ValueError also for what is nested deeper than DEPTH; with `most`, for what is longer than that many characters or
+    bytes or holds more than VALUES values, since an empty table is of two bytes here and of sixty in memory.
+    """
+    if most is not None:
+        if len(text) > most:
+            raise ValueError(f"{len(text):,} bytes of JSON where at most {most:,} are expected")
+        count = sum(text.count(mark.encode() if isinstance(text, bytes) else mark) for mark in ",[{")  # type: ignore[arg-type]
+        if count > VALUES:
+            raise ValueError(f"JSON of {count:,} values where at most {VALUES:,} are expected")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"tables in each other more than {DEPTH} deep") from None
+    _check_depth(found)
     line = text.decode() if isinstance(text, bytes) else text
     return _floats(found) if '"NaN"' in line or 'Infinity"' in line else found
+
+
+def _check_depth(value: Any) -> None:
+    """ValueError for more than DEPTH tables in each other; level by level, so that depth costs no stack."""
+    level = [value]
+    for _ in range(DEPTH + 1):
+        tables = [item for item in level if type(item) in (dict, list)]
+        if not tables:
+            return
+        level = [item for table in tables for item in (table.values() if type(table) is dict else table)]
+    raise ValueError(f"tables in each other more than {DEPTH} deep")
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,6 @@ the step says (a run that went back to an earlier step goes on from there).
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import secrets
 import tomllib
@@ -23,73 +22,20 @@ from typing import Any
 import numpy as np
 
 from megascale.checkpoint.format.archive import crc32
+from megascale.checkpoint.format.commit import COMMIT, COMMIT_BYTES, GENERATION, METADATA, Commit, Damaged
+from megascale.checkpoint.format.coverage import check_cover
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.errors import DataError
 
-COMMIT = "COMMIT"
-FORMAT = 1
-METADATA = ".metadata"
 _IDENTITY = "ID"
 _OWNER = "RUN"
 _DAMAGED = "DAMAGED"
-_STEP = re.compile(r"step-(\d+)")
-_GENERATION = re.compile(r"(\d{8})-[0-9a-f]{8}")
+_STEP = re.compile(r"step-([0-9]{1,19})")
+_INDEX_BYTES = 1 << 30  # most of an index: ten million chunks
+_WORD_BYTES = 1024  # of the small files that hold a name
 Place = Storage | Path | str
-
-
-class Damaged(Exception):
-    """A committed checkpoint that is not what was written: the message says which file and how."""
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What COMMIT says.
-
-    Attributes:
-        step: optimizer steps done.
-        generation: number of this save in its folder and a random part; begins the names of its files.
-        files: name to (bytes, CRC-32) of every file that belongs to it.
-        state: what the trainer gave besides tensors.
-    """
-
-    step: int
-    generation: str
-    files: dict[str, tuple[int, int]]
-    state: dict[str, Any]
-
-    @property
-    def sequence(self) -> int:
-        """Number of this save in its folder."""
-        return int(self.generation[:8])
-
-    @property
-    def index_file(self) -> str:
-        """Name of the index."""
-        return f"{self.generation}-index.npz"
-
-    @property
-    def size(self) -> int:
-        """Bytes of all its files."""
-        return sum(size for size, _ in self.files.values())
-
-    def to_bytes(self) -> bytes:
-        """COMMIT's text: one JSON object, then its checksum."""
-        body = json.dumps({"format": FORMAT, **self.__dict__}, sort_keys=True).encode()
-        return body + b"\n" + f"{crc32(body):08x}\n".encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Commit:
-        """The inverse; Damaged if the text was altered or cut."""
-        body, _, checksum = data.partition(b"\n")
-        if checksum.strip() != f"{crc32(body):08x}".encode():
-            raise Damaged("COMMIT does not match its own checksum")
-        record = json.loads(body)
-        if record.pop("format") != FORMAT:
-            raise Damaged("COMMIT is of a format that this version does not know")
-        record["files"] = {name: (size, crc) for name, (size, crc) in record["files"].items()}
-        return cls(**record)
 
 
 def step_name(step: int) -> str:
@@ -98,26 +44,38 @@ def step_name(step: int) -> str:
 
 
 def read_commit(storage: Storage, step: int) -> Commit | None:
-    """The commit of a step, None without one; Damaged if it cannot be read."""
+    """The commit of a step, None without one; Damaged if it cannot be read, or is another step's."""
     try:
-        data = bytes(storage.read(f"{step_name(step)}/{COMMIT}"))
+        data = bytes(storage.read(f"{step_name(step)}/{COMMIT}", 0, COMMIT_BYTES + 1))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise Damaged(f"COMMIT cannot be read: {error}") from None
-    return Commit.from_bytes(data)
+    commit = Commit.from_bytes(data)
+    if commit.step != step:
+        raise Damaged(f"COMMIT is of step {commit.step}, not of this folder's")
+    return commit
 
 
 def read_index(storage: Storage, commit: Commit) -> CheckpointIndex:
-    """The commit's index, its checksum checked; Damaged if it is not what was written."""
+    """The commit's index, checked: its chunks lie in the commit's files, none over another, and fill every logical
+    tensor exactly once. Damaged if not, or if the file is not what was written."""
     name = commit.index_file
+    if commit.files.get(name, (0, 0))[0] > _INDEX_BYTES:
+        raise Damaged(f"{name} is {commit.files[name][0]:,} bytes long; no index has more than {_INDEX_BYTES:,}")
     try:
-        data = bytes(storage.read(f"{step_name(commit.step)}/{name}"))
+        data = bytes(storage.read(f"{step_name(commit.step)}/{name}", 0, _INDEX_BYTES + 1))
     except OSError as error:
         raise Damaged(f"{name} cannot be read: {error}") from None
     if (len(data), crc32(data)) != commit.files.get(name):
         raise Damaged(f"{name} is not what was written ({len(data)} bytes)")
-    return CheckpointIndex.from_bytes(data)
+    try:
+        index = CheckpointIndex.from_bytes(data)
+        index.check_places({file: size for file, (size, _) in commit.files.items()})
+        check_cover(index.tensors, index.columns["tensor"], index.columns["box"])
+    except ValueError as error:
+        raise Damaged(f"{name} is no index of this checkpoint: {error}") from None
+    return index
 
 
 def check_sizes(storage: Storage, commit: Commit) -> None:
@@ -166,7 +124,7 @@ def new_generation(storage: Storage, above: int = 0) -> str:
     highest = above
     for step in step_folders(storage):
         for name in storage.list(step_name(step)):
-            if match := _GENERATION.match(name):
+            if match := GENERATION.match(name):
                 highest = max(highest, int(match.group(1)))
     return f"{highest + 1:08d}-{secrets.token_hex(4)}"
 
@@ -181,7 +139,7 @@ def identity(storage: Storage, create: bool = False) -> str:
     """A random name of this folder of checkpoints, "" if it has none: what lies in memory belongs to it or to another
     of the same path that was since removed."""
     try:
-        return bytes(storage.read(_IDENTITY)).decode()
+        return _word(storage, _IDENTITY)
     except (FileNotFoundError, NotADirectoryError):
         if not create:
             return ""
@@ -199,9 +157,17 @@ def renew_identity(storage: Storage) -> None:
 def owner(storage: Storage) -> str:
     """Identity of the run that this folder was given to, "" if none."""
     try:
-        return bytes(storage.read(_OWNER)).decode()
+        return _word(storage, _OWNER)
     except (FileNotFoundError, NotADirectoryError):
         return ""
+
+
+def _word(storage: Storage, name: str) -> str:
+    """A name that a small file of the folder holds; DataError if it is anything else."""
+    data = bytes(storage.read(name, 0, _WORD_BYTES + 1))
+    if len(data) <= _WORD_BYTES and data.isascii():
+        return data.decode()
+    raise DataError(f"'{storage.url}/{name}' holds no name, and so is none of this program's; move it away")
 
 
 def claim(storage: Storage, run: str) -> None:
@@ -218,8 +184,8 @@ def mark_damaged(storage: Storage, commit: Commit) -> None:
 def marked_damaged(storage: Storage, commit: Commit) -> bool:
     """Whether a commit was marked so; a save of the same step since is another commit."""
     try:
-        return bytes(storage.read(f"{step_name(commit.step)}/{_DAMAGED}")).decode() == commit.generation
-    except (OSError, UnicodeDecodeError):
+        return _word(storage, f"{step_name(commit.step)}/{_DAMAGED}") == commit.generation
+    except (OSError, DataError):
         return False
 
 
@@ -286,7 +252,7 @@ def prune(folder: Place, keep: int, whole: Callable[[Commit], bool] | None = Non
         names = storage.list(step_name(step))
         if not names:  # a save begins here just now
             continue
-        newest = max((int(m.group(1)) for name in names if (m := _GENERATION.match(name))), default=0)
+        newest = max((int(m.group(1)) for name in names if (m := GENERATION.match(name))), default=0)
         if step in kept:
             _sweep(storage, kept[step], names, good[0].sequence)
         elif newest <= good[0].sequence:
@@ -301,7 +267,7 @@ def prune(folder: Place, keep: int, whole: Callable[[Commit], bool] | None = Non
 
 def _sweep(storage: Storage, commit: Commit, names: list[str], below: int) -> None:
     """Remove from a committed step's folder what belongs to saves up to number `below` and not to the commit."""
-    old = [name for name in names if (m := _GENERATION.match(name)) and int(m.group(1)) <= below]
+    old = [name for name in names if (m := GENERATION.match(name)) and int(m.group(1)) <= below]
     if left := [name for name in old if name not in commit.files]:
         storage.clear(step_name(commit.step), left)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megascale.checkpoint.format.archive import ALIGNMENT, element_size, head_length, tail_length
-from megascale.checkpoint.format.chunks import overlap, split
+from megascale.checkpoint.format.chunks import split
+from megascale.checkpoint.format.coverage import check_cover, used_dimensions
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.storage.base import PAGE
 from megascale.core.tensors import Box
@@ -99,17 +100,12 @@ def make_plan(offers: Sequence[Offer]) -> WritePlan:
     tensors = _unite(offers)
     owner, box, rank, local = _stack(offers, tensors)
     order, first, count = _same_boxes(owner, box)
-    _check_cover(tensors, owner[order[first]], box[order[first]])
+    check_cover(tensors, owner[order[first]], box[order[first]])
     item = np.array([element_size(info.dtype) for info in tensors.values()], np.int64)
-    scalar_safe = np.where(_used(tensors, box.shape[2])[owner], box[:, 1], 1)
+    scalar_safe = np.where(used_dimensions(tensors, box.shape[2])[owner], box[:, 1], 1)
     nbytes = scalar_safe.prod(axis=1) * item[owner]
     chosen = _choose(order, first, count, rank, nbytes, len(offers))
     return _lay_out(tensors, owner[chosen], box[chosen], rank[chosen], local[chosen], nbytes[chosen], len(offers))
-
-
-def _used(tensors: dict[str, TensorInfo], dims: int) -> np.ndarray:
-    """[tensors, dims] which dimensions a tensor has."""
-    return np.arange(dims) < np.array([len(info.shape) for info in tensors.values()], np.int64).reshape(-1, 1)
 
 
 def _unite(offers: Sequence[Offer]) -> dict[str, TensorInfo]:
@@ -214,76 +210,3 @@ def _lay_out(
         size = int(start[rows][-1] + length[rows][-1]) if rows.stop > rows.start else 0
         parts.append(RankPart(local[rows], start[rows], columns["data"][rows], length[rows], size))
     return WritePlan(CheckpointIndex(tensors, [data_file(r) for r in writers.tolist()], columns), parts)
-
-
-_PRIME = (1 << 31) - 1
-
-
-def _check_cover(tensors: dict[str, TensorInfo], owner: np.ndarray, box: np.ndarray) -> None:
-    """ValueError unless the (distinct) boxes of each tensor fill it without overlapping.
-
-    Every coordinate on an axis is given a random number; a box weighs the product over axes of (number at its end -
-    number at its start). Boxes that partition a tensor weigh as much as the whole, whatever the numbers, since the
-    products telescope; others do so with a chance below 1 in 10^18 (a non-zero polynomial of degree `dims` at random
-    points of a field, twice). This needs no comparison of pairs.
-    """
-    dims = box.shape[2]
-    shape = np.zeros((len(tensors), dims), np.int64)
-    for i, info in enumerate(tensors.values()):
-        shape[i, : len(info.shape)] = info.shape
-    outside = ((box[:, 0] < 0) | (box[:, 0] + box[:, 1] > shape[owner])).any(axis=1)
-    used = _used(tensors, dims)
-    names = list(tensors)
-    if outside.any():
-        row = int(np.flatnonzero(outside)[0])
-        raise ValueError(f"{_name(names, owner, box, row)} reaches outside the shape {shape[owner[row]].tolist()}")
-    volume = np.zeros(len(tensors), np.int64)
-    np.add.at(volume, owner, np.where(used[owner], box[:, 1], 1).prod(axis=1))
-    whole = np.where(used, shape, 1).prod(axis=1)
-    for i in np.flatnonzero(volume != whole).tolist():
-        raise ValueError(
-            f"{names[i]}: the boxes handed in hold {volume[i]} of {whole[i]} elements; each must be there once"
-        )
-    for seed in (1, 2):
-        weight, target = np.ones(len(owner), np.uint64), np.ones(len(tensors), np.uint64)
-        for d in range(dims):
-            low = _scatter(box[:, 0, d], owner, d, seed)
-            high = _scatter(box[:, 0, d] + box[:, 1, d], owner, d, seed)
-            numbers = np.arange(len(tensors))
-            end, begin = _scatter(shape[:, d], numbers, d, seed), _scatter(np.zeros(len(tensors)), numbers, d, seed)
-            weight = np.where(used[owner, d], weight * ((high + _PRIME - low) % _PRIME) % _PRIME, weight)
-            target = np.where(used[:, d], target * ((end + _PRIME - begin) % _PRIME) % _PRIME, target)
-        total = np.zeros(len(tensors), np.uint64)
-        np.add.at(total, owner, weight)
-        for i in np.flatnonzero(total % _PRIME != target).tolist():
-            _name_clash(names[i], tensors[names[i]], box[owner == i])
-
-
-_SECRET = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-
-
-def _scatter(coordinate: np.ndarray, owner: np.ndarray, dim: int, seed: int) -> np.ndarray:
-    """A number below _PRIME that looks random, fixed by tensor, axis and coordinate (splitmix64)."""
-    with np.errstate(over="ignore"):
-        x = coordinate.astype(np.uint64) + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x += np.uint64((_SECRET + (dim * 2 + seed) * 0xD1B54A32D192ED03) & (1 << 64) - 1)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-        return (x ^ (x >> np.uint64(31))) % np.uint64(_PRIME)
-
-
-def _name(names: list[str], owner: np.ndarray, box: np.ndarray, row: int) -> str:
-    return f"{names[owner[row]]}: a box at {box[row, 0].tolist()} of {box[row, 1].tolist()}"
-
-
-def _name_clash(name: str, info: TensorInfo, box: np.ndarray) -> None:
-    dims = len(info.shape)
-    parts = [Box(tuple(low[:dims]), tuple(size[:dims])) for low, size in box.tolist()]
-    active: list[Box] = []
-    for part in sorted((p for p in parts if p.count and dims), key=lambda p: p.offsets):
-        active = [other for other in active if other.offsets[0] + other.sizes[0] > part.offsets[0]]
-        clash = next((other for other in active if overlap(other, part)), None)
-        if clash:
-            raise ValueError(f"{name}: boxes at {clash.offsets} of {clash.sizes} and at {part.offsets} overlap")
-        active.append(part)
-    raise ValueError(f"{name}: the boxes handed in do not cover it exactly once")

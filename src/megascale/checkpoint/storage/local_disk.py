@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from megascale.checkpoint.storage.base import PAGE, UNFINISHED, Buffer, StorageWriter
+from megascale.core.untrusted_files import open_regular
 
 Made = TypeVar("Made")
 _BLOCK = 16 << 20
@@ -97,7 +98,7 @@ class LocalStorage:
             return None
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> memoryview:
-        with open(self.root / path, "rb", buffering=0) as file:
+        with open(self.root / path, "rb", buffering=0, opener=open_regular) as file:
             there = max(0, os.fstat(file.fileno()).st_size - offset)
             # Memory from numpy is not filled with zeros first.
             data = np.empty(there if length is None else min(length, there), np.uint8).data

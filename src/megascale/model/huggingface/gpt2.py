@@ -16,7 +16,7 @@ def read(keys: Keys) -> dict[str, Any]:
     keys.only("add_cross_attention", False, "cross-attention cannot be represented", default=False)
     hidden = keys.need("n_embd", "hidden_size")
     return {
-        "layers": keys.need("n_layer", "num_hidden_layers"),
+        "layers": keys.layers("n_layer", "num_hidden_layers"),
         "hidden": hidden,
         "heads": keys.need("n_head", "num_attention_heads"),
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),

@@ -15,7 +15,7 @@ def read(keys: Keys) -> dict[str, Any]:
     hidden, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
     keys.only("head_dim", hidden // heads, "transformers would rotate by it and cut heads without it", hidden // heads)
     return {
-        "layers": keys.need("num_hidden_layers"),
+        "layers": keys.layers("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
         "ffn_hidden": keys.need("intermediate_size"),

@@ -23,7 +23,7 @@ def read(keys: Keys) -> dict[str, Any]:
     """See Family.read."""
     hidden, heads = keys.need("n_embd", "hidden_size"), keys.need("n_head", "num_attention_heads")
     return {
-        "layers": keys.need("n_layer", "num_hidden_layers"),
+        "layers": keys.layers("n_layer", "num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),

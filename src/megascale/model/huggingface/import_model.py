@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megascale.config import ModelConfig, from_tree
+from megascale.core import strict_json
+from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
 from megascale.model.huggingface.settings import Family, Keys
@@ -21,6 +22,7 @@ from megascale.model.huggingface.tensor_names import Weight, logical_shapes, spl
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"float64", "float32", "bfloat16", "float16"}
 _SHOWN = 4
+_JSON_BYTES = 64 << 20  # of config.json, or of the list of tensors: a million of them
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def read_folder(folder: Path) -> Imported:
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(f"{keys.source} has a setting of the wrong kind ({error}); is it a {name}'s?") from None
     files = Files(folder, family)
+    if model.layers > len(files):
+        raise DataError(f"{keys.source} has {model.layers} layers, but the folder holds {len(files)} tensors in all")
     weights = family.weights(model)
     _check_names(files, family, model, weights)
     shapes = logical_shapes(model)
@@ -101,6 +105,9 @@ class Files:
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def tensor(self, name: str) -> Tensor:
         """A tensor by its full name; DataError if its file is damaged or it is of a type without a counterpart."""
         stored, file = self._places[name]
@@ -123,9 +130,11 @@ class Files:
 
     def _listing(self) -> Iterator[tuple[str, str]]:
         if (self.folder / INDEX).exists():
-            index = _json(self.folder / INDEX, "")
-            for name, file in index.get("weight_map", {}).items():
-                if Path(file).name != file:
+            places = _json(self.folder / INDEX, "").get("weight_map", {})
+            if not isinstance(places, dict):
+                raise DataError(f"{self.folder / INDEX} has a weight_map that is none: it names no files")
+            for name, file in places.items():
+                if not isinstance(file, str) or not is_plain_name(file):
                     raise DataError(f"{self.folder / INDEX} names the file {file!r}, which is not in the folder itself")
                 yield name, file
         elif (self.folder / SINGLE).exists():
@@ -149,6 +158,8 @@ class Files:
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
+            if not (self.folder / file).is_file():  # a pipe would hold whoever opens it
+                raise FileNotFoundError("there is no such file")
             self._open[file] = safe_open(str(self.folder / file), "pt")
         return self._open[file]
 
@@ -182,7 +193,7 @@ def _check_names(files: Files, family: Family, model: ModelConfig, weights: list
 
 def _json(path: Path, otherwise: str) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = strict_json.loads(read_bounded(path, _JSON_BYTES))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; {otherwise}") from None
     except (OSError, ValueError) as error:

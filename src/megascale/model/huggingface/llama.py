@@ -21,7 +21,7 @@ def read(keys: Keys, family: str) -> dict[str, Any]:
     # Only Llama's classes know attention_bias and mlp_bias; the others pass over them.
     attention_bias = family == "qwen2" or (family == "llama" and keys.get("attention_bias", default=False))
     model = {
-        "layers": keys.need("num_hidden_layers"),
+        "layers": keys.layers("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
         # Left out it is the class's own; null is one for each head.

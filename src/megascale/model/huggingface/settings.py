@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale.config import ModelConfig
+from megascale.config.base import DEEP
 from megascale.errors import DataError
 from megascale.model.huggingface.tensor_names import Weight
+
+_SHOWN = 200  # characters of a value in a message
 
 # Names of the GELU variants in transformers and ours; all that are listed with "gelu_tanh" are the same formula.
 GELU = {
@@ -77,9 +80,19 @@ class Keys:
             raise self.refuse(next(n for n in names if self.values.get(n) is not None), value, "a count is from 1 on")
         return value
 
+    def layers(self, *names: str) -> int:
+        """The number of layers, as `need`; bounded before anything is made for each of them."""
+        count = self.need(*names)
+        if count > DEEP:
+            name = next(n for n in names if self.values.get(n) is not None)
+            raise self.refuse(name, count, f"models have up to {DEEP} layers here")
+        return count
+
     def refuse(self, name: str, value: object, why: str) -> DataError:
         """An error to raise: a key whose value has no counterpart here."""
-        return DataError(f"{self.source} has {name}={value!r}: {why}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} ..."
+        return DataError(f"{self.source} has {name}={shown}: {why}")
 
     def only(self, name: str, allowed: object, why: str, default: Any = None) -> None:
         """DataError unless the key (or its default) has this value."""

@@ -1,0 +1,72 @@
+"""Checkpoints that lie are refused by whatever reads one, in a sentence and for no more memory than they take up."""
+
+from __future__ import annotations
+
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascale.bench.resilience.crafted_checkpoints import CRAFTED, bomb
+from megascale.checkpoint import inspect, load, save
+from megascale.checkpoint.complete_checkpoint import open_whole
+from megascale.checkpoint.conversion import export_torch
+from megascale.checkpoint.format.step_folders import prune, steps, survey
+from megascale.checkpoint.format.verify import verify
+from megascale.checkpoint.storage.opening import open_storage
+from megascale.errors import DataError
+from tests.checkpoint.conftest import blank, logical_state, whole
+
+ROOM = 64 << 20  # bytes that reading a crafted checkpoint may take
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint of step 1 that nobody has touched."""
+    run = tmp_path_factory.mktemp("run")
+    save(run / "checkpoints", 1, whole(logical_state()), {"step": 1}, keep=1)
+    return run
+
+
+@pytest.mark.parametrize("how", CRAFTED)
+def test_a_crafted_checkpoint_is_refused_by_all(how: str, sound: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(sound, tmp_path / "run"))
+    CRAFTED[how](run / "checkpoints" / "step-1")
+    tracemalloc.start()
+    try:
+        assert not inspect(run).committed
+        assert verify(open_storage(run / "checkpoints"), 1).problems
+        for read in (
+            lambda: load(run / "checkpoints", whole(blank(logical_state()))),
+            lambda: export_torch(open_whole(run), tmp_path / "out.pt", {"optimizer.step": "step"}),
+        ):
+            with pytest.raises(DataError) as caught:
+                read()
+            assert "\n" not in str(caught.value)
+            assert str(caught.value).isprintable()
+        assert tracemalloc.get_traced_memory()[1] < ROOM
+    finally:
+        tracemalloc.stop()
+    survey(open_storage(run / "checkpoints"))
+    prune(run / "checkpoints", 1)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_the_sound_one_is_read_by_all(sound: Path, tmp_path: Path) -> None:
+    assert inspect(sound).committed
+    assert not verify(open_storage(sound / "checkpoints"), 1).problems
+    got = blank(logical_state())
+    assert load(sound / "checkpoints", whole(got)) == {"step": 1}
+    export_torch(open_whole(sound), tmp_path / "out.pt", {"optimizer.step": "step"})
+    assert torch.load(tmp_path / "out.pt")["step"] == 7
+    assert steps(sound / "checkpoints") == [1]
+
+
+def test_the_bomb_is_small(sound: Path, tmp_path: Path) -> None:
+    """Else refusing it by its length would do."""
+    run = Path(shutil.copytree(sound, tmp_path / "run"))
+    bomb(run / "checkpoints" / "step-1")
+    index = next((run / "checkpoints" / "step-1").glob("*-index.npz"))
+    assert index.stat().st_size < 1 << 20
