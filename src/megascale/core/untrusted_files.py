@@ -31,7 +31,7 @@ def open_regular(path: str, flags: int) -> int:
 def read_bounded(path: Path, most: int) -> bytes:
     """A file's bytes. OSError if it is no file or cannot be read, ValueError if it is longer than `most`."""
     with open(path, "rb", opener=open_regular) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it is longer than {most:,} bytes")
-    return data
+        size = os.fstat(file.fileno()).st_size  # memory for as much is taken before anything is read
+        if size > most:
+            raise ValueError(f"it is {size:,} bytes long where at most {most:,} are expected")
+        return file.read(size)

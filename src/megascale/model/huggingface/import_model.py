@@ -52,9 +52,9 @@ def read_folder(folder: Path) -> Imported:
     """
     settings = _json(folder / "config.json", "it is no folder of a Hugging Face model")
     name = settings.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise DataError(
-            f"{folder / 'config.json'} has model_type={name!r}; the families that can be imported are "
+            f"{folder / 'config.json'} has model_type={str(name)[:100]!r}; the families that can be imported are "
             f"{', '.join(FAMILIES)}"
         )
     family, keys = FAMILIES[name], Keys(settings, str(folder / "config.json"))
@@ -193,7 +193,7 @@ def _check_names(files: Files, family: Family, model: ModelConfig, weights: list
 
 def _json(path: Path, otherwise: str) -> dict[str, Any]:
     try:
-        found = strict_json.loads(read_bounded(path, _JSON_BYTES))
+        found = strict_json.loads(read_bounded(path, _JSON_BYTES), _JSON_BYTES)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; {otherwise}") from None
     except (OSError, ValueError) as error:
