@@ -17,8 +17,8 @@ import typer
 
 from megascale.core import strict_json
 
-# Each part is a module `soak_NAME` with `run(cases, seed, folder, report)`, where `cases` is a range of their numbers. How
-# many there are unless --count says otherwise:
+# Each part is a module `soak_NAME` with `run(cases, seed, folder, report)`, where `cases` is a range of their numbers.
+# How many there are unless --count says otherwise:
 PARTS: dict[str, int] = {
     "layouts": 100,  # random layouts equal one process
     "huggingface": 200,  # random configurations give the logits of transformers
