@@ -239,7 +239,7 @@ class Agent:
             report = {"code": process.returncode, "report": out.decode(errors="replace")[-REPORT:]}
             report["said"] = fit(said.decode(errors="replace"))
         except TimeoutError:
-            report = {"code": 1, "report": "", "said": f"no result within {order['grace_period']:g} seconds"}
+            report = {"code": 1, "report": "", "said": f"no result within {order.grace_period:g} seconds"}
         finally:
             if process.returncode is None:
                 process.kill()
