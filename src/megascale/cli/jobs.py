@@ -270,14 +270,23 @@ def _ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None) 
     """Ask the run's driver. Raises ConfigError for what it refuses, TrainingError if it does not answer."""
     import urllib.error
     import urllib.request
+    from urllib.parse import urlsplit
 
-    from megascale.resilience.protocol.contact import read_contact, read_token
+    from megascale.resilience.driver.api_tls import client_context, is_loopback
+    from megascale.resilience.driver.api_tokens import read_tokens
+    from megascale.resilience.protocol.contact import read_contact
 
-    contact = read_contact(run)
-    headers = {"Authorization": f"Bearer {read_token(run).decode()}", "Content-Type": "application/json"}
+    contact, tokens = read_contact(run), read_tokens(run)
+    if contact.api.startswith("http:") and not is_loopback(urlsplit(contact.api).hostname or ""):
+        raise ConfigError(f"the driver of {run} is at {contact.api}: no token is sent over a network without TLS")
+    token = tokens.read if method == "GET" else tokens.act
+    headers = {"Authorization": f"Bearer {token.decode()}", "Content-Type": "application/json"}
     data = strict_json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(contact.api + path, data, headers, method=method)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]  # never through a proxy
+    if contact.api.startswith("https:"):
+        handlers.append(urllib.request.HTTPSHandler(context=client_context(run)))
+    opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(request, timeout=10) as answer:
             return json.load(answer)

@@ -46,6 +46,10 @@ class ResilienceConfig(Section):
     listen: str = Field("127.0.0.1", description="address where the driver takes agents and the API")
     port: int = Field(0, ge=0, le=65535, description="port for agents; 0: any, written to RUN/driver/contact.json")
     api_port: int = Field(0, ge=0, le=65535, description="port of the HTTP API; 0: any, as above")
+    tls_certificate: str | None = Field(
+        None, description="PEM file that the API shows; default: one of the job's own where listen is not loopback"
+    )
+    tls_key: str | None = Field(None, description="PEM file with its key; readable by this user only")
     log_patterns: list[str] = Field(
         default_factory=lambda: [
             r"CUDA error",
@@ -57,6 +61,12 @@ class ResilienceConfig(Section):
         ],
         description="regular expressions; matching lines of trainers' logs go to the driver",
     )
+
+    @model_validator(mode="after")
+    def _pair(self) -> ResilienceConfig:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("resilience.tls_certificate and resilience.tls_key belong together; give both or neither")
+        return self
 
     @model_validator(mode="after")
     def _patterns(self) -> ResilienceConfig:

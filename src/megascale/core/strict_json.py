@@ -33,7 +33,8 @@ def loads(text: str | bytes, most: int | None = None) -> Any:
     if most is not None:
         if len(text) > most:
             raise ValueError(f"{len(text):,} bytes of JSON where at most {most:,} are expected")
-        count = sum(text.count(mark.encode() if isinstance(text, bytes) else mark) for mark in ",[{")  # type: ignore[arg-type]
+        data = text.encode() if isinstance(text, str) else text
+        count = sum(data.count(mark) for mark in (b",", b"[", b"{"))
         if count > VALUES:
             raise ValueError(f"JSON of {count:,} values where at most {VALUES:,} are expected")
     try:

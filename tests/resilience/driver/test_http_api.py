@@ -18,7 +18,7 @@ pytest.importorskip("fastapi")
 
 from megascale.config import Config, load
 from megascale.resilience.cluster.local import LocalCluster
-from megascale.resilience.driver import http_api
+from megascale.resilience.driver import api_tokens, http_api
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_state import JobState, Phase
 from megascale.resilience.driver.lasting_journal import LastingJournal
@@ -32,7 +32,8 @@ class Served:
     def __init__(self, run: Path, phase: Phase = Phase.PAUSED) -> None:
         run.mkdir(parents=True)
         contact.make_token(run)
-        self.run, self.token = run, contact.read_token(run).decode()
+        tokens = api_tokens.make_tokens(run)
+        self.run, self.token, self.read_token = run, tokens.act.decode(), tokens.read.decode()
         self.phase, self.ready, self.over = phase, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self.thread.start()

@@ -80,7 +80,7 @@ class CheckpointIndex:
         }
         out = io.BytesIO()
         text = np.frombuffer(json.dumps(header, separators=(",", ":")).encode(), np.uint8)
-        np.savez(out, header=text, **self.columns)
+        np.savez(out, header=text, **self.columns)  # type: ignore[arg-type]
         return out.getvalue()
 
     @classmethod

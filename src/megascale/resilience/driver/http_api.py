@@ -1,6 +1,7 @@
 """The driver's HTTP API: the same questions and orders as the commands, with a token, described by OpenAPI.
 
-It runs in the driver's own loop (uvicorn), listens where the driver does, and reads the job's token from its file.
+It runs in the driver's own loop (uvicorn), listens where the driver does, and has tokens of its own for looking and for
+orders (api_tokens.py). Whoever shows none is turned away by http_limits.py before anything here.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Path, Query, Security
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import Depends, FastAPI, HTTPException, Path, Query
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
-from megascale.core.shared_token import same
 from megascale.errors import MegascaleError
+from megascale.resilience.driver import api_tls, api_tokens, settable
+from megascale.resilience.driver.http_limits import HEAD_BYTES, Door, Guard
 
 if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver
@@ -110,19 +112,13 @@ class Problem(BaseModel):
 
 
 def _refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
-    return {code: {"model": Problem} for code in (401, *codes)}
+    return {code: {"model": Problem} for code in (400, 401, 403, 413, *codes)}
 
 
 def build(driver: Driver) -> FastAPI:
     """The application for one driver."""
-    bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token")
-
-    def check(given: HTTPAuthorizationCredentials | None = Security(bearer)) -> None:
-        token = given.credentials.encode() if given is not None else b""
-        if not same(token, driver.token):
-            raise HTTPException(
-                401, "the token is missing or wrong; it stands in RUN/driver/token", {"WWW-Authenticate": "Bearer"}
-            )
+    # Described here, checked by Guard.
+    bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token.read or, for orders, token.act")
 
     app = FastAPI(
         title="MegaScale driver",
@@ -130,7 +126,7 @@ def build(driver: Driver) -> FastAPI:
         description="One training job: its state, its nodes, its decisions, and what a person may ask of it.",
         docs_url=None,
         redoc_url=None,
-        dependencies=[Depends(check)],
+        dependencies=[Depends(bearer)],
     )
 
     def known(node: str) -> str:
@@ -201,13 +197,15 @@ def build(driver: Driver) -> FastAPI:
             raise HTTPException(409, f"the job is {driver.job.phase}, not paused")
         return ActionResponse(phase=driver.job.phase)
 
-    @app.post("/v1/job/restart", responses=_refusals(400, 409, 422))
+    @app.post("/v1/job/restart", responses=_refusals(409, 422))
     async def restart(reason: Restart) -> ActionResponse:
         """Save, then start the trainers anew with freshly imported code and changed settings.
 
-        Settings that bring no step are taken back.
+        Settings that bring no step are taken back. Only those whose values are numbers, yes or no, or listed words can
+        be changed by an order.
         """
         try:
+            settable.check_settings(reason.settings)
             done = driver.restart(reason.why, reason.settings)
         except MegascaleError as error:
             raise HTTPException(400, str(error)) from None
@@ -255,35 +253,45 @@ class _Server(uvicorn.Server):
 
 
 async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
-    """Start serving; returns (base URL, coroutine function that ends it)."""
+    """Start serving; returns (base URL, coroutine function that ends it).
+
+    Over TLS where `host` is not loopback, or a certificate is given. OSError if it cannot listen there, ConfigError
+    if it has no certificate to show.
+    """
+    limits = driver.limits
+    context = api_tls.server_context(driver.run_folder, host, limits.tls_certificate, limits.tls_key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(128)
     except OSError:
         listener.close()
         raise
+    guard = Guard(build(driver), api_tokens.make_tokens(driver.run_folder), (host, socket.gethostname()))
     settings = uvicorn.Config(
-        build(driver),
-        log_level="warning",
+        guard,
+        log_level="error",  # what strangers send wrong must not fill the log
         access_log=False,
         lifespan="off",
+        http="h11",
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=64 * 1024,
+        h11_max_incomplete_event_size=HEAD_BYTES,
     )
     server = _Server(settings)
-    task = asyncio.get_running_loop().create_task(server.serve([listener]))
+    task = asyncio.get_running_loop().create_task(server.serve([]))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    door = Door(listener, settings, server.server_state, context)
+    name = listener.getsockname()
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     async def end() -> None:
+        await door.close()
         server.should_exit = True
         await task
 
-    name = listener.getsockname()
-    return f"http://{name[0]}:{name[1]}", end
+    shown = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"{'https' if context else 'http'}://{shown}:{name[1]}", end
