@@ -30,6 +30,8 @@ from megascale.resilience.protocol.agent_messages import Diagnosed
 class Served:
     """A driver without agents whose API is served in a thread."""
 
+    host = "127.0.0.1"
+
     def __init__(self, run: Path, phase: Phase = Phase.PAUSED) -> None:
         run.mkdir(parents=True)
         contact.make_token(run)
@@ -49,7 +51,7 @@ class Served:
         self.driver = Driver(self.run, config, LocalCluster(self.run), [], journal, job)
         for name in ("n0", "n1"):
             self.driver.nodes[name] = Node(name, state=NodeState.UP)
-        self.url, end = await http_api.serve(self.driver, "127.0.0.1", 0)
+        self.url, end = await http_api.serve(self.driver, self.host, 0)
         self.ready.set()
         while not self.over.is_set():
             await asyncio.sleep(0.02)

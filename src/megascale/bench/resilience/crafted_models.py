@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Craft = Callable[[Path], None]
+Craft = Callable[[Path], object]
 
 _SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -51,11 +51,11 @@ def _settings(**changes: Any) -> Craft:
 
 
 def _config(text: bytes) -> Craft:
-    return lambda folder: (folder / "config.json").write_bytes(text) and None
+    return lambda folder: (folder / "config.json").write_bytes(text)
 
 
 def _index(places: Any) -> Craft:
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(places)) and None
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(places))
 
 
 def _pipe(name: str) -> Craft:

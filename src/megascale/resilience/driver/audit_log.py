@@ -12,6 +12,7 @@ from typing import Any
 from megascale.core import strict_json
 from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM
+from megascale.resilience.driver.descriptors import SpareDescriptors
 from megascale.resilience.driver.escalation import RECOVERY_ACTIONS, Use, give_back
 from megascale.resilience.driver.journal import Entry, Journal
 
@@ -25,7 +26,9 @@ class AuditLog:
 
     def __init__(self, run: Path, journal: Journal, say: Callable[[str, str], None]) -> None:
         self._file, self._journal, self._say = run / "events.jsonl", journal, say
-        self._late: deque[str] = deque(maxlen=10_000)  # lines that found no room on the disk
+        self._late: deque[str] = deque(maxlen=10_000)  # lines that could not be written yet
+        self._spare = SpareDescriptors()
+        self._said = 0  # number of the last error that was told
 
     def note(
         self,
@@ -39,9 +42,14 @@ class AuditLog:
         **details: Any,
     ) -> Entry:
         """Write an event; Fenced if another driver has taken over."""
-        entry = self._journal.add(
-            kind, attempt=attempt, action=action, nodes=nodes, ranks=ranks, evidence=evidence, **details
-        )
+        about: dict[str, Any] = {
+            "attempt": attempt,
+            "action": action,
+            "nodes": nodes,
+            "ranks": ranks,
+            "evidence": evidence,
+        } | details
+        entry = self._spare.lend(lambda: self._journal.add(kind, **about))
         record = {"time": entry.time, "event": kind, "by": "driver", "attempt": attempt}
         for name, value in (("action", action), ("nodes", nodes), ("ranks", ranks), ("evidence", evidence)):
             if value:
@@ -51,23 +59,30 @@ class AuditLog:
         return entry
 
     def _append(self, line: str) -> None:
+        """Add a line to the file; one that cannot be written stays for the next time, and ends nothing."""
         self._late.append(line)
         try:
-            # One write a line, so that those of the driver and of rank 0 do not mix.
-            handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                while self._late:
-                    data = self._late[0].encode()
-                    size = os.fstat(handle).st_size
-                    if os.write(handle, data) < len(data):  # a part of it had room
-                        os.truncate(handle, size)
-                        return
-                    self._late.popleft()
-            finally:
-                os.close(handle)
+            self._spare.lend(self._write_late)
         except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
+            if error.errno not in (*NO_ROOM, self._said):  # of a full disk the journal tells
+                self._say("driver", f"{self._file} cannot be written ({error.strerror}); the driver goes on")
+            self._said = error.errno or 0
+        else:
+            self._said = 0
+
+    def _write_late(self) -> None:
+        # One write a line, so that those of the driver and of rank 0 do not mix.
+        handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            while self._late:
+                data = self._late[0].encode()
+                size = os.fstat(handle).st_size
+                if os.write(handle, data) < len(data):  # a part of it had room
+                    os.truncate(handle, size)
+                    return
+                self._late.popleft()
+        finally:
+            os.close(handle)
 
     def uses(self) -> list[Use]:
         """Recovery actions taken so far, for their budgets: on the monotonic clock of this process.

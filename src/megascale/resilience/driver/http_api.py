@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
 from megascale.errors import MegascaleError
-from megascale.resilience.driver import api_tls, api_tokens, settable
+from megascale.resilience.driver import api_tls, api_tokens, descriptors, settable
 from megascale.resilience.driver.http_limits import HEAD_BYTES, Door, Guard
 
 if TYPE_CHECKING:
@@ -258,6 +258,7 @@ async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
     Over TLS where `host` is not loopback, or a certificate is given. OSError if it cannot listen there, ConfigError
     if it has no certificate to show.
     """
+    descriptors.raise_limit()
     limits = driver.limits
     context = api_tls.server_context(driver.run_folder, host, limits.tls_certificate, limits.tls_key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -271,7 +272,8 @@ async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
     guard = Guard(build(driver), api_tokens.make_tokens(driver.run_folder), (host, socket.gethostname()))
     settings = uvicorn.Config(
         guard,
-        log_level="error",  # what strangers send wrong must not fill the log
+        log_level="critical",  # what strangers send wrong must not fill the log; Guard tells what fails here
+        proxy_headers=False,
         access_log=False,
         lifespan="off",
         http="h11",
@@ -286,7 +288,7 @@ async def serve(driver: Driver, host: str, port: int) -> tuple[str, Any]:
         await asyncio.sleep(0.01)
     door = Door(listener, settings, server.server_state, context)
     name = listener.getsockname()
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     async def end() -> None:
         await door.close()

@@ -8,21 +8,26 @@ body is read for anybody else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import json
+import logging
 import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
+from h11 import LocalProtocolError
 from uvicorn.config import Config as ServerConfig
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from megascale.core.shared_token import same
 from megascale.resilience.driver.api_tokens import ApiTokens
+
+log = logging.getLogger("megascale.driver")
 
 CONNECTIONS = 64  # at once, whoever holds them
 BACKLOG = 64  # that the kernel holds until they are taken
@@ -181,7 +186,9 @@ class Guard:
         headers = _headers(scope)
         refused = self._refuse(scope, headers)
         if refused is not None:
-            return await _answer(send, *refused)
+            with contextlib.suppress(LocalProtocolError):  # as below
+                await _answer(send, *refused)
+            return
         connection = scope.get("state", {}).get("connection")
         if connection is not None:
             connection.let_in()
@@ -205,7 +212,12 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
-        await self._app(scope, again, closing)
+        try:
+            await self._app(scope, again, closing)
+        except LocalProtocolError:
+            pass  # the rest of the request was no HTTP, and so there is nobody to answer
+        except Exception:
+            log.exception("the API failed at %s %s", scope["method"], scope["path"][:200])
 
     def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
         host = headers.get(b"host", b"").decode("latin-1").lower()

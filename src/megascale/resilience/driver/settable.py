@@ -14,6 +14,8 @@ from megascale.config import Config
 from megascale.errors import ConfigError
 from megascale.resilience.driver.hot_update import FIXED
 
+_ACCEPT = {"checkpoint.accept_changes"}  # names of settings, which `hot_update` asks for
+
 
 def settable() -> frozenset[str]:
     """Names (section.key) of the settings that an order may change."""
@@ -24,7 +26,7 @@ def settable() -> frozenset[str]:
             fixed = any(name == each or name.startswith(f"{each}.") for each in FIXED)
             if not fixed and _is_plain(field.annotation):
                 found.add(name)
-    return frozenset(found)
+    return frozenset(found) | _ACCEPT
 
 
 def check_settings(settings: Sequence[str]) -> None:
