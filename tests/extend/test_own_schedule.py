@@ -19,7 +19,6 @@ from tests.exact.training import STEPS, Told, train
 pytestmark = pytest.mark.xdist_group("processes")
 
 
-@SCHEDULES.register("forwards_first")
 def forwards_first(
     stages: int, virtual: int, microbatches: int, reduce_each: bool, micro_batch_group_size: int | None
 ) -> Schedule:
@@ -39,6 +38,9 @@ def forwards_first(
             actions += [Action(ActionKind.SEND_BACKWARD, 0, i)] * (stage > 0)
         tables.append(np.array(actions, dtype=np.int32))
     return Schedule("forwards first", stages, virtual, microbatches, tuple(tables))
+
+
+SCHEDULES.register("forwards_first", forwards_first)
 
 
 def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:

@@ -4,8 +4,9 @@ Training, planner, preflight and simulator all take theirs from `checked_schedul
 actions that the checker has not proven (only how much memory each of many layouts would take is asked before). Another
 package adds one:
 
-    @SCHEDULES.register("mine")
     def mine(stages, virtual, microbatches, reduce_each, micro_batch_group_size) -> Schedule: ...
+
+    SCHEDULES.register("mine", mine)
 """
 
 from __future__ import annotations
@@ -29,12 +30,7 @@ from megascale.errors import FitError
 # group is left to the schedule.
 Maker = Callable[[int, int, int, bool, int | None], Schedule]
 
-SCHEDULES: Registry[Maker] = Registry("parallel.schedule")
-SCHEDULES.register("auto")(pipeline_schedule)
-SCHEDULES.register("interleaved")(interleaved_1f1b)
 
-
-@SCHEDULES.register("1f1b")
 def _one_f_one_b(
     stages: int, virtual: int, microbatches: int, reduce_each: bool, micro_batch_group_size: int | None
 ) -> Schedule:
@@ -44,6 +40,11 @@ def _one_f_one_b(
             "--parallel.virtual_stages=1, or --parallel.schedule=interleaved"
         )
     return one_f_one_b(stages, microbatches, reduce_each)
+
+
+SCHEDULES: Registry[Maker] = Registry(
+    "parallel.schedule", {"auto": pipeline_schedule, "1f1b": _one_f_one_b, "interleaved": interleaved_1f1b}
+)
 
 
 @lru_cache(maxsize=64)
