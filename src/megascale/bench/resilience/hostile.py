@@ -1,0 +1,270 @@
+"""What strangers cost a job that trains: floods, slow senders, malformed frames, long bodies, files that lie.
+
+Every port of the job's services is attacked in turn while it trains; the steps go on, and its weights in the end are
+those of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megascale.core import strict_json
+
+if TYPE_CHECKING:
+    from megascale.bench.resilience.hostile_files import FileCost
+    from megascale.bench.resilience.launched import Launched
+
+MIB = 64.0  # most that an attack may cost a process
+HEARTBEAT = 1.0  # seconds (resilience.interval): most that it may cost the training or the driver
+_NOBODY = 65534
+
+
+@dataclass(frozen=True)
+class AttackCost:
+    """What one attack on one port came to.
+
+    Attributes:
+        attack, port: which; the port by who listens there.
+        did: what the attacker got done.
+        mib: the most memory that the process took above what it had.
+        step: longest time between two steps, seconds above the longest of a quiet time before.
+        answer: longest time in which the driver gave its owner no answer, seconds, as `step`; None: not reached.
+    """
+
+    attack: str
+    port: str
+    did: str
+    mib: float
+    step: float
+    answer: float | None
+
+    @property
+    def held(self) -> bool:
+        """Within what it may cost."""
+        return self.mib <= MIB and self.step <= HEARTBEAT and (self.answer or 0.0) <= HEARTBEAT
+
+
+def register(app: typer.Typer) -> None:
+    """Add `bench hostile`."""
+    app.command("hostile")(hostile)
+
+
+def hostile(
+    seconds: float = typer.Option(5.0, min=0.5, help="How long each attack goes on."),
+    files: bool = typer.Option(True, help="Also read crafted checkpoints and models."),
+    out: Path = typer.Option(Path("bench-hostile.json"), help="JSON file for the figures."),
+) -> None:
+    """Attack a launched job as a stranger would, and print what each attack cost in memory and time.
+
+    A tiny model, two ranks on two nodes, one spare, on CPU. Each port of the driver and of the host's services gets
+    floods, slow senders and malformed frames; the API long bodies too; files of another user stand where services put
+    theirs (as root only). The job must go on with the steps and weights of a quiet run, without a restart. Crafted
+    checkpoints and Hugging Face folders must be refused. Exit 1 if anything cost more than 64 MiB or one heartbeat.
+
+    Example: megascale bench hostile --seconds 5
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from megascale.bench.resilience.launched import make
+    from megascale.errors import TrainingError
+
+    console = Console(highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="megascale-hostile-") as name:
+        folder = Path(name)
+        file = make(folder)
+        costs, wrong, facts = _attack(file, seconds, console)
+        read = _files(folder, console) if files else []
+    table = Table("attack", "port", "MiB", "step late, s", "answer late, s", "what came of it", title="hostile")
+    for cost in costs:
+        late = "-" if cost.answer is None else f"{cost.answer:.2f}"
+        table.add_row(cost.attack, cost.port, f"{cost.mib:.1f}", f"{cost.step:.2f}", late, cost.did)
+    console.print(table)
+    wrong += [f"{c.attack} on {c.port}: {c.mib:.0f} MiB, {c.step:.1f} s" for c in costs if not c.held]
+    wrong += [f"{c.name}: {c.said or f'{c.mib:.0f} MiB'}" for c in read if not c.refused or c.mib > MIB]
+    if read:
+        worst = max(read, key=lambda c: c.mib)
+        console.print(f"{len(read)} crafted files, the dearest {worst.name}: {worst.mib:.0f} MiB")
+    about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
+    about |= {"machine": platform.processor() or platform.machine(), "load": list(os.getloadavg()), "seconds": seconds}
+    about |= facts | {"attacks": [asdict(c) for c in costs], "files": [asdict(c) for c in read], "wrong": wrong}
+    out.write_text(strict_json.dumps(about, indent=1))
+    console.print(f"figures: {out}")
+    if wrong:
+        raise TrainingError("; ".join(wrong))
+
+
+def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost], list[str], dict[str, Any]]:
+    """All attacks on a job, and what is wrong with it afterwards."""
+    import torch
+
+    from megascale.bench.resilience.hostile_attacks import ATTACKS
+    from megascale.bench.resilience.job_processes import RANK, ports
+    from megascale.bench.resilience.launched import Launched
+    from megascale.checkpoint import latest
+
+    words = ["--train.steps=1000000", "--checkpoint.interval=20"]
+    job = Launched(file, "attacked", words, pace=0.05)
+    costs: list[AttackCost] = []
+    wrong: list[str] = []
+    calm: Launched | None = None
+    try:
+        if job.first(lambda entry: entry.kind == "first_step") is None:
+            return [], [f"the job did not start: {job.output.read_text()[-2000:]}"], {}
+        planted = _plant(job)
+        with _watch(job) as quiet:
+            time.sleep(seconds)
+        open_ports = ports(job.process.pid)
+        api = _api_port(job)
+        seen: set[tuple[str, str]] = set()
+        for port in sorted(open_ports, key=lambda p: (p.role, p.address[1])):
+            is_api = port.role == "driver" and port.address[1] == api
+            named = "driver's API" if is_api else "driver's agents" if port.role == "driver" else port.role
+            for attack in ATTACKS:
+                # What speaks torch's own protocols is not kept by us: docs/security.md says what keeps it.
+                foreign = port.role == RANK and attack.frames
+                if foreign or (attack.http and not is_api) or (attack.name, named) in seen:
+                    continue
+                seen.add((attack.name, named))
+                costs.append(_one(job, port, named, attack, seconds, quiet, api))
+                console.print(f"{attack.name} on {named}: {costs[-1].mib:.1f} MiB, {costs[-1].did}")
+                if job.process.poll() is not None:
+                    return costs, [f"{attack.name} on {named} ended the job"], {}
+        job.process.send_signal(signal.SIGINT)
+        job.end()
+        attempts = [e for e in job.events() if e.kind == "attempt_started"]
+        if len(attempts) != 1:
+            wrong.append(f"the job was started {len(attempts)} times")
+        step = latest(job.run / "checkpoints")
+        calm = Launched(file, "calm", [*words, f"--train.stop_after={step}"], pace=0.001)
+        code = calm.end()
+        if code or latest(calm.run / "checkpoints") != step:
+            wrong.append(f"the quiet run ended with {code} at step {latest(calm.run / 'checkpoints')}, not {step}")
+        else:
+            ours, theirs = job.weights(), calm.weights()
+            if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
+                wrong.append("the weights are not those of a quiet run")
+        facts = {"steps": step, "planted": planted, "quiet_step": quiet.step}
+        console.print(
+            f"{step} steps in one attempt; {planted} files planted; not attacked: {', '.join(spared)} (torch)"
+        )
+        return costs, wrong, facts
+    finally:
+        for each in (job, calm):
+            if each is not None and each.process.poll() is None:
+                os.killpg(each.process.pid, signal.SIGKILL)
+                each.process.wait()
+
+
+def _one(job: Launched, port: Any, named: str, attack: Any, seconds: float, quiet: Watched, api: int) -> AttackCost:
+    from megascale.bench.resilience.job_processes import forget_most, memory
+
+    forget_most(port.pid)
+    before, _ = memory(port.pid)
+    with _watch(job) as seen:
+        did = attack.run(port.address, seconds)
+    _, most = memory(port.pid)
+    step = max(0.0, seen.step - quiet.step)
+    answer = max(0.0, seen.answer - quiet.answer) if port.address[1] != api else None
+    return AttackCost(attack.name, named, did, max(0, most - before) / 2**20, step, answer)
+
+
+@dataclass
+class Watched:
+    """step, answer: the longest time, in seconds, without a step, and that the driver took to answer its owner."""
+
+    step: float = 0.0
+    answer: float = 0.0
+
+
+@contextmanager
+def _watch(job: Launched) -> Iterator[Watched]:
+    """Look at steps and answers all the while."""
+    found, over = Watched(), threading.Event()
+
+    def steps() -> None:
+        last, since = job.step(), time.monotonic()
+        while not over.wait(0.01):
+            now, at = time.monotonic(), job.step()
+            found.step = max(found.step, now - since)
+            if at != last:
+                last, since = at, now
+
+    def answers() -> None:
+        from megascale.cli.jobs import _ask
+        from megascale.errors import MegascaleError
+
+        since = time.monotonic()
+        while not over.wait(0.1):
+            began = time.monotonic()
+            try:
+                _ask(job.run, "GET", "/v1/job")
+                since = began
+            except MegascaleError:
+                pass
+            found.answer = max(found.answer, time.monotonic() - since)
+            since = time.monotonic() if since == began else since
+
+    threads = [threading.Thread(target=steps), threading.Thread(target=answers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _api_port(job: Launched) -> int:
+    from urllib.parse import urlsplit
+
+    from megascale.resilience.protocol.contact import read_contact
+
+    return urlsplit(read_contact(job.run).api).port or 0
+
+
+def _plant(job: Launched) -> int:
+    """Files of another user where the job's services put theirs, under the names that those have: a restart of one
+    must not be stopped by them. How many could be planted."""
+    from megascale.bench.resilience.hostile_attacks import plant
+
+    if os.geteuid():
+        return 0
+    names = [
+        f"{name}{end}" for name in os.listdir("/dev/shm") if "megascale" in name for end in (".tmp", ".lock", "-0")
+    ]
+    return plant("/dev/shm", names[:100], _NOBODY) + plant(tempfile.gettempdir(), ["megascale-0.lock"], _NOBODY)
+
+
+def _files(folder: Path, console: Any) -> list[FileCost]:
+    from megascale.bench.resilience.hostile_files import FileCost
+
+    place = folder / "crafted"
+    place.mkdir()
+    sound = folder / "runs" / "calm"
+    words = [sys.executable, "-m", "megascale.bench.resilience.hostile_files", str(place), str(sound)]
+    found = []
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            found.append(FileCost(**json.loads(line)))
+            if not found[-1].refused:
+                console.print(f"{found[-1].name}: {found[-1].said}", markup=False)
+    return [cost for cost in found if cost.name != "sound"]
