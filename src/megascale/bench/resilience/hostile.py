@@ -161,9 +161,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
             if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
                 wrong.append("the weights are not those of a quiet run")
         facts = {"steps": step, "planted": planted, "quiet_step": quiet.step}
-        console.print(
-            f"{step} steps in one attempt; {planted} files planted; not attacked: {', '.join(spared)} (torch)"
-        )
+        console.print(f"{step} steps in one attempt; {planted} files planted")
         return costs, wrong, facts
     finally:
         for each in (job, calm):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.core import shared_token
 from megascale.resilience.protocol.contact import folder
+from megascale.services import shared_token
 
 READ, ACT = "token.read", "token.act"
 

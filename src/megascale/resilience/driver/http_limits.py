@@ -24,8 +24,8 @@ from uvicorn.config import Config as ServerConfig
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from megascale.core.shared_token import same
 from megascale.resilience.driver.api_tokens import ApiTokens
+from megascale.services.shared_token import same
 
 log = logging.getLogger("megascale.driver")
 
