@@ -32,6 +32,7 @@ BENCHES: tuple[str, ...] = (
     "checkpoint.checkpoint_bench",
     "resilience.hang_bench",
     "resilience.driver_bench",
+    "resilience.fuzz",
     "resilience.hostile",
     "resilience.recovery_bench",
 )

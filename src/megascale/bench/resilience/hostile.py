@@ -89,7 +89,10 @@ def hostile(
     with tempfile.TemporaryDirectory(prefix="megascale-hostile-") as name:
         folder = Path(name)
         file = make(folder)
-        costs, wrong, facts = _attack(file, seconds, console)
+        with _planted() as planted:
+            costs, wrong, facts = _attack(file, seconds, console)
+        console.print(f"{planted} files of another user stood in shared memory")
+        facts["planted"] = planted
         read = _files(folder, console) if files else []
     table = Table("attack", "port", "MiB", "step late, s", "answer late, s", "what came of it", title="hostile")
     for cost in costs:
@@ -119,7 +122,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
     from megascale.bench.resilience.launched import Launched
     from megascale.checkpoint import latest
 
-    words = ["--train.steps=1000000", "--checkpoint.interval=20"]
+    words = ["--train.steps=1000000", "--checkpoint.interval=20", "--data.loader=host"]
     job = Launched(file, "attacked", words, pace=0.05)
     costs: list[AttackCost] = []
     wrong: list[str] = []
@@ -127,7 +130,6 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
     try:
         if job.first(lambda entry: entry.kind == "first_step") is None:
             return [], [f"the job did not start: {job.output.read_text()[-2000:]}"], {}
-        planted = _plant(job)
         with _watch(job) as quiet:
             time.sleep(seconds)
         open_ports = ports(job.process.pid)
@@ -160,8 +162,8 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
             ours, theirs = job.weights(), calm.weights()
             if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
                 wrong.append("the weights are not those of a quiet run")
-        facts = {"steps": step, "planted": planted, "quiet_step": quiet.step}
-        console.print(f"{step} steps in one attempt; {planted} files planted")
+        facts = {"steps": step, "quiet_step": quiet.step}
+        console.print(f"{step} steps in one attempt")
         return costs, wrong, facts
     finally:
         for each in (job, calm):
@@ -238,17 +240,19 @@ def _api_port(job: Launched) -> int:
     return urlsplit(read_contact(job.run).api).port or 0
 
 
-def _plant(job: Launched) -> int:
-    """Files of another user where the job's services put theirs, under the names that those have: a restart of one
-    must not be stopped by them. How many could be planted."""
+@contextmanager
+def _planted() -> Iterator[int]:
+    """Files of another user where the loaders of this one have theirs, under such names; how many."""
     from megascale.bench.resilience.hostile_attacks import plant
+    from megascale.data.loader.ring import MOUNT, prefix
 
-    if os.geteuid():
-        return 0
-    names = [
-        f"{name}{end}" for name in os.listdir("/dev/shm") if "megascale" in name for end in (".tmp", ".lock", "-0")
-    ]
-    return plant("/dev/shm", names[:100], _NOBODY) + plant(tempfile.gettempdir(), ["megascale-0.lock"], _NOBODY)
+    names = [f"{prefix()}{number:016x}" for number in range(20)]
+    made = plant(str(MOUNT), names, _NOBODY) if not os.geteuid() else 0
+    try:
+        yield made
+    finally:
+        for name in names if made else ():
+            (MOUNT / name).unlink(missing_ok=True)
 
 
 def _files(folder: Path, console: Any) -> list[FileCost]:

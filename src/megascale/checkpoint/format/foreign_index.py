@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megascale import torch_private
+from megascale.core.plain_pickle import check_pickle
+from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+_MOST_BYTES = 4 << 30  # of an index: ten million chunks
 _TORCH = "torch.distributed.checkpoint"
 _DTYPES = (
     *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
@@ -80,7 +83,9 @@ class _Unpickler(pickle.Unpickler):
 def read_index(path: Path) -> Metadata:
     """The index of a checkpoint's folder; DataError if the file holds anything else than that."""
     try:
-        return _index(_Unpickler(path.read_bytes()).load())
+        data = read_bounded(path, _MOST_BYTES)
+        check_pickle(data)
+        return _index(_Unpickler(data).load())
     except DataError as error:
         raise DataError(f"{str(path)!r} is not a torch distributed checkpoint's index: {error}") from None
     except Exception as error:  # a pickle that lies fails in any way it likes

@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megascale.core import strict_json
+from megascale.core.untrusted_files import read_bounded
 from megascale.data.dataset.compressors import Compressed
 from megascale.errors import DataError
 
 NAME = "dataset.json"
 FORMAT = 1
+_MOST_BYTES = 16 << 20  # of a manifest, which has a few kilobytes
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def read_manifest(folder: str | Path) -> Manifest | None:
     """The manifest of a data set's folder, None if it has none; DataError if it cannot be understood."""
     path = Path(folder) / NAME
     try:
-        record = json.loads(path.read_text())
+        record = strict_json.loads(read_bounded(path, _MOST_BYTES), _MOST_BYTES)
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']} where {FORMAT} is known")
         parts = {}

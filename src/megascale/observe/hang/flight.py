@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megascale.core import strict_json
 from megascale.core.calls import Call, CallRecord, Counts, Waiting
+from megascale.core.plain_pickle import check_pickle
+from megascale.core.untrusted_files import read_bounded
 from megascale.errors import DataError
 
 _MAX_BYTES = 1 << 30
@@ -35,12 +38,16 @@ class FlightDump:
 
 def read_flight(file: Path, rank: int | None = None, world: int = 0) -> FlightDump:
     """Read one rank's dump; DataError if it is none."""
-    if file.stat().st_size > _MAX_BYTES:
-        raise DataError(f"{file} is over 1 GiB, which no flight-recorder dump is")
-    data = file.read_bytes()
     try:
-        dump = json.loads(data) if data[:1] in b"{ \n" else _Plain(io.BytesIO(data)).load()
+        data = read_bounded(file, _MAX_BYTES)
+        if data[:1] in b"{ \n":
+            dump = strict_json.loads(data)
+        else:
+            check_pickle(data)
+            dump = _Plain(io.BytesIO(data)).load()
         return _convert(dump, _rank_of(file) if rank is None else rank, world)
+    except FileNotFoundError:
+        raise
     except Exception as error:  # a dump that lies, or is cut off, fails in any way it likes
         raise DataError(f"{file} is no flight-recorder dump that this version reads: {error}") from None
 
