@@ -79,6 +79,14 @@ def test_an_event_that_cannot_be_written_ends_nothing(run):
     journal.close()
 
 
+def test_they_are_given_back_with_their_owner():
+    before = len(os.listdir("/proc/self/fd"))
+    spare = SpareDescriptors()
+    assert len(os.listdir("/proc/self/fd")) == before + 8
+    del spare
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_other_errors_are_not_hidden():
     spare = SpareDescriptors()
 

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import sqlite3
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ class SpareDescriptors:
 
     def __init__(self) -> None:
         self._held: list[int] = []
+        weakref.finalize(self, _close, self._held)
         self._fill()
 
     def lend(self, write: Callable[[], Made]) -> Made:
@@ -47,8 +49,7 @@ class SpareDescriptors:
 
     def close(self) -> None:
         """Give them up."""
-        while self._held:
-            os.close(self._held.pop())
+        _close(self._held)
 
     def _is_full(self, error: Exception) -> bool:
         if isinstance(error, OSError):
@@ -68,3 +69,8 @@ class SpareDescriptors:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
+
+
+def _close(held: list[int]) -> None:
+    while held:
+        os.close(held.pop())
