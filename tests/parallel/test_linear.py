@@ -74,10 +74,6 @@ class _Given(LinearPrecision):
 def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_that_backward_has():
     linears, held = _Given(), []
     x, w, v = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, 2, 8), (5, 8), (4, 5)]))
-        randn(3, 2, 8).requires_grad_(),
-        randn(5, 8, seed=1).requires_grad_(),
-        randn(4, 5, seed=2).requires_grad_(),
-    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         y = linear_scatter(linears, gather_linear(x, w, None, linears, given="of x"), v, given=["of y"])
     assert linears.given == ["of x", "of y"]
