@@ -13,11 +13,13 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from megascale.core.grid import Grid
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
 from megascale.resilience.agent.trainers import Trainers
+from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
@@ -27,7 +29,7 @@ def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict
     beat = Heartbeat("job", 1, "n0", 1, 0, workers=workers, disks=disks)
     member = RankView("n0", tuple(w.rank for w in workers), 100.0, beat, deque([(100.0, beat)]))
     view = View("job", 1, "starting", 100.0, 90.0, [member], Grid(data=len(workers)), 5.0, 1.0, 60.0)
-    return rules.judge(Heartbeat.from_json(beat.to_json()) and view)
+    return rules.judge(FROM_AGENT.decode(FROM_AGENT.encode(beat)) and view)
 
 
 def ended(tmp_path: Path, words: list[str], ranks: int = 1, port: int = 1, before=None) -> list[Verdict]:
@@ -38,7 +40,7 @@ def ended(tmp_path: Path, words: list[str], ranks: int = 1, port: int = 1, befor
         changed = asyncio.Event()
         mine = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
         mine.serve()
-        order = {"attempt": 1, "job": "tiny", "ranks": list(range(ranks)), "world": ranks, "words": words}
+        order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), tuple(words))
         try:
             async with asyncio.timeout(120):
                 while not mine._ready and mine._server is not None:
@@ -46,7 +48,7 @@ def ended(tmp_path: Path, words: list[str], ranks: int = 1, port: int = 1, befor
                     await changed.wait()
                 if before is not None:
                     before(mine)
-                mine.start(order | {"env": {}, "master": ["127.0.0.1", port]}, "127.0.0.1")
+                mine.start(replace(order, master=("127.0.0.1", port)), "127.0.0.1")
                 while not any(t.status for t in mine.trainers.values()):
                     changed.clear()
                     await changed.wait()

@@ -74,8 +74,8 @@ def state_of(run: Path) -> dict[str, str]:
     }
 
 
-def run(count: int, seed: int, folder: Path, report: Report) -> None:
-    """Make the run once, then `count` cases on copies of it."""
+def run(cases: range, seed: int, folder: Path, report: Report) -> None:
+    """Make the run once, then the cases on copies of it."""
     rng = random.Random(seed)
     _write_data(folder / "data", seed)
     file = folder / "soak.toml"
@@ -83,7 +83,7 @@ def run(count: int, seed: int, folder: Path, report: Report) -> None:
     _train(load(file, [f"--train.stop_after={_STOPPED}"]))
     keys = [key for key in _keys() if key not in _LEFT_OUT]
     chosen: list[str] = []
-    for number in range(count):
+    for number in cases:
         if not chosen:  # all settings before one comes again
             chosen = rng.sample(keys, len(keys))
         runs = folder / f"case-{number}"

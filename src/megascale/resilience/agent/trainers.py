@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from megascale.core.failure import room
 from megascale.core.status import read_status
+from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
 
 # Imported once by the fork server; by name, as this package does not know the trainer's.
@@ -155,32 +156,32 @@ class Trainers:
 
     # an attempt -----------------------------------------------------------------------------------------------------
 
-    def start(self, order: dict[str, Any], address: str) -> None:
-        """Fork the ranks of an attempt. `order`: as the driver sends it (see driver.start_order)."""
+    def start(self, order: Start, address: str) -> None:
+        """Fork the ranks of an attempt. `order`: as the driver sends it."""
         assert not self.running(), "the attempt before must have ended"
-        self.attempt = order["attempt"]
-        if order.get("fresh") or self._sock is None:
+        self.attempt = order.attempt
+        if order.fresh or self._sock is None:
             self.serve()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.trainers = {}
-        for local, rank in enumerate(order["ranks"]):
+        for local, rank in enumerate(order.ranks):
             log = logs / f"rank-{rank}.log"
             start = log.stat().st_size if log.exists() else 0
             self.trainers[rank] = TrainerProcess(rank, log, start, changed=time.monotonic())
-            env = order["env"] | {
+            env = order.env | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(len(order["ranks"])),
-                "WORLD_SIZE": str(order["world"]),
-                "MASTER_ADDR": order["master"][0],
-                "MASTER_PORT": str(order["master"][1]),
-                "MEGASCALE_JOB": order["job"],
+                "LOCAL_WORLD_SIZE": str(len(order.ranks)),
+                "WORLD_SIZE": str(order.world),
+                "MASTER_ADDR": order.master[0],
+                "MASTER_PORT": str(order.master[1]),
+                "MEGASCALE_JOB": order.job,
                 "MEGASCALE_ATTEMPT": str(self.attempt),
                 "MEGASCALE_NODE": self.folder.name,
                 "MEGASCALE_NODE_ADDRESS": address,
             }
-            request = {"rank": rank, "attempt": self.attempt, "env": env, "words": order["words"], "log": str(log)}
+            request = {"rank": rank, "attempt": self.attempt, "env": env, "words": order.words, "log": str(log)}
             assert self._sock is not None
             self._send(json.dumps(request).encode() + b"\n")
 

@@ -8,7 +8,6 @@ come (or `_decide_by`); then the highest attempt among them is the job's.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from megascale.core.events import Event
 from megascale.resilience.driver.attempts import Attempts
@@ -18,9 +17,8 @@ from megascale.resilience.driver.nodes import Node, Nodes, Note
 from megascale.resilience.driver.placement import TOGETHER
 from megascale.resilience.driver.response import Response
 from megascale.resilience.driver.transitions import FIELDS, JobEvent
+from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.rules.verdicts import Verdict
-
-_LIMIT = 200_000  # characters of a state that an agent holds
 
 
 class Adoption:
@@ -46,7 +44,7 @@ class Adoption:
         """Do nothing before the agents have said what they hold."""
         self.unsure, self._decide_by = True, now + max(TOGETHER, 2 * self._window)
 
-    def came(self, node: Node, hello: dict[str, Any]) -> None:
+    def came(self, node: Node, hello: Hello) -> None:
         """A node came: keep what it holds (an attempt that is newer than the journal's shows that the journal is
         behind), and have it do what it has missed."""
         node.held = _held(hello, self._job.state.name)
@@ -121,15 +119,15 @@ class Adoption:
             self._attempts.stop(JobEvent.RESTARTED, why)
 
 
-def _held(hello: dict[str, Any], name: str) -> tuple[JobState, bool] | None:
+def _held(hello: Hello, name: str) -> tuple[JobState, bool] | None:
     """(the job as the agent's trainers were started, whether they have done a step); None: it holds no trainers."""
-    held = hello.get("held")
-    if type(held) is not dict or type(held.get("state")) is not str or len(held["state"]) > _LIMIT:
+    held = hello.held
+    if held is None:
         return None
     try:
-        job = JobState.from_json(held["state"])
+        job = JobState.from_json(held.state)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if job.name != name or job.attempt != hello["attempt"] or hello["node"] not in job.placement:
+    if job.name != name or job.attempt != hello.attempt or hello.node not in job.placement:
         return None
-    return job, held.get("stepped") is True
+    return job, held.stepped

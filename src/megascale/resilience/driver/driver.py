@@ -55,6 +55,7 @@ from megascale.resilience.driver.response import Response
 from megascale.resilience.driver.self_checks import SelfChecks
 from megascale.resilience.driver.telemetry import Telemetry
 from megascale.resilience.driver.transitions import JobEvent
+from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.protocol.contact import Contact, make_token, write_contact
 
 TICK = 0.25  # seconds between looks when nothing happens
@@ -136,20 +137,20 @@ class Driver:
         contact = Contact(self.job.state.name, self.journal.epoch, os.getpid(), self.address, api_url)
         write_contact(self.run_folder, contact)
 
-    def _outgrown(self, hello: dict[str, Any]) -> None:
+    def _outgrown(self, hello: Hello) -> None:
         """A node knows a newer driver than the journal does: the journal was removed, or is an older one.
 
         Its epoch is taken over; Fenced if another driver is in office. Attempts: see `Attempts.begin`.
         """
-        before, theirs = self.journal.epoch, hello["epoch"]
+        before, theirs = self.journal.epoch, hello.epoch
         self.journal.raise_epoch(theirs + 1)
         self.job.apply(JobEvent.OPENED, epoch=self.journal.epoch)
         self.announce(self.api_url)
         text = (
-            f"{hello['node']} knows a driver of epoch {theirs} and attempt {hello['attempt']}, the journal only epoch "
+            f"{hello.node} knows a driver of epoch {theirs} and attempt {hello.attempt}, the journal only epoch "
             f"{before}: it was removed or is an old one; this driver goes on as epoch {self.journal.epoch}"
         )
-        self.note(Event.JOURNAL_DAMAGED, nodes=(hello["node"],), evidence=(text,))
+        self.note(Event.JOURNAL_DAMAGED, nodes=(hello.node,), evidence=(text,))
 
     async def run(self) -> int:
         """Work until the job has ended; returns its exit code. Raises Fenced when another driver has taken over."""

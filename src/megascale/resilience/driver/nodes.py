@@ -8,8 +8,10 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
@@ -20,6 +22,7 @@ from megascale.resilience.driver.job_state import JobState, NodeRecord, NodeStat
 from megascale.resilience.driver.loop_tasks import LoopTasks
 from megascale.resilience.driver.transitions import NodeEvent
 from megascale.resilience.protocol.agent_channel import AgentChannel
+from megascale.resilience.protocol.agent_messages import Diagnosed
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.view import HISTORY, RankView
 
@@ -59,7 +62,7 @@ class Node:
     port: int = 0
     heartbeat: Heartbeat | None = None
     history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    report: dict[str, Any] | None = None
+    report: Diagnosed | None = None
     checking: int = 0
     tested: float = 0.0
     held: tuple[JobState, bool] | None = None
@@ -83,7 +86,7 @@ class Node:
         """Take in a heartbeat; what never changes is kept once."""
         old = self.heartbeat
         if old is not None and (old.hardware, old.versions) == (heartbeat.hardware, heartbeat.versions):
-            heartbeat = replace(heartbeat, hardware=old.hardware, versions=old.versions)
+            heartbeat = msgspec.structs.replace(heartbeat, hardware=old.hardware, versions=old.versions)
         self.last_seen, self.heartbeat, self.attempt = now, heartbeat, heartbeat.attempt
         self.history.append((now, heartbeat))
 

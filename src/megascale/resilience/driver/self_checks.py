@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from megascale.core.events import Event
 from megascale.resilience.driver.attempts import Attempts
@@ -13,6 +12,7 @@ from megascale.resilience.driver.job_state import Phase
 from megascale.resilience.driver.nodes import Node, Nodes, Note
 from megascale.resilience.driver.recovery import Recovery
 from megascale.resilience.driver.transitions import JobEvent
+from megascale.resilience.protocol.agent_messages import Diagnosed
 
 
 class SelfChecks:
@@ -47,7 +47,7 @@ class SelfChecks:
         if any(n.report is None for n in asked) and not late:
             return
         for node in asked:
-            self.take_in(node, node.report or {"code": 1, "said": "no result in time"})
+            self.take_in(node, node.report or Diagnosed(self._attempts.order, 1, said="no result in time"))
         if self._job.phase is Phase.DIAGNOSING:
             self._job.apply(JobEvent.TESTED)
 
@@ -61,18 +61,18 @@ class SelfChecks:
                 node.checking = self._spare_orders
                 self._order(node, node.checking)
 
-    def received(self, node: Node, report: dict[str, Any]) -> None:
+    def received(self, node: Node, report: Diagnosed) -> None:
         """A node has tested itself."""
-        if report.get("order") == self._attempts.order:
+        if report.order == self._attempts.order:
             node.report = report
-        elif report.get("order") == node.checking:
+        elif report.order == node.checking:
             node.checking = 0
             self.take_in(node, report)
 
-    def take_in(self, node: Node, report: dict[str, Any]) -> None:
+    def take_in(self, node: Node, report: Diagnosed) -> None:
         """Take in the result of a node's self-checks; one that failed is taken out."""
-        said = str(report.get("said", "")).strip()[-500:]
-        passed = not report.get("code")
+        said = report.said.strip()[-500:]
+        passed = not report.code
         node.tested = time.time() if passed else 0.0
         verdict = "passed" if passed else f"failed: {said or 'see its report'}"
         role = "" if node.name in self._job.state.placement else "spare "
@@ -81,7 +81,7 @@ class SelfChecks:
             nodes=(node.name,),
             action="none" if passed else "evict",
             evidence=(f"self-checks of {role}{node.name} {verdict}",),
-            report=report.get("report", ""),
+            report=report.report,
         )
         if not passed:
             self._recovery.reasons[node.name] = f"self-checks {verdict}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 from megascale.core.events import Event
 from megascale.resilience.driver.adoption import Adoption
@@ -20,8 +19,10 @@ from megascale.resilience.driver.response import Response
 from megascale.resilience.driver.self_checks import SelfChecks
 from megascale.resilience.driver.transitions import NodeEvent
 from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.agent_messages import Diagnosed, Hello, Lines, StartFailed, Stopped
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.exits import failed_start
+from megascale.services.messages import Message
 
 GONE = 0.1  # grace period, seconds, after a connection has closed in which its agent may come again or end
 _REFUSALS = 10_000  # different ones that are written down
@@ -54,7 +55,7 @@ class Telemetry:
         adoption: Adoption,
         lost: LostNodes,
         tasks: LoopTasks,
-        outgrown: Callable[[dict[str, Any]], None],
+        outgrown: Callable[[Hello], None],
         say: Callable[[str, str], None],
         note: Note,
     ) -> None:
@@ -63,18 +64,18 @@ class Telemetry:
         self._outgrown, self._say, self._note = outgrown, say, note
         self._refusals: set[tuple[str, ...]] = set()
 
-    def joined(self, channel: agent_channel.AgentChannel, hello: dict[str, Any]) -> str:
+    def joined(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
         """A node's agent has come, or come again."""
-        if hello["epoch"] > self._job.state.epoch:
+        if hello.epoch > self._job.state.epoch:
             self._outgrown(hello)
-        name, now = hello["node"], time.monotonic()
+        name, now = hello.node, time.monotonic()
         if self._job.phase in ENDED:
             return f"the job is {self._job.phase}"
         node = self._nodes.known(name)
         if node.channel is not None:
             node.channel.close()  # a connection that broke unnoticed, or an agent started anew
-        again, node.boot = node.boot not in ("", hello["boot"]), hello["boot"]
-        node.channel, node.last_seen, node.attempt = channel, now, hello["attempt"]
+        again, node.boot = node.boot not in ("", hello.boot), hello.boot
+        node.channel, node.last_seen, node.attempt = channel, now, hello.attempt
         channel.send_message(do="welcome", epoch=self._job.state.epoch, version=agent_channel.VERSION)
         self._came(node, hello)
         if again or node.attempt < self._job.state.attempt:
@@ -83,16 +84,16 @@ class Telemetry:
         self._tasks.wake.set()
         return ""
 
-    def _came(self, node: Node, hello: dict[str, Any]) -> None:
+    def _came(self, node: Node, hello: Hello) -> None:
         """Remember where it is and what its machine is like."""
-        facts = {"pod": hello["pod"], "hardware": hello["hardware"], "versions": hello["versions"]}
-        about = {"address": hello["address"], "facts": facts}
-        if node.state is NodeState.UP and (node.record.address, node.record.facts) == (hello["address"], facts):
+        facts = {"pod": hello.pod, "hardware": hello.hardware, "versions": hello.versions}
+        about = {"address": hello.address, "facts": facts}
+        if node.state is NodeState.UP and (node.record.address, node.record.facts) == (hello.address, facts):
             return
         new = node.state not in (NodeState.UP, NodeState.EVICTED)
         self._nodes.change(node.name, NodeEvent.CAME, **about, **({"why": "its agent came"} if new else {}))
         if new:
-            text = f"{node.name} at {hello['address']} joined"
+            text = f"{node.name} at {hello.address} joined"
             self._note(Event.NODE_JOINED, nodes=(node.name,), evidence=(text,))
 
     def beat(self, name: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
@@ -106,23 +107,22 @@ class Telemetry:
         if _stages(before) != _stages(heartbeat):
             self._tasks.wake.set()
 
-    def received(self, name: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None:
+    def received(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
         """Any other message of a node."""
         node = self._nodes[name]
         if channel is not node.channel:
             return
         node.last_seen = time.monotonic()
-        if message["do"] == "stopped" and message.get("order") == self._attempts.order:
-            node.acknowledged, node.port = self._attempts.order, int(message.get("port", 0))
-        elif message["do"] == "diagnosed":
+        if isinstance(message, Stopped) and message.order == self._attempts.order:
+            node.acknowledged, node.port = self._attempts.order, message.port
+        elif isinstance(message, Diagnosed):
             self._checks.received(node, message)
-        elif message["do"] == "failed":
-            why, number = f"{name}: {str(message.get('why'))[:500]}", message.get("errno")
-            ranks = self._job.state.ranks(name)
-            self._response.act([failed_start(name, ranks, why, number if type(number) is int else 0)])
-        elif message["do"] == "lines":
-            for line in message.get("lines", [])[:200]:
-                self._say(f"rank {message.get('rank')}", str(line))
+        elif isinstance(message, StartFailed):
+            why = f"{name}: {message.why[:500]}"
+            self._response.act([failed_start(name, self._job.state.ranks(name), why, message.errno)])
+        elif isinstance(message, Lines):
+            for line in message.lines:
+                self._say(f"rank {message.rank}", line)
         self._tasks.wake.set()
 
     def left(self, name: str, channel: agent_channel.AgentChannel) -> None:
