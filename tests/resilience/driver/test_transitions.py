@@ -152,7 +152,7 @@ def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
         assert (seen & ENDED) if phase not in ENDED else seen == {phase}
 
 
-def test_an_evicted_node_stays_evicted_until_a_person_allows_it():
+def test_an_evicted_node_is_not_used_until_a_person_allows_it():
     state = JobState("a", nodes={"n0": NodeRecord(NodeState.EVICTED)})
     for event in (NodeEvent.CAME, NodeEvent.GONE, NodeEvent.CORDONED, NodeEvent.UNCORDONED, NodeEvent.EVICTED):
         assert follow_node(state, "n0", event, {}).nodes["n0"].state is NodeState.EVICTED

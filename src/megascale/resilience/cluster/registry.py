@@ -1,22 +1,15 @@
-"""Which clusters there are, by the name that `resilience.cluster` gives: here, or registered by another package.
-
-A package registers one with `register_cluster` when it is imported, or without an import by an entry point of the group
-`megascale.clusters` whose object is the function that makes it.
-"""
+"""Which clusters there are, by the name that `resilience.cluster` gives: here, or registered by another package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from megascale.config import Config
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.cluster.local import LocalCluster
-
-GROUP = "megascale.clusters"
 
 
 @dataclass(frozen=True)
@@ -36,35 +29,31 @@ class ClusterRequest:
 
 MakeCluster = Callable[[ClusterRequest], Cluster]
 
-_MAKERS: dict[str, MakeCluster] = {
-    "local": lambda request: LocalCluster(request.run, [list(group) for group in request.devices])
-}
+
+def _local(request: ClusterRequest) -> Cluster:
+    return LocalCluster(request.run, [list(group) for group in request.devices])
+
+
+_MAKERS: dict[str, MakeCluster] = {"local": _local}
 
 
 def register_cluster(name: str, make: MakeCluster) -> None:
     """Let `resilience.cluster=name` mean what `make` makes. ConfigError for a name that means another one already."""
-    if _MAKERS.get(name, make) is not make:
+    if _MAKERS.setdefault(name, make) is not make:
         raise ConfigError(f"a cluster {name!r} is registered already; register yours under another name")
-    _MAKERS[name] = make
-
-
-def known_clusters() -> list[str]:
-    """Names that `resilience.cluster` may have."""
-    return sorted({*_MAKERS, *(point.name for point in entry_points(group=GROUP))})
 
 
 def check_cluster(name: str) -> None:
     """ConfigError, with the list, for a name that none has."""
-    if name not in known_clusters():
-        raise ConfigError(f"resilience.cluster={name} is not known; there are: {', '.join(known_clusters())}")
+    if name not in _MAKERS:
+        known = ", ".join(sorted(_MAKERS))
+        raise ConfigError(
+            f"resilience.cluster={name} is not known; there are: {known}; others come with a package that registers "
+            "them (docs/resilience.md)"
+        )
 
 
 def make_cluster(request: ClusterRequest) -> Cluster:
     """The cluster that the configuration names. ConfigError for an unknown one."""
-    name = request.config.resilience.cluster
-    check_cluster(name)
-    make = _MAKERS.get(name)
-    if make is None:
-        (point, *_) = entry_points(group=GROUP, name=name)
-        make = point.load()
-    return make(request)
+    check_cluster(request.config.resilience.cluster)
+    return _MAKERS[request.config.resilience.cluster](request)

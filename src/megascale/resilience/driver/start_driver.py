@@ -24,6 +24,7 @@ from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.journal import FILE, JournalFenced, JournalReader
 from megascale.resilience.driver.lasting_journal import LastingJournal, lacks_room, no_room
+from megascale.resilience.plugins import load_plugins
 from megascale.resilience.protocol import contact
 
 
@@ -63,6 +64,7 @@ def size(config: Config, gpus: int) -> Size:
 
 def prepare(config: Config) -> tuple[Config, Size]:
     """The configuration as the trainers will read it, and the job's size. ConfigError for an unknown cluster."""
+    load_plugins()
     check_cluster(config.resilience.cluster)
     gpus = gpu_count()
     found = size(config, gpus)
