@@ -27,9 +27,9 @@ def write_model(folder: Path, family: str) -> None:
     from safetensors.torch import save_file
 
     from megascale.config import from_tree
+    from megascale.core.inventory import logical_shapes
     from megascale.model.huggingface.families import FAMILIES
     from megascale.model.huggingface.settings import Keys
-    from megascale.model.huggingface.tensor_names import logical_shapes
 
     settings = {"model_type": family, **SETTINGS[family]}
     model = from_tree({"model": FAMILIES[family].read(Keys(settings, "config.json"))}).model

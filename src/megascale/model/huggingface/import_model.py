@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megascale.config import ModelConfig, from_tree
 from megascale.core import strict_json
+from megascale.core.inventory import logical_shapes
 from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
 from megascale.model.huggingface.settings import Family, Keys
-from megascale.model.huggingface.tensor_names import Weight, logical_shapes, split
+from megascale.model.huggingface.tensor_names import Weight, split
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"float64", "float32", "bfloat16", "float16"}
