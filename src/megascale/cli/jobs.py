@@ -10,7 +10,7 @@ import typer
 
 from megascale.cli.common import OVERRIDES
 from megascale.core import strict_json
-from megascale.errors import ConfigError, DataError, TrainingError
+from megascale.errors import ConfigError, DataError
 
 RUN = typer.Argument(..., help="The run folder, such as runs/stdlib.", show_default=False)
 JSON = typer.Option(False, "--json", help="Print JSON for a machine.")
@@ -83,13 +83,14 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from megascale.resilience.driver.api_client import ask
     from megascale.resilience.driver.journal import JournalReader
 
     reader = JournalReader(run)
     remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
     reader.close()
     if alive:
-        found = _ask(run, "GET", "/v1/nodes")
+        found = ask(run, "GET", "/v1/nodes")
     else:
         found = [
             {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
@@ -262,41 +263,7 @@ def _check_settings(run: Path, words: list[str]) -> None:
 
 
 def _order(run: Path, path: str, why: str, **more: Any) -> None:
-    answer = _ask(run, "POST", path, {"why": why} | more)
+    from megascale.resilience.driver.api_client import ask
+
+    answer = ask(run, "POST", path, {"why": why} | more)
     typer.echo(f"done; the job is {answer['phase']}")
-
-
-def _ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Ask the run's driver. Raises ConfigError for what it refuses, TrainingError if it does not answer."""
-    import urllib.error
-    import urllib.request
-    from urllib.parse import urlsplit
-
-    from megascale.resilience.driver.api_tls import client_context, is_loopback
-    from megascale.resilience.driver.api_tokens import read_tokens
-    from megascale.resilience.protocol.contact import read_contact
-
-    contact, tokens = read_contact(run), read_tokens(run)
-    if contact.api.startswith("http:") and not is_loopback(urlsplit(contact.api).hostname or ""):
-        raise ConfigError(f"the driver of {run} is at {contact.api}: no token is sent over a network without TLS")
-    token = tokens.read if method == "GET" else tokens.act
-    headers = {"Authorization": f"Bearer {token.decode()}", "Content-Type": "application/json"}
-    data = strict_json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(contact.api + path, data, headers, method=method)
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]  # never through a proxy
-    if contact.api.startswith("https:"):
-        handlers.append(urllib.request.HTTPSHandler(context=client_context(run)))
-    opener = urllib.request.build_opener(*handlers)
-    try:
-        with opener.open(request, timeout=10) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        try:
-            why = json.load(error)["detail"]
-        except (ValueError, KeyError, TypeError):
-            why = f"HTTP {error.code}"
-        raise ConfigError(f"the driver of {run} refused: {why}") from None
-    except (OSError, ValueError) as error:
-        raise TrainingError(
-            f"the driver of {run} does not answer at {contact.api} ({error}); start it again with `megascale launch`"
-        ) from None

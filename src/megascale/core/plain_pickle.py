@@ -13,8 +13,9 @@ def check_pickle(data: bytes) -> None:
     """ValueError for a pickle whose operations ask for more than `data` is long, or that is cut or none."""
     try:
         for operation, argument, _ in pickletools.genops(data):
-            if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument) <= len(data):
-                raise ValueError(f"it remembers {argument:,} objects in {len(data):,} bytes")
+            place = int(argument) if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument is not None else 0
+            if not 0 <= place <= len(data):
+                raise ValueError(f"it remembers {place:,} objects in {len(data):,} bytes")
     except ValueError:
         raise
     except Exception as error:  # genops fails in several ways at what is no pickle

@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from megascale.cli import jobs
 from megascale.config import load
 from megascale.errors import ConfigError
 from megascale.resilience.driver import api_tls, http_limits
+from megascale.resilience.driver.api_client import ask
 from megascale.resilience.driver.settable import check_settings
 from megascale.resilience.protocol.contact import Contact, folder, write_contact
 from tests.resilience.driver.test_http_api import Served
@@ -262,14 +262,14 @@ def test_other_machines_are_spoken_to_over_tls(tmp_path, capsys):
     try:
         assert found.url.startswith("https://0.0.0.0:")
         write_contact(found.run, Contact("job", 1, 1, ("", 0), found.url))
-        assert jobs._ask(found.run, "GET", "/v1/job")["phase"] == "paused"
+        assert ask(found.run, "GET", "/v1/job")["phase"] == "paused"
         with _connect(found.url) as sock:  # whoever speaks without it learns nothing
             sock.sendall(_head("GET", "/v1/job", f"Authorization: Bearer {found.token}"))
             assert b"HTTP" not in _read(sock)
         # Another that has taken the address is not told the token.
         (folder(found.run) / api_tls.CERTIFICATE).write_bytes(api_tls._make("0.0.0.0")[0])
         with pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
-            jobs._ask(found.run, "GET", "/v1/job")
+            ask(found.run, "GET", "/v1/job")
     finally:
         found.over.set()
         found.thread.join(20)
@@ -305,7 +305,26 @@ def test_no_token_goes_over_a_network_in_clear(tmp_path):
         (folder(tmp_path) / name).write_text("x" * 64)
     write_contact(tmp_path, Contact("job", 1, 1, ("", 0), "http://192.0.2.1:80"))
     with pytest.raises(ConfigError, match="without TLS"):
-        jobs._ask(tmp_path, "GET", "/v1/job")
+        ask(tmp_path, "GET", "/v1/job")
+
+
+def test_whoever_has_taken_the_drivers_port_is_told_no_token(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root can listen as another user")
+    folder(tmp_path).mkdir()
+    for name in ("token.read", "token.act"):
+        (folder(tmp_path) / name).touch(0o600)
+        (folder(tmp_path) / name).write_text("x" * 64)
+    os.seteuid(65534)
+    try:
+        listener = socket.create_server(("127.0.0.1", 0))
+    finally:
+        os.seteuid(0)
+    with listener:
+        port = listener.getsockname()[1]
+        write_contact(tmp_path, Contact("job", 1, 1, ("", 0), f"http://127.0.0.1:{port}"))
+        with pytest.raises(ConfigError, match="another user"):
+            ask(tmp_path, "POST", "/v1/job/resume", {})
 
 
 def test_an_answer_of_the_guard_is_json(served):

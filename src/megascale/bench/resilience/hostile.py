@@ -207,14 +207,14 @@ def _watch(job: Launched) -> Iterator[Watched]:
                 last, since = at, now
 
     def answers() -> None:
-        from megascale.cli.jobs import _ask
         from megascale.errors import MegascaleError
+        from megascale.resilience.driver.api_client import ask
 
         since = time.monotonic()
         while not over.wait(0.1):
             began = time.monotonic()
             try:
-                _ask(job.run, "GET", "/v1/job")
+                ask(job.run, "GET", "/v1/job")
                 since = began
             except MegascaleError:
                 pass

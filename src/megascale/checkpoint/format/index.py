@@ -123,8 +123,8 @@ class CheckpointIndex:
         if ((data < start) | (data - start > length) | (held > length - (data - start))).any():
             raise ValueError("a chunk's elements reach outside its part of the file")
         order = np.lexsort((start, file))
-        beside = np.diff(file[order]) == 0
-        if (beside & ((start + length)[order][:-1] > start[order][1:])).any():
+        same_file = np.diff(file[order]) == 0
+        if (same_file & ((start + length)[order][:-1] > start[order][1:])).any():
             raise ValueError("two chunks lie in the same bytes of a file")
 
     def _bytes(self) -> np.ndarray:
