@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from megascale.checkpoint.format.step_folders import Summary
 
+_LONGEST = 2000  # characters of a line about a checkpoint
+
 commands = typer.Typer(no_args_is_help=True, help="Look at saved checkpoints, check, move and convert them.")
 
 
@@ -60,12 +62,22 @@ def inspect(
     console.print(_tensor_table(newest, None if all_tensors else 40))
     for key, value in newest.state.items():
         if isinstance(value, str | int | float | bool):
-            console.print(f"{key}: {value}", highlight=False)
+            console.print(_shown(f"{key}: {value}"), highlight=False)
     differences = _differences(path, newest)
     for key, (there, here) in differences.items():
-        console.print(f"[yellow]{key}[/]: {there} in the checkpoint, {here} in config.toml", highlight=False)
+        said = f"{there} in the checkpoint, {here} in config.toml"
+        console.print(f"[yellow]{_shown(key)}[/]: {_shown(said)}", highlight=False)
     if not differences and newest.state.get("config"):
         console.print("configuration: as in config.toml" if _config_file(path) else "configuration: saved, none beside")
+
+
+def _shown(text: str) -> str:
+    """What a checkpoint says, which may be anybody's, as it is: no markup, and nothing that drives a terminal."""
+    from rich.markup import escape
+
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST])
+    # Of a backslash at the end the markup that follows would be taken for text.
+    return escape(plain + (" ..." if len(text) > _LONGEST else "")) + ("" if not plain.endswith("\\") else " ")
 
 
 def _checkpoints_table(found: list[Summary]) -> Table:
@@ -73,7 +85,7 @@ def _checkpoints_table(found: list[Summary]) -> Table:
 
     table = Table("step", "state", "bytes", "tensors", "folder", title="checkpoints")
     for s in sorted(found, key=lambda s: s.step):
-        state = "[green]committed[/]" if s.committed else f"[red]not usable[/]: {s.problem}"
+        state = "[green]committed[/]" if s.committed else f"[red]not usable[/]: {_shown(s.problem or '')}"
         table.add_row(str(s.step), state, f"{s.bytes:,}", str(len(s.tensors)), s.path)
     return table
 
@@ -83,7 +95,7 @@ def _tensor_table(summary: Summary, limit: int | None) -> Table:
 
     table = Table("tensor", "shape", "dtype", "bytes", "chunks", title=f"step {summary.step}")
     for t in summary.tensors[:limit]:
-        table.add_row(t.name, " x ".join(map(str, t.shape)) or "scalar", t.dtype, f"{t.bytes:,}", str(t.chunks))
+        table.add_row(_shown(t.name), " x ".join(map(str, t.shape)) or "scalar", t.dtype, f"{t.bytes:,}", str(t.chunks))
     left = summary.tensors[limit:] if limit is not None else []
     if left:
         table.add_row(f"... {len(left)} more (--all)", "", "", f"{sum(t.bytes for t in left):,}", "")
@@ -112,7 +124,7 @@ def _differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
     now = tomllib.loads(file.read_text(encoding="utf-8"))
     result = {}
     for section in sorted({*saved, *now}):
-        there, here = saved.get(section) or {}, now.get(section) or {}
+        there, here = (each if isinstance(each, dict) else {} for each in (saved.get(section), now.get(section)))
         for key in sorted({*there, *here}):
             if there.get(key) != here.get(key):
                 result[f"{section}.{key}"] = (there.get(key), here.get(key))
@@ -149,7 +161,7 @@ def verify(
         table = Table("step", "verdict", "bytes read", "tensors touched")
         for v in verdicts:
             words = "[red]" + "; ".join(v.problems) if v.problems else "[green]as written"
-            table.add_row(str(v.step), words, f"{v.bytes:,}", ", ".join(sorted(v.tensors)[:6]))
+            table.add_row(str(v.step), words, f"{v.bytes:,}", _shown(", ".join(sorted(v.tensors)[:6])))
         Console().print(table)
     if bad:
         raise DataError(

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from megascale.bench.resilience.crafted_checkpoints import CRAFTED, bomb
+from megascale.bench.resilience.crafted_checkpoints import CRAFTED, _rename, bomb, edit_commit, edit_index
 from megascale.checkpoint import inspect, load, save
 from megascale.checkpoint.complete_checkpoint import open_whole
 from megascale.checkpoint.conversion import export_torch
 from megascale.checkpoint.format.step_folders import prune, steps, survey
 from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.cli.main import app
 from megascale.errors import DataError
 from tests.checkpoint.conftest import blank, logical_state, whole
 
@@ -70,3 +72,20 @@ def test_the_bomb_is_small(sound: Path, tmp_path: Path) -> None:
     bomb(run / "checkpoints" / "step-1")
     index = next((run / "checkpoints" / "step-1").glob("*-index.npz"))
     assert index.stat().st_size < 1 << 20
+
+
+def test_what_a_checkpoint_says_drives_no_terminal(sound: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(sound, tmp_path / "run"))
+    place = run / "checkpoints" / "step-1"
+    said = {"a": "[/red]\x1b]0;owned\x07", "[/]": "\\", "config": {"model": 5, "train": {"[/b]": "\x1b[2J"}}}
+    edit_commit(place, lambda record: {**record, "state": said})
+    edit_index(place, lambda header, columns: _rename(header, "[/red]"))
+    (run / "config.toml").write_text("[train]\nsteps = 1\n")
+    result = CliRunner().invoke(app, ["checkpoint", "inspect", str(run)])
+    assert result.exit_code == 0, result.output
+    assert "\x1b]" not in result.output
+    assert "\x1b[2J" not in result.output
+    assert "[/red]" in result.output
+    edit_commit(place, lambda record: {**record, "generation": "[/red]"})
+    result = CliRunner().invoke(app, ["checkpoint", "inspect", str(run)])
+    assert result.exit_code == 0, result.output
