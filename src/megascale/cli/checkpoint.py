@@ -160,7 +160,7 @@ def verify(
     else:
         table = Table("step", "verdict", "bytes read", "tensors touched")
         for v in verdicts:
-            words = "[red]" + "; ".join(v.problems) if v.problems else "[green]as written"
+            words = f"[red]{_shown('; '.join(v.problems))}" if v.problems else "[green]as written"
             table.add_row(str(v.step), words, f"{v.bytes:,}", _shown(", ".join(sorted(v.tensors)[:6])))
         Console().print(table)
     if bad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sqlite3
@@ -306,4 +307,20 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     assert not list(run.glob("*-wal"))
     assert not list(run.glob("*-shm"))
     assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"event": "\ud800"}, {"evidence": ["\ud800"]}, {"extra": {"a": "\ud800"}}, {"attempt": 1 << 64}),
+        *({"attempt": -1}, {"time": "nan"}, {"time": "1e999"}, {"ranks": [float("inf")]}),
+    ],
+)
+def test_events_that_no_journal_can_hold_are_left_out(tmp_path, change):
+    good = {"time": 1.0, "event": "hang", "by": "driver", "attempt": 1}
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (good | change, good)))
+    journal, _ = Journal.take(tmp_path, 0.05)
+    assert recall.restore(journal, tmp_path).events == 1
+    assert [entry.kind for entry in journal.events()] == ["hang"]
     journal.close()

@@ -17,7 +17,8 @@ import typer
 
 from megascale.core import strict_json
 
-SLOW = 10.0  # seconds of one input that are a find as well
+SLOW = 10.0  # seconds of processor time for one input that are a find as well
+STUCK = 300.0  # seconds of any time
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,14 @@ def feed(name: str, seconds: float, seed: int, folder: Path) -> FuzzResult:
             file.seek(0)
             file.write(f"{at:020d}")
             file.flush()
-            began = time.monotonic()
+            began, worked = time.monotonic(), time.process_time()
             try:
                 give(random.Random(at))
             except Exception:
                 find = traceback.format_exc(limit=-4)
-            if time.monotonic() - began > SLOW:
-                find = find or f"{time.monotonic() - began:.0f} seconds"
+            took, work = time.monotonic() - began, time.process_time() - worked
+            if took > STUCK or work > SLOW:
+                find = find or f"{took:.0f} seconds, {work:.0f} of work"
             if find or time.monotonic() > until:
                 break
             at += 1

@@ -220,6 +220,8 @@ def _pickles(folder: Path) -> Feed:
     """Indexes of foreign checkpoints and flight-recorder dumps."""
     import pickle
 
+    import torch.distributed.checkpoint  # noqa: F401 - else the first input takes the time of it
+
     from megascale.checkpoint.format.foreign_index import read_index
     from megascale.errors import DataError
     from megascale.observe.hang.flight import read_flight

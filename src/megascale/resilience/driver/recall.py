@@ -7,14 +7,17 @@ the events back that it has lost. What then runs, the agents know (adoption.py).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.core import strict_json
 from megascale.core.events import Event, current_name
 from megascale.resilience.driver.job_state import NodeState
 from megascale.resilience.driver.journal import Entry, Journal, NodeRow
 
+_MOST = 1 << 63  # numbers that SQLite holds are below
 _OURS = ("time", "event", "by", "attempt", "action", "nodes", "ranks", "evidence")
 
 
@@ -71,7 +74,8 @@ def read(file: Path) -> list[Entry]:
         if b'"by": "driver"' not in line:
             continue
         try:
-            record = json.loads(line)
+            record = strict_json.loads(line)
+            json.dumps(record, ensure_ascii=False).encode()  # half a character is none that SQLite holds
             entry = Entry(
                 id=0,
                 time=float(record["time"]),
@@ -83,7 +87,9 @@ def read(file: Path) -> list[Entry]:
                 evidence=tuple(str(text) for text in record.get("evidence", ())),
                 details={name: value for name, value in record.items() if name not in _OURS},
             )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            if not math.isfinite(entry.time) or not 0 <= entry.attempt < _MOST:
+                continue
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             continue  # garbled, or being written when the machine went down
         found.append(entry)
     return found
