@@ -235,7 +235,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision):
 
     weights = [f.params for f in flats]
     gradients = [f.grads for f in flats] if pool is None else [f.sums for f in flats] + pool.buffers
-    states = [t for s in optimizer.states for t in (s.exp_avg, s.exp_avg_sq)]
+    states = [t for s in optimizer.states for t in s.tensors()]
     states += [s.master for s in optimizer.states] if precision == "bfloat16" else []
     # Buckets are padded to whole units of every rank.
     assert size(weights) == pytest.approx(counted.weights, rel=0.01)

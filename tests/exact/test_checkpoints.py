@@ -57,7 +57,7 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     """The state as it was loaded, and what the last step made of it."""
     engine, loaded, told = make_engine(rank, world, tree), Told(), Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, state.exp_avg, state.exp_avg_sq):
+        for tensor in (state.master, *state.tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
     engine.loaded()
