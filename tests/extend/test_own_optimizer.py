@@ -16,7 +16,6 @@ from megascale.optim.rules import register
 from megascale.parallel.buffers import FlatShard
 from tests.exact.cases import case
 from tests.exact.compare import assert_equal
-from tests.exact.conftest import pool  # noqa: F401 - a fixture
 from tests.exact.training import Told, train
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -55,7 +54,7 @@ def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
     return train(rank, world, tree, steps)
 
 
-def test_it_trains_on_a_layout_as_on_one_process(pool):  # noqa: F811
+def test_it_trains_on_a_layout_as_on_one_process(pool):
     own = case(2, 2, 2, virtual=2, microbatches=2, optimizer={"name": "lion"}, parallel={"bucket_elements": 700})
     [reference] = pool.run(train_own, 1, own.twin, STEPS)
     found = pool.run(train_own, own.world, own.tree, STEPS)
