@@ -13,14 +13,14 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """x [..., m, n] with m <= n -> about U V^T of each matrix's singular value decomposition U S V^T; zero stays zero.
+    """x [k, m, n] with m <= n -> about U V^T of each matrix's singular value decomposition U S V^T; zero stays zero.
 
-    GEMMs in x's own type; each matrix is first divided by its Frobenius norm.
+    GEMMs in x's own type, three batched launches a step; each matrix is first divided by its Frobenius norm.
     """
     if x.shape[-2] > x.shape[-1]:
         raise ValueError(f"matrices of {tuple(x.shape[-2:])} are tall: transpose them, so that x x^T is the small one")
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = A * x + (B * gram + C * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
     return x
