@@ -239,7 +239,7 @@ def test_the_configuration_decides_what_it_names():
 
 @pytest.mark.parametrize(
     ("text", "points"),
-    [("gpus=256:1024", [256, 512, 1024]), ("a.b=1,2.5,x", [1, 2.5, "x"]), ("gpus=3:4", [3])],
+    [("gpus=256:1024", [256, 512, 1024]), ("a.b=1,2.5,x", [1, 2.5, "x"]), ("gpus=3:4", [3, 4])],
 )
 def test_vary(text, points):
     assert parse_vary(text)[1] == points
@@ -296,7 +296,7 @@ def test_ablate_sweep_search_effective(tmp_path):
     )  # fmt: skip
     rows = json.loads(swept.stdout)["rows"]
     assert len(rows) == 6
-    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3]["seconds"]
+    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3, 4]["seconds"]
     found = json.loads(invoke("search", EXAMPLE, "--gpus", "1024:4096", "--days", "9", "--json").stdout)
     assert found["layouts"][0]["gpus"] <= 4096
     spent = json.loads(invoke("effective", EXAMPLE, "--gpus", "12288", "--trials", "40", "--json").stdout)

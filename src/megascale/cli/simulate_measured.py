@@ -132,14 +132,10 @@ def compare(
     if as_json:
         typer.echo(strict_json.dumps(rows, indent=2))
         return
-    from rich.table import Table
+    from megascale.simulate import render
 
-    table = Table()
-    for key in rows[0]:
-        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
-    for row in rows:
-        table.add_row(*(f"{v:,.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    _console().print(table)
+    cells = [[f"{v:,.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    render.show_rows(list(rows[0]), cells, _console())
 
 
 def validate(

@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class GpuSpec(_Part):
@@ -116,6 +116,32 @@ def load_cluster(name: str) -> ClusterSpec:
         return cluster_of(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"cluster file {name!r} is not valid TOML: {error}") from None
+
+
+def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
+    """The cluster with one figure replaced; ConfigError naming it where a cluster file with that value is refused.
+
+    A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much.
+    """
+    section = getattr(cluster, part, None)
+    if not isinstance(section, _Part) or key not in type(section).model_fields:
+        parts = ", ".join(name for name in type(cluster).model_fields if isinstance(getattr(cluster, name), _Part))
+        raise ConfigError(
+            f"cluster.{part}.{key}: no such figure; write cluster.PART.KEY, as cluster.between.gbs (parts: {parts})"
+        )
+    now = getattr(section, key)
+    if isinstance(now, bool) or not isinstance(now, int | float):
+        raise ConfigError(f"cluster.{part}.{key}: only numbers can be set, this is {now!r}")
+    tree = section.model_dump()
+    tree[key] = value
+    if key == "gbs" and isinstance(value, int | float):
+        tree["bus"] = [[ranks, gbs * value / now] for ranks, gbs in section.bus]
+        tree["p2p_gbs"] = section.p2p_gbs * value / now
+    try:
+        return cluster.model_copy(update={part: type(section).model_validate(tree)})
+    except ValidationError as error:
+        first = next((e for e in error.errors() if e["loc"][:1] == (key,)), error.errors()[0])
+        raise ConfigError(f"cluster.{part}.{key}={value!r} is wrong: {first['msg']}") from None
 
 
 def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:

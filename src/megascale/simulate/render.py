@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megascale.core import flops
 from megascale.simulate.step import StepEstimate
@@ -32,6 +33,27 @@ PART_NAMES = {
 }
 
 
+def show_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], console: Console, title: str = "") -> None:
+    """Rows as a table where every cell fits the terminal whole, else as a block of lines a row: no digit is cut."""
+    widths = [max(len(Text.from_markup(r[i]).plain) for r in (headers, *rows)) for i in range(len(headers))]
+    if title:
+        console.print(f"[italic]{title}[/italic]", soft_wrap=True)
+    if sum(widths) + 2 * len(widths) > console.width:
+        for row in rows:
+            for name, cell in zip(headers, row, strict=True):
+                if cell:
+                    console.print(f"  {name or '-':{max(map(len, headers))}s}  {cell}", soft_wrap=True)
+            console.print()
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for i, name in enumerate(headers):
+        figures = all(r[i][:1].isdigit() or r[i][:1] in "+-~[" or not r[i] for r in rows)
+        table.add_column(name, justify="right" if figures else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 def shown_parts(results: Sequence[StepEstimate]) -> list[str]:
     """Parts that any of the results spends more than a ten-thousandth of its step on, in step order."""
     return [part for part in PART_NAMES if any(abs(r.parts.get(part, 0.0)) > 1e-4 * r.seconds for r in results)]
@@ -47,19 +69,17 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
         soft_wrap=True,
     )
-    table = Table()
-    table.add_column("")
-    for result in results:
-        table.add_column(result.scenario.label, justify="right")
-    table.add_row("step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results))
-    table.add_row("P10 to P90", *(f"{r.low:.3f} to {r.high:.3f}" for r in results))
-    table.add_row("tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results))
-    table.add_row("MFU", *(f"{100 * r.mfu:.1f}%" for r in results))
-    table.add_row(f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results))
-    table.add_row("memory of the fullest rank", *(f"{r.memory_gib:.1f} GiB" for r in results))
+    rows = [
+        ["step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results)],
+        ["P10 to P90", *(f"{r.low:.3f} to {r.high:.3f}" for r in results)],
+        ["tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results)],
+        ["MFU", *(f"{100 * r.mfu:.1f}%" for r in results)],
+        [f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results)],
+        ["memory of the fullest rank", *(f"{r.memory_gib:.1f} GiB" for r in results)],
+    ]
     if len(results) > 1:
-        table.add_row("time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results))
-    console.print(table)
+        rows.append(["time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results)])
+    show_rows(["", *(r.scenario.label for r in results)], rows, console)
     scenario = results[0].scenario
     console.print(
         f"[dim]{results[0].level} level, calibration {scenario.calibration.name} "
@@ -97,37 +117,36 @@ def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
 
 def ablation_chart(rows: Sequence[tuple[str, StepEstimate, float]], title: str, change: str, console: Console) -> None:
     """Techniques one by one: step, MFU, and what each changes (named by `change`)."""
-    table = Table(title=title, title_justify="left")
-    for name in ("", "step, s", "MFU", change):
-        table.add_column(name, justify="left" if not name else "right")
-    for i, (name, result, changed) in enumerate(rows):
-        table.add_row(name, f"{result.seconds:.3f}", f"{100 * result.mfu:.1f}%", f"{changed:.1%}" if i else "")
-    console.print(table)
+    cells = [
+        [name, f"{result.seconds:.3f}", f"{100 * result.mfu:.1f}%", f"{changed:.1%}" if i else ""]
+        for i, (name, result, changed) in enumerate(rows)
+    ]
+    show_rows(["", "step, s", "MFU", change], cells, console, title)
 
 
 def layouts(results: Sequence[StepEstimate], tokens: float, console: Console, title: str) -> None:
     """Layouts side by side."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
     names = ("GPUs", "TP", "PP", "chunks", "round", "DP", "MBS", "step, s", "P10-P90", "MFU", "GiB", "days")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for r in results:
         p, t = r.scenario.config.parallel, r.scenario.config.train
-        table.add_row(
-            f"{r.scenario.gpus:,}",
-            str(p.tensor),
-            str(p.pipeline),
-            str(p.virtual_stages),
-            str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
-            str(r.scenario.layout.grid.data),
-            str(t.micro_batch),
-            f"{r.seconds:.3f}",
-            f"{r.low:.2f}-{r.high:.2f}",
-            f"{100 * r.mfu:.1f}%",
-            f"{r.memory_gib:.1f}",
-            f"{r.days(tokens):.2f}",
+        rows.append(
+            (
+                f"{r.scenario.gpus:,}",
+                str(p.tensor),
+                str(p.pipeline),
+                str(p.virtual_stages),
+                str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
+                str(r.scenario.layout.grid.data),
+                str(t.micro_batch),
+                f"{r.seconds:.3f}",
+                f"{r.low:.2f}-{r.high:.2f}",
+                f"{100 * r.mfu:.1f}%",
+                f"{r.memory_gib:.1f}",
+                f"{r.days(tokens):.2f}",
+            )
         )
-    console.print(table)
+    show_rows(names, rows, console, title)
 
 
 def checks(results: Sequence[AnchorCheck], console: Console, rows: bool) -> None:
