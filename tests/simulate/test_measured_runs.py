@@ -296,7 +296,7 @@ def test_ablate_sweep_search_effective(tmp_path):
     )  # fmt: skip
     rows = json.loads(swept.stdout)["rows"]
     assert len(rows) == 6
-    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3, 4]["seconds"]
+    assert rows[0]["seconds"] > rows[1]["seconds"] > rows[3]["seconds"]
     found = json.loads(invoke("search", EXAMPLE, "--gpus", "1024:4096", "--days", "9", "--json").stdout)
     assert found["layouts"][0]["gpus"] <= 4096
     spent = json.loads(invoke("effective", EXAMPLE, "--gpus", "12288", "--trials", "40", "--json").stdout)
