@@ -10,7 +10,7 @@ import numpy as np
 
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import step_parts, straggler_factor
+from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import ClusterSpec, load_cluster
 from megascale.simulate.event import simulate
 from megascale.simulate.fitting import Fit, fit
@@ -81,16 +81,15 @@ def fit_rows(cluster: ClusterSpec, rows: Rows, names: Sequence[str], chosen: np.
 
 
 def affine_control(rows: Rows, cluster: ClusterSpec, chosen: np.ndarray) -> np.ndarray:
-    """The physics-free control: per system one slope a micro-batch and one intercept, times the scale factor.
+    """The physics-free control: per system one slope a micro-batch and one intercept.
 
     Four numbers, fitted on the chosen rows by least squares on relative error; predictions for all rows.
     """
-    factor = np.asarray(straggler_factor(cluster, rows.cases, Constants()))
     m = np.asarray(rows.cases.microbatches, dtype=float)
     out = np.zeros(len(rows))
     for system in (True, False):
         mine = rows.first == system
-        design = np.stack([m * factor, np.ones(len(m))], axis=1)
+        design = np.stack([m, np.ones(len(m))], axis=1)
         used = mine & chosen
         weight = 1.0 / rows.seconds[used]
         slope = np.linalg.lstsq(design[used] * weight[:, None], np.ones(int(used.sum())), rcond=None)[0]
