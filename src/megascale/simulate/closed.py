@@ -75,7 +75,8 @@ class StageTimes:
         forward, backward: kernels and exposed tensor communication of all a middle stage's chunks.
         last_forward, last_backward: what the last stage adds (less than 0 where it has fewer layers).
         layer_forward, layer_backward: one layer.
-        transfer: one activation between neighbours, the slowest hop; mean_transfer: the mean over a model's hops.
+        transfer, mean_transfer, near_transfer: one activation between neighbours: over the slowest hop, on average over
+            a model's hops, within a host.
         exchange: a blocking exchange (0 where transfers overlap).
         exchanges: blocking exchanges a micro-batch.
         residual: exposed part of overlapped transfers a micro-batch.
@@ -92,6 +93,7 @@ class StageTimes:
     layer_backward: Any
     transfer: Any
     mean_transfer: Any
+    near_transfer: Any
     exchange: Any
     exchanges: Any
     residual: Any
@@ -179,6 +181,7 @@ def stage_times(
         layer_backward=layer_backward,
         transfer=transfer,
         mean_transfer=mean_transfer,
+        near_transfer=np.where(piped, network.p2p(bytes_moved, True), 0.0),
         exchange=exchange,
         exchanges=exchanges,
         residual=residual,

@@ -122,6 +122,12 @@ def _durations(
     if case.reduce_each:
         reduce /= int(case.microbatches)
     durations = graph.durations(forward + share, backward + share, transfer, transfer, gather, reduce)
+    if not blocking:
+        stride = int(case.tensor) * int(case.data)
+        host = np.arange(p) * stride // cluster.gpus_per_host
+        for kind, step in ((ActionKind.SEND_FORWARD, 1), (ActionKind.SEND_BACKWARD, -1)):
+            near = (graph.kind == kind) & (host[graph.stage] == host[(graph.stage + step) % p])
+            durations[near] = float(times.near_transfer)
     if case.dp_overlap and v == 1:
         # A single chunk's parameters come in buckets, all but the first behind the first forward.
         only = graph.kind == ActionKind.GATHER_PARAMS
