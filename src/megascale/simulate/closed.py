@@ -319,8 +319,9 @@ def step_parts(
     slow = slow_host_seconds(cluster, case, constants, times)
     # The first and the last micro-batch pass all p v chunks one after another, a transfer between each two.
     stall = np.where(times.exchanges > 0, cluster.overlap.blocking_us * 1e-6, 0.0)
-    wraps = v - 1
-    hops = 2 * (v * (p - 1) * times.mean_transfer + wraps * times.transfer) + 2 * (p - 1) * stall
+    # Blocking exchanges go at the pace of the slowest hop.
+    hop = np.where(times.exchanges > 0, times.transfer, times.mean_transfer)
+    hops = 2 * (v * (p - 1) * hop + (v - 1) * times.transfer) + 2 * (p - 1) * stall
     # With one chunk a stage, a micro-batch's round trip cannot hide its transfers; slack before the logits can.
     trip = np.where((v == 1) & (times.exchanges == 0), 2 * (p - 1) / p * times.transfer, 0.0)
     ramp = (p - 1) / v * (times.forward + times.backward) + hops
