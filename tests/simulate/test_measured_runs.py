@@ -37,7 +37,7 @@ def write_run(folder, settings, seconds, world, steps=20):
     (folder / "config.toml").write_text(config.to_toml())
     if world:
         (folder / "events.jsonl").write_text(json.dumps({"event": "run_started", "world": world}) + "\n")
-    lines = [{"step": i + 1, "seconds": 9.0 if i < 5 else seconds} for i in range(steps)]
+    lines = [{"step": i + 1, "seconds": 9.0 if i < 5 else seconds, "mfu": 0.5} for i in range(steps)]
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": ')
     return folder
 

@@ -148,7 +148,7 @@ def validate(
     as_json: bool = JSON,
     plot: Path | None = typer.Option(None, "--plot", metavar="FOLDER", help="Draw measured against predicted."),
 ) -> None:
-    """How well the simulator predicts: checks A1 to A9, reached beside target, pass or miss. Exit 1 if one misses.
+    """How well the simulator predicts: checks A1 to A10, reached beside target, pass or miss. Exit 1 if one misses.
 
     Each names what was fitted on which rows and what could not be identified. Checks whose data are not here are
     skipped, and say so.
@@ -172,6 +172,7 @@ def validate(
                 "fitted": c.fitted,
                 "skipped": c.skipped,
                 "notes": c.notes,
+                "columns": [vars(column) for column in c.columns],
                 "rows": [{"row": n, "measured": m, "predicted": p, "fitted": f} for n, m, p, f in c.rows],
             }
             for c in checks

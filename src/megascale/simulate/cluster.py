@@ -142,7 +142,7 @@ def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> Cluste
         raise ConfigError(f"cluster.{part}.{key}: only numbers can be set, this is {now!r}")
     tree = section.model_dump()
     tree[key] = value
-    if key == "gbs" and isinstance(value, int | float):
+    if isinstance(section, LinkSpec) and key == "gbs" and isinstance(value, int | float):
         tree["bus"] = [[ranks, gbs * value / now] for ranks, gbs in section.bus]
         tree["p2p_gbs"] = section.p2p_gbs * value / now
     try:

@@ -87,6 +87,8 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         "days without failures (see `simulate effective`)[/dim]",
         soft_wrap=True,
     )
+    for text in dict.fromkeys(text for r in results for text in r.cautions):
+        console.print(f"[yellow]mind[/yellow] {text}", soft_wrap=True, highlight=False)
 
 
 def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
@@ -151,17 +153,31 @@ def layouts(results: Sequence[StepEstimate], tokens: float, console: Console, ti
 
 def checks(results: Sequence[AnchorCheck], console: Console, rows: bool) -> None:
     """The validation table, then what was fitted, skipped and could not be identified."""
-    table = Table(title="validation: scored on seconds unless it says points", title_justify="left", show_lines=True)
-    for name in ("", "what", "reached", "target", "verdict"):
-        table.add_column(name, overflow="fold")
     words = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: "[yellow]skipped[/yellow]"}
     for check in results:
-        reached = "\n".join(f"{n} {a:.2f}{u}" for n, (a, _, u) in check.figures.items())
-        target = "\n".join(f"{n} {t:g}{u}" for n, (_, t, u) in check.figures.items())
-        table.add_row(check.key, check.what, reached or check.skipped, target, words[check.passed])
-    console.print(table)
-    for check in results:
-        console.print(f"[bold]{check.key}[/bold] fitted: {check.fitted}", soft_wrap=True, highlight=False)
+        console.print(
+            f"\n[bold]{check.key}[/bold] {words[check.passed]}  {check.what}", soft_wrap=True, highlight=False
+        )
+        if check.skipped:
+            console.print(f"   {check.skipped}", soft_wrap=True, highlight=False)
+            continue
+        for name, (reached, target, unit) in check.figures.items():
+            console.print(f"   {name}: {reached:.2f}{unit}, must {target:g}{unit}", highlight=False)
+        if check.columns:
+            cells = [
+                [
+                    c.name,
+                    str(c.rows),
+                    f"{c.mean:.2f}",
+                    f"{c.worst:.1f}",
+                    f"{c.bias:+.2f}",
+                    "" if c.covered is None else f"{100 * c.covered:.0f}",
+                    "" if c.width is None else f"{100 * c.width:.1f}",
+                ]
+                for c in check.columns
+            ]
+            show_rows(["errors in seconds, %", "rows", "mean", "worst", "bias", "in band", "width"], cells, console)
+        console.print(f"   fitted: {check.fitted}", soft_wrap=True, highlight=False)
         for note in check.notes:
             console.print(f"   {note}", soft_wrap=True, highlight=False)
         if rows:
