@@ -135,7 +135,8 @@ def test_predictions_were_made_for_configurations_that_lay_out():
         )
         assert scenario.memory_gib() < 139
         assert p.low < p.seconds < p.high
-        assert p.low < run(scenario).seconds < p.high
+        # The model has changed since; a prediction stays what it was when it was made.
+        assert 0.8 < run(scenario).seconds / p.seconds < 1.25
 
 
 def test_own_runs_are_compared(tmp_path):

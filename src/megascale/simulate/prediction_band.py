@@ -18,8 +18,9 @@ from megascale.simulate.cluster import ClusterSpec
 # Relative standard deviations. What no calibration says of a machine or a software stack: an uncalibrated prediction,
 # or one with constants of another cluster.
 UNCALIBRATED, FOREIGN = 0.06, 0.09
-# Least spread of a calibrated one: rows of one run series agree better with a fit than the next series will.
-LEAST = 0.03
+# Least spread of a calibrated one: rows of one series agree better with a fit than the next series will. Development
+# rows of megatron-core under the constants of the own engine lie 3.7% off on average, and the reverse 3.5%.
+LEAST = 0.045
 # For each doubling of GPUs, size, micro-batches or sequence, and each other kind of layout, outside the fitted rows.
 EACH_DOUBLING, EACH_KIND = 0.01, 0.01
 
