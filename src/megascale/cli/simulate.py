@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES
-from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, predict, validate
+from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, measure, predict, validate
 from megascale.config import load_command_line
 from megascale.core import strict_json
 
@@ -34,7 +34,11 @@ Two levels behind one interface: a closed form (milliseconds), and the schedule'
 # Options that several commands share.
 FILE = typer.Argument(None, metavar="[FILE.toml]", help="Configuration; settings follow as --section.key=value.")
 GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="GPUs to lay the model over.")
-CLUSTER = typer.Option(DEFAULT_CLUSTER, "--cluster", help="Shipped cluster (see `simulate clusters`) or TOML file.")
+CLUSTER = typer.Option(
+    DEFAULT_CLUSTER,
+    "--cluster",
+    help="Shipped: a100-roce, a100-hdr, a800, h100-dgx, h800, h200-host, b200-dgx; or a TOML file.",
+)
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.")
@@ -51,6 +55,7 @@ def register(app: typer.Typer) -> None:
         ("search", search),
         ("effective", effective),
         ("calibrate", calibrate),
+        ("measure", measure),
         ("predict", predict),
         ("compare", compare),
         ("validate", validate),
