@@ -158,8 +158,8 @@ def _benched(source: Path, told: Any) -> MeasuredRun:
 
 
 def refuse_other_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
-    """ConfigError if the run was made on a CPU: its seconds say nothing of the cluster's GPUs."""
-    if run.device == "cpu":
+    """ConfigError if the run was made on a CPU and the cluster is of GPUs: one says nothing of the other."""
+    if run.device == "cpu" and cluster.gpu.name != "cpu":
         raise ConfigError(
             f"{run.folder} ran on a CPU and cluster {cluster.name} is of {cluster.gpu.name}: nothing can be learnt or "
             "judged from one about the other; name a cluster file of that machine (`megascale simulate measure`)"

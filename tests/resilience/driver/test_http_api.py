@@ -24,6 +24,7 @@ from megascale.resilience.driver.job_state import JobState, Phase
 from megascale.resilience.driver.lasting_journal import LastingJournal
 from megascale.resilience.driver.nodes import Node, NodeState
 from megascale.resilience.protocol import contact
+from megascale.resilience.protocol.agent_messages import Diagnosed
 
 
 class Served:
@@ -111,7 +112,7 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     driver = served.driver
     driver.job = replace(driver.job, phase=Phase.RUNNING)
     driver.spawn = lambda work: work.close()  # no cluster is asked
-    report = {"code": 1, "said": "failed: memory bandwidth cpu: 1 GB/s"}
+    report = Diagnosed(0, 1, said="failed: memory bandwidth cpu: 1 GB/s")
     handled = threading.Event()
     served.loop.call_soon_threadsafe(lambda: (driver.handle_report(driver.nodes["n1"], report), handled.set()))
     assert handled.wait(20)

@@ -27,11 +27,11 @@ from megascale.parallel.parameters import materialise, piece_views, spec_of
 CLOSE = 2e-4  # of the largest logit, or absolute below 1: float32, summed in other orders
 
 
-def run(count: int, seed: int, folder: Path, report: Report) -> None:
+def run(cases: range, seed: int, folder: Path, report: Report) -> None:
     """Random models, every other one theirs and ours."""
     torch.set_num_threads(1)
     transformers = quiet_transformers()
-    for number in range(count):
+    for number in cases:
         place = folder / f"case-{number}"
         place.mkdir(parents=True, exist_ok=True)
         choose = random.Random(f"{seed}-{number}").choice

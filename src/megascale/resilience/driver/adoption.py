@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from megascale.core.events import Event
 from megascale.resilience.driver.diagnosis import Diagnosis
 from megascale.resilience.driver.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.nodes import Node, NodeState
 from megascale.resilience.driver.placement import TOGETHER
-
-_LIMIT = 200_000  # characters of a state that an agent holds
+from megascale.resilience.protocol.agent_messages import Hello
 
 
 class Adoption(Diagnosis):
@@ -33,7 +31,7 @@ class Adoption(Diagnosis):
         """Do nothing before the agents have said what they hold."""
         self.unsure, self._decide_by = True, now + max(TOGETHER, 2 * self.limits.window)
 
-    def handle_held(self, node: Node, hello: dict[str, Any]) -> None:
+    def handle_held(self, node: Node, hello: Hello) -> None:
         """Keep what an agent holds: an attempt that is newer than the journal's shows that the journal is behind."""
         node.held = _held(hello, self.job.name)
         if node.attempt > self.job.attempt and not self.unsure:
@@ -94,15 +92,15 @@ class Adoption(Diagnosis):
             self.suspend(Phase.WAITING, why)
 
 
-def _held(hello: dict[str, Any], name: str) -> tuple[JobState, bool] | None:
+def _held(hello: Hello, name: str) -> tuple[JobState, bool] | None:
     """(the job as the agent's trainers were started, whether they have done a step); None: it holds no trainers."""
-    held = hello.get("held")
-    if type(held) is not dict or type(held.get("state")) is not str or len(held["state"]) > _LIMIT:
+    held = hello.held
+    if held is None:
         return None
     try:
-        job = JobState.from_json(held["state"])
+        job = JobState.from_json(held.state)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if job.name != name or job.attempt != hello["attempt"] or hello["node"] not in job.placement:
+    if job.name != name or job.attempt != hello.attempt or hello.node not in job.placement:
         return None
-    return job, held.get("stepped") is True
+    return job, held.stepped

@@ -32,10 +32,12 @@ from megascale.resilience.driver.metrics_tail import MetricsTail
 from megascale.resilience.driver.nodes import Node, NodeState
 from megascale.resilience.driver.phase_durations import PhaseDurations
 from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.agent_messages import Diagnosed, Hello, Lines, StartFailed, Stopped
 from megascale.resilience.protocol.contact import Contact, make_token, write_contact
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.exits import failed_start
 from megascale.resilience.rules.verdicts import Verdict
+from megascale.services.messages import Message
 
 log = logging.getLogger("megascale.driver")
 
@@ -196,11 +198,11 @@ class Driver(Adoption):
 
     # telemetry from agents --------------------------------------------------------------------------------------------
 
-    def joined(self, channel: agent_channel.AgentChannel, hello: dict[str, Any]) -> str:
+    def joined(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
         """A node's agent has come, or come again."""
-        if hello["epoch"] > self.journal.epoch:
+        if hello.epoch > self.journal.epoch:
             self._adopt(hello)
-        name, now = hello["node"], time.monotonic()
+        name, now = hello.node, time.monotonic()
         if self.job.phase in ENDED:
             return f"the job is {self.job.phase}"
         node = self.nodes.get(name)
@@ -208,10 +210,10 @@ class Driver(Adoption):
             node = self.nodes[name] = Node(name)
         if node.channel is not None:
             node.channel.close()  # a connection that broke unnoticed, or an agent started anew
-        again, node.boot = node.boot not in ("", hello["boot"]), hello["boot"]
-        node.channel, node.last_seen, node.attempt = channel, now, hello["attempt"]
-        node.address = hello["address"]
-        node.facts = {"pod": hello["pod"], "hardware": hello["hardware"], "versions": hello["versions"]}
+        again, node.boot = node.boot not in ("", hello.boot), hello.boot
+        node.channel, node.last_seen, node.attempt = channel, now, hello.attempt
+        node.address = hello.address
+        node.facts = {"pod": hello.pod, "hardware": hello.hardware, "versions": hello.versions}
         channel.send_message(do="welcome", epoch=self.journal.epoch, version=agent_channel.VERSION)
         if node.state is not NodeState.UP and node.state is not NodeState.EVICTED:
             self.set_state(node, NodeState.UP, "its agent came")
@@ -224,19 +226,19 @@ class Driver(Adoption):
         self._wake.set()
         return ""
 
-    def _adopt(self, hello: dict[str, Any]) -> None:
+    def _adopt(self, hello: Hello) -> None:
         """A node knows a newer driver than the journal does: the journal was removed, or is an older one.
 
         Its epoch is taken over; Fenced if another driver is in office. Attempts: see `_begin_attempt`.
         """
-        before, theirs = self.journal.epoch, hello["epoch"]
-        self.journal.raise_epoch(hello["epoch"] + 1)
+        before, theirs = self.journal.epoch, hello.epoch
+        self.journal.raise_epoch(hello.epoch + 1)
         self.announce(self.api_url)
         text = (
-            f"{hello['node']} knows a driver of epoch {theirs} and attempt {hello['attempt']}, the journal only epoch "
+            f"{hello.node} knows a driver of epoch {theirs} and attempt {hello.attempt}, the journal only epoch "
             f"{before}: it was removed or is an old one; this driver goes on as epoch {self.journal.epoch}"
         )
-        self.note(Event.JOURNAL_DAMAGED, nodes=(hello["node"],), evidence=(text,))
+        self.note(Event.JOURNAL_DAMAGED, nodes=(hello.node,), evidence=(text,))
 
     def catch_up(self, node: Node) -> None:
         """Order a node that comes (again) to do what it has missed."""
@@ -271,26 +273,26 @@ class Driver(Adoption):
             if moved and old.rank == new.rank and old.phase:
                 self.phase_durations.add(old.phase, old.status_age)
 
-    def received(self, name: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None:
+    def received(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
         """Any other message of a node."""
         node = self.nodes[name]
         if channel is not node.channel:
             return
         node.last_seen = time.monotonic()
-        if message["do"] == "stopped" and message.get("order") == self.order:
-            node.acknowledged, node.port = self.order, int(message.get("port", 0))
-        elif message["do"] == "diagnosed":
-            if message.get("order") == self.order:
+        if isinstance(message, Stopped) and message.order == self.order:
+            node.acknowledged, node.port = self.order, message.port
+        elif isinstance(message, Diagnosed):
+            if message.order == self.order:
                 node.report = message
-            elif message.get("order") == node.checking:
+            elif message.order == node.checking:
                 node.checking = 0
                 self.handle_report(node, message)
-        elif message["do"] == "failed":
-            why, number = f"{name}: {str(message.get('why'))[:500]}", message.get("errno")
-            self.act([failed_start(name, self.job.ranks(name), why, number if type(number) is int else 0)])
-        elif message["do"] == "lines":
-            for line in message.get("lines", [])[:200]:
-                self.say(f"rank {message.get('rank')}", str(line))
+        elif isinstance(message, StartFailed):
+            why = f"{name}: {message.why[:500]}"
+            self.act([failed_start(name, self.job.ranks(name), why, message.errno)])
+        elif isinstance(message, Lines):
+            for line in message.lines:
+                self.say(f"rank {message.rank}", line)
         self._wake.set()
 
     def left(self, name: str, channel: agent_channel.AgentChannel) -> None:

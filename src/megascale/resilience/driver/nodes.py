@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from megascale.resilience.driver.job_state import JobState
 from megascale.resilience.driver.journal import NodeRow
 from megascale.resilience.protocol.agent_channel import AgentChannel
+from megascale.resilience.protocol.agent_messages import Diagnosed
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.view import HISTORY, RankView
 
@@ -58,7 +61,7 @@ class Node:
     facts: dict[str, Any] = field(default_factory=dict)
     heartbeat: Heartbeat | None = None
     history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    report: dict[str, Any] | None = None
+    report: Diagnosed | None = None
     checking: int = 0
     tested: float = 0.0
     held: tuple[JobState, bool] | None = None
@@ -77,7 +80,7 @@ class Node:
         """Take in a heartbeat; what never changes is kept once."""
         old = self.heartbeat
         if old is not None and (old.hardware, old.versions) == (heartbeat.hardware, heartbeat.versions):
-            heartbeat = replace(heartbeat, hardware=old.hardware, versions=old.versions)
+            heartbeat = msgspec.structs.replace(heartbeat, hardware=old.hardware, versions=old.versions)
         self.last_seen, self.heartbeat, self.attempt = now, heartbeat, heartbeat.attempt
         self.history.append((now, heartbeat))
 

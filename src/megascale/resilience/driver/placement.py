@@ -13,6 +13,7 @@ from megascale.resilience.driver.escalation import Use
 from megascale.resilience.driver.job_state import ENDED, Phase
 from megascale.resilience.driver.nodes import Node, NodeState
 from megascale.resilience.driver.recovery import Recovery
+from megascale.resilience.protocol.agent_messages import Diagnosed
 
 TOGETHER = 10.0  # seconds to wait at the first start for all that were asked for, spares too
 
@@ -178,14 +179,14 @@ class Placement(Recovery):
         if any(n.report is None for n in asked) and not late:
             return
         for node in asked:
-            self.handle_report(node, node.report or {"code": 1, "said": "no result in time"})
+            self.handle_report(node, node.report or Diagnosed(self.order, 1, said="no result in time"))
         if self.job.phase is Phase.DIAGNOSING:
             self.enter(Phase.WAITING)
 
-    def handle_report(self, node: Node, report: dict[str, Any]) -> None:
+    def handle_report(self, node: Node, report: Diagnosed) -> None:
         """Take in the result of a node's self-checks; one that failed is taken out."""
-        said = str(report.get("said", "")).strip()[-500:]
-        passed = not report.get("code")
+        said = report.said.strip()[-500:]
+        passed = not report.code
         node.tested = time.time() if passed else 0.0
         verdict = "passed" if passed else f"failed: {said or 'see its report'}"
         role = "" if node.name in self.job.placement else "spare "
@@ -194,7 +195,7 @@ class Placement(Recovery):
             nodes=(node.name,),
             action="none" if passed else "evict",
             evidence=(f"self-checks of {role}{node.name} {verdict}",),
-            report=report.get("report", ""),
+            report=report.report,
         )
         if not passed:
             self.reasons[node.name] = f"self-checks {verdict}"
