@@ -53,7 +53,7 @@ def test_a_large_gemm_runs_no_faster_than_any_that_was_measured():
 
 
 def test_power_leaves_more_where_gemms_pause():
-    """Alone they hold the sustained rate; waits of a micro-batch raise it, and a card without a figure has no limit."""
+    """Alone they hold the sustained rate; waits of a micro-batch raise it, and a GPU without a figure has no limit."""
     cluster = load_cluster("h200-host")
     net = RingNetwork(cluster)
     alone, pausing = case(1, 1, 1, 1, 4, 4, model=GPT_13B), case(2, 1, 1, 1, 1, 4, MEGATRON_2023, GPT_13B)

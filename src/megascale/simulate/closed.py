@@ -367,8 +367,8 @@ def data_exposed(cluster: ClusterSpec, case: Case, constants: Constants, times: 
     scatter, gather = times.scatter / pieces, times.gather / pieces
     tail = scatter / np.where(each, case.microbatches, 1)
     behind = rounds_back * times.backward / pieces + hops
-    late = (pieces - 1) * _beside(scatter, behind, slowed, hops, case.pipeline)
-    early = (pieces - 1) * _beside(gather, rounds * times.forward / pieces + hops, slowed, hops, case.pipeline)
+    late = (pieces - 1) * _overlapped(scatter, behind, slowed, hops, case.pipeline)
+    early = (pieces - 1) * _overlapped(gather, rounds * times.forward / pieces + hops, slowed, hops, case.pipeline)
     return np.where(case.dp_overlap, tail + late + gather + early, plain)
 
 
@@ -378,7 +378,7 @@ def pieces_of(case: Case) -> Any:
     return np.where(case.virtual > 1, case.virtual, buckets)
 
 
-def _beside(collective: Any, compute: Any, slowdown: Any, transfers: Any, stages: Any) -> Any:
+def _overlapped(collective: Any, compute: Any, slowdown: Any, transfers: Any, stages: Any) -> Any:
     """Seconds that a round of `compute` ends later for a collective beside it.
 
     Either the round waits for the collective's end, or its passes are slowed while the collective lasts on any of

@@ -45,7 +45,7 @@ class Kernels(_Part):
 
 
 class Power(_Part):
-    """What the card's power limit leaves of GEMMs. Only for a card on which it was measured."""
+    """What the power limit leaves of GEMMs. Only for a GPU on which it was measured."""
 
     gemm_sustained: float = Field(gt=0, le=1, description="share of peak that GEMMs alone hold for seconds on end")
     idle: float = Field(ge=0, le=1, description="power while waiting between kernels, share of the limit")
@@ -94,7 +94,7 @@ class ClusterSpec(_Part):
     gpus_per_host: int = Field(ge=1)
     gpu: GpuSpec
     kernels: Kernels
-    power: Power | None = Field(None, description="absent where nobody measured the card")
+    power: Power | None = Field(None, description="absent where nobody measured it")
     inside: LinkSpec = Field(description="within a host")
     between: LinkSpec = Field(description="between hosts")
     overlap: Overlap

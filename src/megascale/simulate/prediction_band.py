@@ -85,7 +85,8 @@ def band_width(cluster: ClusterSpec, case: Case, calibration: Calibration) -> Ba
         each = EACH_DOUBLING * doublings if name in FEATURES[:4] else EACH_KIND * (doublings > 0)
         variance = variance + np.square(each)
         if value.ndim == 0 and doublings > 0.01:
-            reasons.append(f"{name} {float(value):,.4g} lies outside what was fitted ({low:,.4g} to {high:,.4g})")
+            shown = [f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.3g}" for x in (float(value), low, high)]
+            reasons.append(f"{name} {shown[0]} lies outside what was fitted ({shown[1]} to {shown[2]})")
     return BandWidth(np.sqrt(variance), tuple(reasons))
 
 
