@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megascale.config import Config, from_tree
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.core import flops, memory
+from megascale.core.inventory import logical_shapes
 from megascale.core.layers import chunk_layers
 from megascale.core.layout import lay_out
 from megascale.core.memory import chunk_parameters, layer_parameters, saved_by_layer, stage_memory, stage_parameters
@@ -272,9 +273,6 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_a_checkpoint_holds_what_the_optimizer_declares(options, name):
     """Tensor by tensor, from the table of logical tensors."""
-    pytest.importorskip("torch")
-    from megascale.model.huggingface.tensor_names import logical_shapes
-
     model = configure({"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab_size": 50, **options}).model
     kept = OPTIMIZERS[name].state
     whole = sum(math.prod(shape) * (1 + len(kept(n, shape))) for n, shape in logical_shapes(model).items())
