@@ -1,4 +1,4 @@
-"""Collectives as flows between NICs: what each algorithm sends where, at the flow level's grain (bytes of a whole call).
+"""Collectives as flows between NICs: what each algorithm sends where, in bytes of a whole call.
 
 A GPU sends through its own NIC (rank i of a host uses NIC i); what stays on a host goes over NVLink and makes no flow.
 Sizes follow NCCL's algorithms: `size` is the whole tensor of the call.
@@ -39,9 +39,7 @@ def tree(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
     if n < 2:
         return Flows.of([], [], [])
     low, high = nics[np.array(child)], nics[np.array(parent)]
-    return Flows.join(
-        Flows.of(low, high, passes * size / 4, group), Flows.of(high, low, passes * size / 4, group)
-    )
+    return Flows.join(Flows.of(low, high, passes * size / 4, group), Flows.of(high, low, passes * size / 4, group))
 
 
 def all_to_all(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:

@@ -23,7 +23,7 @@ class DcqcnSettings:
     """A parameter set. Times in microseconds, rates in Mb/s for a 25 Gb/s NIC (scaled with the NIC), bytes in MB.
 
     Attributes:
-        kmin_kb, kmax_kb, pmax: ECN marking of a 25 Gb/s port, thresholds scaled with the port; `scale_ecn` false: as is.
+        kmin_kb, kmax_kb, pmax: ECN marking of a 25 Gb/s port, scaled with the port unless `scale_ecn` is false.
         scale_rates: additive and hyper steps scaled with the NIC's rate.
         cnp_us: at most one notification a flow in this time. cut_us: at most one cut.
         source: where the figures come from.
@@ -48,7 +48,9 @@ class DcqcnSettings:
     def __post_init__(self) -> None:
         for key in ("alpha_us", "rise_us", "cut_us", "cnp_us", "byte_mb", "additive_mbps", "hyper_mbps", "kmin_kb"):
             if getattr(self, key) < 0:
-                raise ConfigError(f"dcqcn.{key}={getattr(self, key):g} is negative; times, rates and sizes are 0 or more")
+                raise ConfigError(
+                    f"dcqcn.{key}={getattr(self, key):g} is negative; times, rates and sizes are 0 or more"
+                )
         if not 0 < self.g <= 1 or not 0 < self.pmax <= 1 or self.kmax_kb < self.kmin_kb or self.rise_us <= 0:
             raise ConfigError(
                 f"dcqcn: g={self.g:g} and pmax={self.pmax:g} lie in (0, 1], kmin_kb={self.kmin_kb:g} is at most "
@@ -103,7 +105,7 @@ class SwiftSettings:
         for key in ("base_us", "hop_us", "ai", "flow_range_us"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"swift.{key}={getattr(self, key):g} is negative; delays and steps are 0 or more")
-        if self.base_us == 0 or not 0 < self.max_cut < 1 or self.beta <= 0 or not 0 < self.least:
+        if self.base_us == 0 or not 0 < self.max_cut < 1 or self.beta <= 0 or not self.least > 0:
             raise ConfigError(
                 f"swift: base_us={self.base_us:g}, beta={self.beta:g} and least={self.least:g} are positive, "
                 f"max_cut={self.max_cut:g} lies between 0 and 1"

@@ -1,9 +1,9 @@
 """DCQCN: a rate for each flow, cut when the receiver reports ECN marks (Zhu et al., SIGCOMM 2015).
 
-On a notification (CNP) the target becomes the rate, the rate falls by alpha/2 and alpha rises; without one alpha decays.
-Rates rise again by a timer and a byte counter: `fast` rounds half-way back to the target, then additive steps, then
-hyper steps. Timers are advanced when the flow next sends or is notified, which gives the same rates as events would at
-those moments.
+On a notification (CNP) the target becomes the rate, the rate falls by alpha/2 and alpha rises; without one alpha
+decays. Rates rise again by a timer and a byte counter: `fast` rounds half-way back to the target, then additive steps,
+then hyper steps. Timers are advanced when the flow next sends or is notified, which gives the same rates as events
+would at those moments.
 """
 
 from __future__ import annotations

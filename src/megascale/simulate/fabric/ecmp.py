@@ -134,7 +134,13 @@ def route(topology: Topology, flows: Flows, keys: Words, seed: int = 0, polarise
     live = topology.bandwidth > 0
     width = topology.uplinks.shape[1]
     first = live[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape)
-    up = _choose(start, keys, width, pick, None if agg_ok is None else first[start] & agg_ok[topology.uplinks[start], goal[:, None]])
+    up = _choose(
+        start,
+        keys,
+        width,
+        pick,
+        None if agg_ok is None else first[start] & agg_ok[topology.uplinks[start], goal[:, None]],
+    )
     paths[away, 1] = topology.up_leaf + start * width + up
     agg = topology.uplinks[start, up]
 
@@ -167,7 +173,7 @@ def _choose(switch: Ints, keys: Words, width: int, pick, good: Bools | None) -> 
     return (np.cumsum(good, axis=1) <= which[:, None]).sum(axis=1)
 
 
-# what hashing costs -----------------------------------------------------------------------------------------------------
+# what hashing costs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -260,9 +266,7 @@ def measured_conflicts(counts: Ints, capacity: float) -> Conflicts:
     worst = np.where(counts > 0, slow, 1.0).max(axis=1)
     total = flows.sum()
     return Conflicts(
-        utilisation=float(
-            np.minimum(counts, capacity).sum() / np.minimum(flows, counts.shape[1] * capacity).sum()
-        ),
+        utilisation=float(np.minimum(counts, capacity).sum() / np.minimum(flows, counts.shape[1] * capacity).sum()),
         slowdown=float((counts * slow).sum() / total),
         worst=float(worst.mean()),
         worst_p99=float(np.percentile(worst, 99, method="inverted_cdf")),

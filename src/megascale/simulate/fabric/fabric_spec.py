@@ -33,7 +33,9 @@ class FabricSpec(BaseModel):
     pod: Literal["sets", "rail"] = Field(description="which leaf switches share aggregation: whole sets, or one rail")
     cable_ns: float = Field(ge=0, description="delay of a link with the switch behind it")
     buffer_mb: float = Field(gt=0, description="packet memory of a switch, 10^6 bytes")
-    failed: tuple[str, ...] = Field((), description="links (leaf3-agg5, leaf3-agg5.0) and switches (core7) that are down")
+    failed: tuple[str, ...] = Field(
+        (), description="links (leaf3-agg5, leaf3-agg5.0) and switches (core7) that are down"
+    )
     sources: dict[str, str] = Field(default_factory=dict, description="key -> where its value comes from")
 
     @property
@@ -84,10 +86,8 @@ def fabric_of(tree: Mapping[str, Any], changes: Mapping[str, Any] | None = None)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(p) for p in first["loc"]) or "?"
-        raise ConfigError(
-            f"fabric key {key}={first['input']!r} is wrong: {first['msg']}; {_described(key)}"
-        ) from None
-    changed = {key: "given on the command line" for key in changes or {}}
+        raise ConfigError(f"fabric key {key}={first['input']!r} is wrong: {first['msg']}; {_described(key)}") from None
+    changed = dict.fromkeys(changes or {}, "given on the command line")
     return check_sizes(spec.model_copy(update={"sources": {**spec.sources, **changed}}))
 
 

@@ -1,7 +1,7 @@
 """The MegaScale paper's congestion control: Swift's round-trip time joined with DCQCN's fast answer to ECN.
 
 Section 3.6 names the two parts and the reason (PFC and head-of-line blocking under default DCQCN with all-to-all
-traffic), and gives neither equations nor parameters. So the rule is an option here, and every rule is an interpretation:
+traffic), and gives neither equations nor parameters. So the rule is an option, and every rule is an interpretation:
 
 both:  DCQCN runs the rate, Swift the window; a packet goes when both let it.
 cut:   Swift's window alone paces the flow, and a CNP cuts it at once by DCQCN's alpha/2, at most once a round trip;
@@ -12,9 +12,10 @@ Nothing may be said of "the" hybrid without naming the rule and both parents' pa
 
 from __future__ import annotations
 
-from megascale.simulate.fabric.dcqcn import ALPHA, ALPHA_TIMER, CWND, G, LAST_CUT, LAST_DECREASE, NEXT_ALPHA, ON, RTT
+from megascale.simulate.fabric.dcqcn import ALPHA, ALPHA_TIMER, CWND, LAST_CUT, LAST_DECREASE, NEXT_ALPHA, ON, RTT, G
 from megascale.simulate.fabric.jit import compiled
 from megascale.simulate.fabric.swift import LEAST
+
 
 @compiled
 def cut_window(cc, f, now, d, s):  # type: ignore[no-untyped-def]

@@ -1,9 +1,10 @@
 """The packet level: every packet over every link, with finite buffers, ECN, PFC, go-back-N and congestion control.
 
 Modelled: store-and-forward output queues, first come first served; one lossless class; packet memory shared by a
-switch's ports; RED marking on the instantaneous queue; PFC by the bytes that came over a link, with a dynamic threshold
-and headroom, pause and resume frames that take the link's delay; NICs that serve their flows round-robin; go-back-N with
-one request a gap; retransmission timers with retries, fixed or adaptive; flapping links that lose what crosses them.
+switch's ports; RED marking on the instantaneous queue; PFC by the bytes that came over a link, with a dynamic
+threshold and headroom, pause and resume frames that take the link's delay; NICs that serve their flows round-robin;
+go-back-N with one request a gap; retransmission timers with retries, fixed or adaptive; flapping links that lose what
+crosses them.
 
 Not modelled: queues of acknowledgements and notifications, which have a class of their own with strict priority (they
 return after the path's plain delay); cut-through switching; PCIe and host delay; several lossless classes.
@@ -59,7 +60,7 @@ class PacketSettings:
 
     control: str = "dcqcn"
     dcqcn: DcqcnSettings = SETS["fast"]
-    swift: SwiftSettings = SwiftSettings()
+    swift: SwiftSettings = field(default_factory=SwiftSettings)
     mtu: int = 4096
     header: int = 82
     pfc: bool = True
@@ -163,10 +164,13 @@ def simulate_packets(
     arguments = _arguments(topology, flows, settings, links, compact, hops, starts, flaps)
     stop = min(NEVER, int(until / TICK))
     watched = int(np.searchsorted(links, watch)) if watch is not None else 0
+    if not packet_kernel.run.signatures:
+        packet_kernel.run(*arguments, 0, 0, 0)  # compiled, or read from the cache, before the clock starts
     wall, cpu = time.perf_counter(), time.thread_time()
     found = packet_kernel.run(*arguments, stop, int(sample_every / TICK), watched)
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    done, failed, _, totals, q_most, paused_for, pause_count, carried, samples, mean_rtt = found
+    fl, lk, totals, samples, mean_rtt = found
+    done, failed = fl[:, packet_kernel.DONE], fl[:, packet_kernel.FAILED]
     if totals[COUNTERS.index("full")]:
         raise FitError("more packets are under way than the pool holds; use a smaller window_mb or fewer flows")
 
@@ -181,10 +185,10 @@ def simulate_packets(
         finish=np.where(done >= 0, done * TICK, np.nan),
         aborted=np.where(failed >= 0, failed * TICK, np.nan),
         counts=dict(zip(COUNTERS, (int(x) for x in totals), strict=True)),
-        queue_most=spread(q_most, np.int64),
-        pause_seconds=spread(paused_for * TICK, np.float64),
-        pause_count=spread(pause_count, np.int64),
-        carried=spread(carried, np.int64),
+        queue_most=spread(lk[:, packet_kernel.QUEUED_MOST], np.int64),
+        pause_seconds=spread(lk[:, packet_kernel.PAUSED_FOR] * TICK, np.float64),
+        pause_count=spread(lk[:, packet_kernel.PAUSE_COUNT], np.int64),
+        carried=spread(lk[:, packet_kernel.CARRIED], np.int64),
         samples=samples,
         mean_rtt=mean_rtt * TICK,
         wall=wall,
@@ -258,7 +262,7 @@ def _arguments(
     return (
         nics, speed, delay, node, capacity, shared, settings.pfc_alpha if settings.pfc else 0.0,
         kmin * scale if marks else np.full(len(links), np.inf), kmax * scale, settings.dcqcn.pmax,
-        path, hops.astype(np.int64), packets, last, start, back, down, up, flap_flow,
+        path.astype(np.int32), hops.astype(np.int64), packets, last, start, back, down, up, flap_flow,
         by_nic, nic_first, control_number(settings.control), cc, d, s, cnp,
         1 if needs_each else settings.ack_every, window, settings.mtu, settings.header,
         min(first, rto), rto, settings.retries, bool(settings.adaptive_us), pool, settings.seed,

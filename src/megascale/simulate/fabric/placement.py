@@ -1,8 +1,8 @@
 """Placement: which host of the fabric runs which ranks of a grid, and how many bytes then cross each tier.
 
-A placement is a permutation: `hosts[h]` is the machine that runs the job's host h (ranks h x 8 to h x 8 + 7). The grid's
-own order puts data-parallel neighbours on neighbouring hosts (core/grid.py), so machines in the order of their leaf
-switches already keep data-heavy groups together; the others are there to compare.
+A placement is a permutation: `hosts[h]` is the machine that runs the job's host h (ranks h x 8 to h x 8 + 7). The
+grid's own order puts data-parallel neighbours on neighbouring hosts (core/grid.py), so machines in the order of their
+leaf switches already keep data-heavy groups together; the others are there to compare.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def checked(placement: Placement, topology: Topology) -> Placement:
             "of the job"
         )
     if len(placement.hosts) != placement.grid.hosts:
-        raise DataError(f"placement {placement.name!r} has {len(placement.hosts)} hosts, the job {placement.grid.hosts}")
+        raise DataError(
+            f"placement {placement.name!r} has {len(placement.hosts)} hosts, the job {placement.grid.hosts}"
+        )
     if seen[0] < 0 or seen[-1] >= topology.spec.hosts:
         raise DataError(
             f"placement {placement.name!r} names machine {seen[-1] if seen[0] >= 0 else seen[0]}; the fabric has 0 to "
@@ -169,7 +171,7 @@ def read(path: Path, grid: Grid) -> Ints:
     return found
 
 
-# what crosses what ------------------------------------------------------------------------------------------------------
+# what crosses what ----------------------------------------------------------------------------------------------------
 
 CROSSINGS = ("inside a host", "one leaf switch", "aggregation", "core")
 

@@ -28,18 +28,18 @@ TIERS = ("NIC", "leaf", "aggregation", "core")
 class Topology:
     """Attributes (N NICs, T leaf switches, A aggregation switches, C core switches, E directed links):
 
-        spec: what it was built from.
-        leaf_of: [N] leaf switch of a NIC.
-        pod_of: [T] pod of a leaf switch.
-        uplinks: [T, u] aggregation switch at the end of each uplink of a leaf switch.
-        core_links: [A, c] core switch at the end of each uplink of an aggregation switch (c = 0 with two tiers).
-        tail, head: [E] nodes of a link; NICs first, then leaf, aggregation, core.
-        bandwidth: [E] bytes/s, 0 where it has failed.
-        tier: [E] 0 NIC-leaf, 1 leaf-aggregation, 2 aggregation-core.
-        agg_reaches: [A, T] parallel live links from an aggregation switch down to a leaf switch.
-        core_reaches: [C, A] live links from a core switch down to an aggregation switch.
-        down_agg: [A, T, k] numbers of the links down to a leaf switch, -1 where there is none.
-        down_core: [C, A, k] likewise from core to aggregation.
+    spec: what it was built from.
+    leaf_of: [N] leaf switch of a NIC.
+    pod_of: [T] pod of a leaf switch.
+    uplinks: [T, u] aggregation switch at the end of each uplink of a leaf switch.
+    core_links: [A, c] core switch at the end of each uplink of an aggregation switch (c = 0 with two tiers).
+    tail, head: [E] nodes of a link; NICs first, then leaf, aggregation, core.
+    bandwidth: [E] bytes/s, 0 where it has failed.
+    tier: [E] 0 NIC-leaf, 1 leaf-aggregation, 2 aggregation-core.
+    agg_reaches: [A, T] parallel live links from an aggregation switch down to a leaf switch.
+    core_reaches: [C, A] live links from a core switch down to an aggregation switch.
+    down_agg: [A, T, k] numbers of the links down to a leaf switch, -1 where there is none.
+    down_core: [C, A, k] likewise from core to aggregation.
     """
 
     spec: FabricSpec
@@ -275,7 +275,9 @@ def _fail(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, bandwidth:
                 there, back = there[int(found[3]) :][:1], back[int(found[3]) :][:1]
             hit = np.concatenate([there, back])
         if not len(hit):
-            raise ConfigError(f"failed={text!r}: there is no such link between the two; see `megascale network topology`")
+            raise ConfigError(
+                f"failed={text!r}: there is no such link between the two; see `megascale network topology`"
+            )
         bandwidth[hit] = 0.0
     return bandwidth
 
