@@ -292,7 +292,7 @@ def flows(
     queue_pairs: int = typer.Option(4, "--queue-pairs", min=1, help="Connections a pair of ranks spreads over."),
     algorithm: str = typer.Option("ring", "--algorithm", help="ring, tree, hierarchical, all-to-all."),
     polarised: bool = typer.Option(False, "--polarised", help="One hash seed in all switches."),
-    draws: int = typer.Option(2, "--draws", min=1, help="Hash seeds."),
+    draws: int = typer.Option(1, "--draws", min=1, help="Hash seeds."),
     seed: int = SEED,
     as_json: bool = JSON,
     plot: Path | None = PLOT,

@@ -50,7 +50,7 @@ def packets(
     if dcqcn not in SETS:
         raise ConfigError(f"--dcqcn={dcqcn!r} is unknown; {', '.join(SETS)}")
     if tiers not in (2, 3):
-        raise ConfigError(f"--tiers={tiers}: 2 or 3")
+        raise ConfigError(f"--tiers={tiers} cannot be built here; use 2 or 3 tiers of switches")
     swift = SwiftSettings() if target_us is None else replace(SwiftSettings(), base_us=target_us)
     settings = PacketSettings(dcqcn=SETS[dcqcn], swift=swift, pfc=pfc, seed=seed)
     built = patterns.small_fabric(hosts, tiers)

@@ -115,7 +115,7 @@ def test_the_hook_tabulates_and_knows_what_is_concurrent_and_down():
     busy = times.slowdown("data", concurrent=(("pipeline", 1.0),))
     assert alone.worst * (1 + 1e-9) >= 1
     assert alone.worst <= together.worst * 1.02
-    assert together.worst < busy.worst
+    assert together.mean < busy.mean
     assert together.values.shape == (3, 8)
     assert together.quantile(0.1) <= together.quantile(0.9)
     assert times.slowdown("data") is together

@@ -72,7 +72,8 @@ def test_pfc_keeps_an_incast_lossless_that_drops_without_it():
     assert with_pfc.finish.max() < without.finish.max()
     # Control keeps queues short: that is what it is for.
     swift = simulate_packets(built, case.flows, case.paths, PacketSettings(control="swift"))
-    assert swift.queue_most.max() < with_pfc.queue_most.max()
+    assert swift.mean_rtt < 0.8 * with_pfc.mean_rtt
+    assert swift.pause_seconds.sum() < with_pfc.pause_seconds.sum()
 
 
 def test_swift_gives_the_flow_levels_times(small):
@@ -96,7 +97,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(small):
     case = traffic(small, "incast", 500e3, 16)
     runs = [simulate_packets(small, case.flows, case.paths, PacketSettings(seed=s)) for s in (1, 1, 2)]
     assert (runs[0].finish == runs[1].finish).all()
-    assert (runs[0].finish != runs[2].finish).any()
+    assert runs[0].mean_rtt != runs[2].mean_rtt
 
 
 @pytest.mark.parametrize(("timeout", "adaptive", "lasts"), [(14, 0.0, 0.1), (14, 0.0, 1.0), (18, 16.0, 0.3)])

@@ -87,6 +87,7 @@ class SwiftSettings:
         flow_range_us: most that flow scaling adds; 0: none.
         flow_least, flow_most: windows between which it falls from all to nothing.
         least: smallest window; below 1 packets are paced.
+        first: window that flows start with; 0: what fills the path, as RDMA NICs start at line rate.
         source: where the figures come from.
     """
 
@@ -100,15 +101,17 @@ class SwiftSettings:
     flow_least: float = 0.1
     flow_most: float = 100.0
     least: float = 0.001
+    first: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("base_us", "hop_us", "ai", "flow_range_us"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"swift.{key}={getattr(self, key):g} is negative; delays and steps are 0 or more")
-        if self.base_us == 0 or not 0 < self.max_cut < 1 or self.beta <= 0 or not self.least > 0:
+        positive = min(self.base_us, self.beta, self.least) > 0
+        if not positive or self.first < 0 or not 0 < self.max_cut < 1:
             raise ConfigError(
                 f"swift: base_us={self.base_us:g}, beta={self.beta:g} and least={self.least:g} are positive, "
-                f"max_cut={self.max_cut:g} lies between 0 and 1"
+                f"max_cut={self.max_cut:g} lies between 0 and 1, first={self.first:g} is 0 or more"
             )
         if not 0 < self.flow_least < self.flow_most:
             raise ConfigError(

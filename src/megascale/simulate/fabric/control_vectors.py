@@ -48,6 +48,6 @@ def state_and_vectors(
     state[:, d.LAST_CUT] = state[:, d.LAST_DECREASE] = -1e18
     state[:, d.RTT] = base_rtt
     state[:, d.SWIFT_TARGET] = (other.base_us + other.hop_us * hops) * micro
-    # One bandwidth-delay amount to begin with, as RDMA NICs start at line rate.
-    state[:, d.CWND] = np.clip(line * base_rtt / (settings.mtu + settings.header), 1.0, window)
+    fills = np.clip(line * base_rtt / (settings.mtu + settings.header), 1.0, window)
+    state[:, d.CWND] = min(other.first, float(window)) if other.first else fills
     return state, rates, delays, round(mine.cnp_us * micro)
