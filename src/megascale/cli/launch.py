@@ -7,7 +7,6 @@ from pathlib import Path
 import typer
 
 from megascale.cli.common import OVERRIDES
-from megascale.config import load_command_line
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +35,8 @@ def register(app: typer.Typer) -> None:
         extra = list(context.args)
         extra += [f"--resilience.nodes={nodes}"] * (nodes is not None)
         extra += [f"--resilience.spares={spares}"] * (spares is not None)
+        from megascale.config import load_command_line
+
         config = load_command_line(file, extra)
         from rich.console import Console
 

@@ -9,7 +9,6 @@ import typer
 
 from megascale.cli.common import OVERRIDES
 from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, predict, validate
-from megascale.config import load_command_line
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -66,6 +65,8 @@ def _config(context: typer.Context, file: Path | None) -> Config:
         # Without FILE the first override lands in its place.
         extra.insert(0, str(file))
         file = None
+    from megascale.config import load_command_line
+
     return load_command_line(file, extra)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import typer
 
 from megascale.cli.common import OVERRIDES
-from megascale.config import load_command_line
 
 
 def register(app: typer.Typer) -> None:
@@ -33,6 +32,8 @@ def register(app: typer.Typer) -> None:
 
           megascale train examples/stdlib.toml --dry-run
         """
+        from megascale.config import load_command_line
+
         config = load_command_line(file, context.args)
         from megascale import api
         from megascale.cli import summary

@@ -6,14 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megascale.config import split_password
-
 PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
 _KEY = "--rendezvous.url"
 
 
 def without_password(words: Sequence[str]) -> tuple[list[str], str | None]:
     """(a command line with no password in rendezvous.url, the last one that was there or None)."""
+    if not any("rendezvous" in word for word in words):
+        return list(words), None  # reading the settings' types takes longer than the rest of a command's start
+    from megascale.config import split_password
+
     found: list[str] = []
     secret: str | None = None
     for word in words:

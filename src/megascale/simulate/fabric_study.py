@@ -45,8 +45,10 @@ class Variant:
         """One key changed: placement, queue_pairs or algorithm, else one of the fabric's."""
         import tomllib
 
-        if key in ("placement", "algorithm"):
-            return replace(self, **{key: text})
+        if key == "placement":
+            return replace(self, placement=text)
+        if key == "algorithm":
+            return replace(self, algorithm=text)
         try:
             value = tomllib.loads(f"x = {text}")["x"]
         except tomllib.TOMLDecodeError:

@@ -36,7 +36,7 @@ def test_every_drawn_case_can_be_laid_out_and_all_kinds_come():
 
 def test_cases_hold(tmp_path):
     cases: list[SoakCase] = []
-    run(2, 3, tmp_path, cases.append)
+    run(range(2), 3, tmp_path, cases.append)
     assert [case.held for case in cases] == [True, True], cases
     assert all("largest relative difference" in case.outcome for case in cases)
 
@@ -48,9 +48,9 @@ def test_a_case_that_differs_or_fails_does_not_hold(tmp_path, monkeypatch):
 
     found: list[SoakCase] = []
     monkeypatch.setattr(soak_layouts, "one_process", other)
-    run(1, 3, tmp_path / "other", found.append)
+    run(range(1), 3, tmp_path / "other", found.append)
     monkeypatch.setattr(soak_layouts, "draw", lambda chance: (draw(chance)[0], 1))  # too few for the layout
-    run(1, 3, tmp_path / "undivided", found.append)
+    run(range(1), 3, tmp_path / "undivided", found.append)
     assert [case.held for case in found] == [False, False]
     assert "rank" in found[1].outcome
     assert found[0] == replace(found[0], held=False)

@@ -56,7 +56,7 @@ def test_faster_links_and_fewer_flows_do_no_harm(network, factor):
 
 @settings(max_examples=60, deadline=None)
 @given(networks(), st.integers(0, 2**31))
-def test_all_bytes_arrive_and_larger_flows_end_no_earlier(network, seed):
+def test_all_bytes_are_sent_and_larger_flows_end_no_earlier(network, seed):
     paths, bandwidth = network
     sizes = np.random.default_rng(seed).uniform(1, 10, len(paths))
     done = finish_times(paths, sizes, bandwidth)

@@ -17,7 +17,8 @@ import typer
 
 from megascale.core import strict_json
 
-# Each part is a module `soak_NAME` with `run(count, seed, folder, report)`; the number is of its cases.
+# Each part is a module `soak_NAME` with `run(cases, seed, folder, report)`, where `cases` is a range of their numbers.
+# How many there are unless --count says otherwise:
 PARTS: dict[str, int] = {
     "layouts": 100,  # random layouts equal one process
     "huggingface": 200,  # random configurations give the logits of transformers
@@ -25,6 +26,9 @@ PARTS: dict[str, int] = {
     "crashes": 10,  # a job that crashes at one step for ever ends with a verdict
     "journal": 100,  # a damaged journal under a running job
 }
+
+# Parts whose cases depend on those before them, so that none can be left out.
+IN_ORDER = ("resumes", "journal")
 
 # The package of each part's module.
 HOMES = {
@@ -62,6 +66,7 @@ def register(app: typer.Typer) -> None:
 def soak(
     parts: str = typer.Option(",".join(PARTS), help="Which parts, comma-separated."),
     count: int | None = typer.Option(None, min=1, help="Cases of each part (default: each part's own number)."),
+    first: int = typer.Option(1, min=1, help="Begin at this case of each part, to go on with one that was ended."),
     seed: int = typer.Option(0, help="Of the random cases: the same seed makes the same cases."),
     keep: Path | None = typer.Option(None, help="Keep the cases' folders here instead of deleting them."),
     out: Path = typer.Option(Path("bench-soak.json"), help="JSON file for the results."),
@@ -83,23 +88,28 @@ def soak(
     unknown = [part for part in chosen if part not in PARTS]
     if unknown or not chosen:
         raise ConfigError(f"--parts={parts}: choose from {', '.join(PARTS)}")
+    if first > 1 and (late := [part for part in chosen if part in IN_ORDER]):
+        raise ConfigError(f"--first={first}: each case of {', '.join(late)} depends on those before it; leave it out")
+    if short := [part for part in chosen if first > (count or PARTS[part])]:
+        raise ConfigError(f"--first={first}: {short[0]} has {count or PARTS[short[0]]} cases; choose one of them")
     console = Console()
     results: dict[str, list[SoakCase]] = {}
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="megascale-soak-") as temporary:
         for part in chosen:
             cases = results[part] = []
-            wanted = count or PARTS[part]
+            numbers = range(first - 1, count or PARTS[part])
             began = time.monotonic()
 
-            def report(case: SoakCase, cases: list[SoakCase] = cases, part: str = part, wanted: int = wanted) -> None:
+            def report(case: SoakCase, cases: list[SoakCase] = cases, part: str = part, of: range = numbers) -> None:
                 cases.append(case)
                 mark = "[green]held[/]" if case.held else "[red]FAILED[/]"
-                console.print(f"{part} {len(cases)}/{wanted}  {mark}  {case.name}: {case.outcome}", highlight=False)
+                number = f"{of.start + len(cases)}/{of.stop}"
+                console.print(f"{part} {number}  {mark}  {case.name}: {case.outcome}", highlight=False)
 
             folder = (keep or Path(temporary)) / part
             folder.mkdir(parents=True, exist_ok=True)
-            importlib.import_module(f"megascale.bench.{HOMES[part]}.soak_{part}").run(wanted, seed, folder, report)
+            importlib.import_module(f"megascale.bench.{HOMES[part]}.soak_{part}").run(numbers, seed, folder, report)
             seconds[part] = time.monotonic() - began
 
     table = Table(title="soak")

@@ -15,23 +15,23 @@ import torch
 from megascale.bench.harness.soak import Report, SoakCase
 from megascale.bench.model.huggingface_cases import GONE, Choose, Ours, Theirs, ours, theirs
 from megascale.config import ModelConfig, from_tree
+from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError, remedy
 from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.import_model import Imported, read_folder
 from megascale.model.huggingface.settings import Family
-from megascale.model.huggingface.tensor_names import logical_shapes
 from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 
 CLOSE = 2e-4  # of the largest logit, or absolute below 1: float32, summed in other orders
 
 
-def run(count: int, seed: int, folder: Path, report: Report) -> None:
+def run(cases: range, seed: int, folder: Path, report: Report) -> None:
     """Random models, every other one theirs and ours."""
     torch.set_num_threads(1)
     transformers = quiet_transformers()
-    for number in range(count):
+    for number in cases:
         place = folder / f"case-{number}"
         place.mkdir(parents=True, exist_ok=True)
         choose = random.Random(f"{seed}-{number}").choice

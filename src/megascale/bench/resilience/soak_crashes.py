@@ -57,12 +57,13 @@ CAUSES = (
 )
 
 
-def run(count: int, seed: int, folder: Path, report: Report) -> None:
-    """`count` jobs, one cause after the other, each at a random step."""
+def run(cases: range, seed: int, folder: Path, report: Report) -> None:
+    """A job a case, one cause after the other, each at a random step."""
     file = make(folder)
     rng = random.Random(seed)
-    for number in range(count):
-        cause, step = CAUSES[number % len(CAUSES)], rng.randrange(3, 13)
+    steps = [rng.randrange(3, 13) for _ in range(cases.stop)]  # of the cases before the first, too
+    for number in cases:
+        cause, step = CAUSES[number % len(CAUSES)], steps[number]
         report(_case(file, f"crash-{number}", cause, step))
 
 

@@ -28,15 +28,15 @@ _MORE = 3  # new steps that show that training goes on
 _FILE = "journal.sqlite"
 
 
-def run(count: int, seed: int, folder: Path, report: Report) -> None:
-    """`count` damages of one job's journal, and a last case that compares its weights."""
+def run(cases: range, seed: int, folder: Path, report: Report) -> None:
+    """As many damages of one job's journal as there are cases, and a last case that compares its weights."""
     file, rng = make(folder), random.Random(seed)
     words = [f"--train.steps={_STEPS}", "--resilience.test_spares=false", "--lr.decay=constant"]
     job = Launched(file, "disturbed", words, pace=0.02)
     old = folder / "old"
     try:
         job.first(lambda e: e.kind == "first_step")
-        for _ in range(count):
+        for _ in cases:
             report(_case(job, rng, old))
         job.process.send_signal(signal.SIGINT)
         code = job.process.wait(WAIT)

@@ -36,11 +36,11 @@ Tree = dict[str, dict[str, Any]]
 Tale = tuple[list[float], list[float], list[tuple[str, tuple[int, ...], tuple[int, ...], "np.ndarray"]]]
 
 
-def run(count: int, seed: int, folder: Path, report: Report) -> None:
-    """Train `count` random cases; a case holds if everything is within TOLERANCE of one process."""
+def run(cases: range, seed: int, folder: Path, report: Report) -> None:
+    """Train random cases, those of these numbers; a case holds if everything is within TOLERANCE of one process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "megascale.train.engine"])
-    for number in range(count):
+    for number in cases:
         tree, world = draw(random.Random(f"{seed} {number}"))
         place = folder / str(number)
         place.mkdir(parents=True)

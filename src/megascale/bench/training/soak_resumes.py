@@ -25,6 +25,7 @@ import numpy as np
 
 from megascale.bench.harness.soak import Report, SoakCase
 from megascale.config import Config, load
+from megascale.config.parts import PARTS
 from megascale.errors import MegascaleError
 
 _STOPPED, _STEPS = 5, 9
@@ -74,8 +75,8 @@ def state_of(run: Path) -> dict[str, str]:
     }
 
 
-def run(count: int, seed: int, folder: Path, report: Report) -> None:
-    """Make the run once, then `count` cases on copies of it."""
+def run(cases: range, seed: int, folder: Path, report: Report) -> None:
+    """Make the run once, then the cases on copies of it."""
     rng = random.Random(seed)
     _write_data(folder / "data", seed)
     file = folder / "soak.toml"
@@ -83,7 +84,7 @@ def run(count: int, seed: int, folder: Path, report: Report) -> None:
     _train(load(file, [f"--train.stop_after={_STOPPED}"]))
     keys = [key for key in _keys() if key not in _LEFT_OUT]
     chosen: list[str] = []
-    for number in range(count):
+    for number in cases:
         if not chosen:  # all settings before one comes again
             chosen = rng.sample(keys, len(keys))
         runs = folder / f"case-{number}"
@@ -227,7 +228,8 @@ def _another(key: str, config: Config, folder: Path, rng: random.Random) -> str:
     section, _, name = key.partition(".")
     old = getattr(getattr(config, section), name)
     annotation = type(getattr(config, section)).model_fields[name].annotation
-    candidates = several.get(key) or _candidates(annotation, old, rng)
+    named = [name for name in PARTS[key].names() if name != old] if key in PARTS else []
+    candidates = several.get(key) or named or _candidates(annotation, old, rng)
     rng.shuffle(candidates)
     for value in candidates:
         with contextlib.suppress(MegascaleError):

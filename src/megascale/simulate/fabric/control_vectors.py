@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from megascale.simulate.fabric import dcqcn as d
 from megascale.simulate.fabric import swift as w
+from megascale.simulate.fabric.control_settings import DcqcnSettings, SwiftSettings
 from megascale.simulate.fabric.topology import Floats, Ints
-
-if TYPE_CHECKING:
-    from megascale.simulate.fabric.packets import PacketSettings
 
 
 def state_and_vectors(
-    settings: PacketSettings, line: Floats, hops: Ints, base_rtt: Floats, window: int, tick: float
+    mine: DcqcnSettings,
+    other: SwiftSettings,
+    packet: int,
+    line: Floats,
+    hops: Ints,
+    base_rtt: Floats,
+    window: int,
+    tick: float,
 ) -> tuple[Floats, Floats, Floats, int]:
     """([F, COLUMNS] state of each flow at line rate, DCQCN's vector, Swift's vector, ticks between notifications).
 
     Args:
+        packet: bytes of a full packet.
         line: [F] the NIC's bytes a tick. base_rtt: [F] ticks of an empty path, there and back.
         window: most packets under way a flow.
     """
     micro = 1e-6 / tick
-    mine, other = settings.dcqcn, settings.swift
     mbps = 1e6 / 8 * tick * (float(line.max()) / (25e9 / 8 * tick) if mine.scale_rates else 1.0)
     rates = np.zeros(9)
     rates[d.G] = mine.g
@@ -48,6 +51,6 @@ def state_and_vectors(
     state[:, d.LAST_CUT] = state[:, d.LAST_DECREASE] = -1e18
     state[:, d.RTT] = base_rtt
     state[:, d.SWIFT_TARGET] = (other.base_us + other.hop_us * hops) * micro
-    fills = np.clip(line * base_rtt / (settings.mtu + settings.header), 1.0, window)
+    fills = np.clip(line * base_rtt / packet, 1.0, window)
     state[:, d.CWND] = min(other.first, float(window)) if other.first else fills
     return state, rates, delays, round(mine.cnp_us * micro)

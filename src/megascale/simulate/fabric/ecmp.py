@@ -94,7 +94,7 @@ def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entr
             for each pair of NICs, so that all queue pairs of a flow take one path.
     """
     with np.errstate(over="ignore"):
-        start = _mix(np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
+        start = _mix(np.array([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
         source, target = flows.source.astype(np.uint64), flows.target.astype(np.uint64)
         address = (source << np.uint64(32)) | target
         number = np.arange(len(flows), dtype=np.uint64) if entropy == "qp" else address

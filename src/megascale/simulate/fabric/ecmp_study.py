@@ -26,11 +26,11 @@ def neighbours(topology: Topology, same_leaf: float) -> Flows:
     spec = topology.spec
     host, rail = np.divmod(np.arange(topology.nics), spec.nics)
     place = host % spec.hosts_per_set
-    stays = place < round(same_leaf * spec.hosts_per_set)
+    is_local = place < round(same_leaf * spec.hosts_per_set)
     base = host - place
     near = base + (place + 1) % np.minimum(spec.hosts_per_set, spec.hosts - base)
     far = (host + spec.hosts_per_set) % spec.hosts
-    return Flows.of(host * spec.nics + rail, np.where(stays, near, far) * spec.nics + rail, 1.0)
+    return Flows.of(host * spec.nics + rail, np.where(is_local, near, far) * spec.nics + rail, 1.0)
 
 
 def study(

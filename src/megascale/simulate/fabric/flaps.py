@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +27,11 @@ def timer(timeout: int) -> float:
     return float(4.096e-6 * 2.0**timeout)
 
 
-def retransmissions(timeout: int, retries: int, adaptive_us: float = 0.0) -> tuple[Floats, float]:
+def retransmissions(timeout: int, retries: int, adaptive_us: float = 0.0) -> tuple[Any, float]:
     """(seconds after a loss at which it is sent again, seconds after which the queue pair gives up)."""
     full = timer(timeout)
     if not adaptive_us:
-        return full * np.arange(1, retries + 1), full * (retries + 1)
+        return full * np.arange(1.0, retries + 1), full * (retries + 1)
     at, wait, times = 0.0, min(adaptive_us * 1e-6, full), []
     while (at := at + wait) < full * retries:
         times.append(at)

@@ -43,7 +43,8 @@ def _numba() -> Any:
         raise ConfigError(f"the packet level needs the package numba; {remedy('network')}")
     import numba
 
-    numba.config.CACHE_DIR = str(cache_folder())
+    settings: Any = numba.config
+    settings.CACHE_DIR = str(cache_folder())
     return numba
 
 

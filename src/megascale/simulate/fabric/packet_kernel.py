@@ -3,6 +3,8 @@
 Numbers are int64, times in ticks (event_wheel), rates in bytes a tick. Events: a packet (its arrival at the end of a
 link, or its acknowledgement at the sender), waking a port, pausing and resuming one, a flow's retransmission timer.
 """
+# The compiler gives types here: numbers are machine words, whichever name they have.
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 

@@ -158,16 +158,18 @@ def simulate_packets(
         raise ConfigError("a flow of 0 bytes has no packets; leave it out")
     from megascale.simulate.fabric import packet_kernel
 
+    run: Any = packet_kernel.run
+
     links, compact, hops = _compact(paths)
     if (topology.bandwidth[links] <= 0).any():
         raise FitError("a path crosses a failed link; route flows around it first")
     arguments = _arguments(topology, flows, settings, links, compact, hops, starts, flaps)
     stop = min(NEVER, int(until / TICK))
     watched = int(np.searchsorted(links, watch)) if watch is not None else 0
-    if not packet_kernel.run.signatures:
-        packet_kernel.run(*arguments, 0, 0, 0)  # compiled, or read from the cache, before the clock starts
+    if not run.signatures:
+        run(*arguments, 0, 0, 0)  # compiled, or read from the cache, before the clock starts
     wall, cpu = time.perf_counter(), time.thread_time()
-    found = packet_kernel.run(*arguments, stop, int(sample_every / TICK), watched)
+    found = run(*arguments, stop, int(sample_every / TICK), watched)
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
     fl, lk, totals, samples, mean_rtt = found
     done, failed = fl[:, packet_kernel.DONE], fl[:, packet_kernel.FAILED]
@@ -175,7 +177,7 @@ def simulate_packets(
         raise FitError("more packets are under way than the pool holds; use a smaller window_mb or fewer flows")
 
     def spread(values: Any, kind: type) -> Any:
-        whole = np.zeros(topology.links, kind)
+        whole: Any = np.zeros(topology.links, kind)
         whole[links] = values
         return whole
 
@@ -254,7 +256,9 @@ def _arguments(
     window = max(1, int(settings.window_mb * 1e6 / settings.mtu))
     from megascale.simulate.fabric.control_vectors import state_and_vectors
 
-    cc, d, s, cnp = state_and_vectors(settings, line, hops, base_rtt.astype(float), window, TICK)
+    cc, d, s, cnp = state_and_vectors(
+        settings.dcqcn, settings.swift, settings.mtu + settings.header, line, hops, base_rtt.astype(float), window, TICK
+    )
     needs_each = settings.control not in ("none", "dcqcn")
     rto = round(4.096e-6 * 2**settings.timeout / TICK)
     first = round(settings.adaptive_us * 1e-6 / TICK) if settings.adaptive_us else rto

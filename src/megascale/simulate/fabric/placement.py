@@ -186,7 +186,7 @@ def crossing(topology: Topology, flows: Flows) -> Ints:
 
 def bytes_by_tier(topology: Topology, flows: Flows) -> Floats:
     """[4] bytes of the flows by CROSSINGS."""
-    return np.bincount(crossing(topology, flows), weights=flows.size, minlength=len(CROSSINGS))
+    return np.bincount(crossing(topology, flows), weights=flows.size, minlength=len(CROSSINGS)).astype(float)
 
 
 def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "ring", passes: float = 1.0) -> Flows:

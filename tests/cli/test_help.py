@@ -1,0 +1,44 @@
+"""`megascale --help`: read at once, since no command's packages are loaded for it; the list of benches is whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from megascale import bench
+from megascale.cli.bench import BENCHES
+from megascale.cli.main import COMMANDS, app
+
+# Each takes longer to load than all that --help needs (asyncio and multiprocessing are loaded by benches).
+HEAVY = {"torch", "numpy", "pydantic", "matplotlib", "tokenizers", "asyncio", "multiprocessing", "megascale.bench"}
+
+
+def test_help_lists_every_command_and_loads_nothing_heavy():
+    code = (
+        "import json, sys\n"
+        "from megascale.cli.main import app\n"
+        "app(['--help'], standalone_mode=False)\n"
+        "json.dump(list(sys.modules), sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not HEAVY & set(json.loads(done.stderr))
+    assert set(COMMANDS) <= set(done.stdout.split())
+
+
+def test_every_bench_is_in_the_list():
+    folder = Path(bench.__file__).parent
+    with_commands = {
+        ".".join(file.relative_to(folder).with_suffix("").parts)
+        for file in folder.rglob("*.py")
+        if "\ndef register(" in file.read_text()
+    }
+    assert with_commands == set(BENCHES)
+    shown = CliRunner().invoke(app, ["bench", "--help"]).output.split()
+    group = get_command(app).commands["bench"]
+    assert len(group.list_commands(None)) >= len(BENCHES)
+    assert set(group.list_commands(None)) <= set(shown)
