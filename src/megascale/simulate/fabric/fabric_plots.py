@@ -103,7 +103,7 @@ def bars(
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10)
     if len(series) > 1:
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=9, loc="upper left")
     _save(figure, path)
 
 
@@ -159,7 +159,7 @@ def flap_timers(advice: Advice, path: Path, restart: float) -> None:
     left.set_xscale("log")
     left.set_yscale("log")
     left.set_xlabel("flap, s")
-    left.set_ylabel("until data moves again, s (ends where NCCL gives up)")
+    left.set_ylabel("until data moves again, s")
     left.legend(frameon=False, fontsize=8)
     for adaptive, colour in ((False, BLUE), (True, ORANGE)):
         own = [t for t in advice.table if t.adaptive is adaptive]
