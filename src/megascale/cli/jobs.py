@@ -242,7 +242,11 @@ def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
     """
     if context.args:
         _check_settings(run, context.args)
-    _order(run, "/v1/job/restart", why, settings=[word.removeprefix("--") for word in context.args])
+    from megascale.resilience.driver.settable import leave_settings
+
+    if context.args:
+        leave_settings(run, [word.removeprefix("--") for word in context.args])
+    _order(run, "/v1/job/restart", why, from_folder=bool(context.args))
 
 
 def _check_settings(run: Path, words: list[str]) -> None:

@@ -19,7 +19,8 @@ from megascale.config import load
 from megascale.errors import ConfigError
 from megascale.resilience.driver import api_tls, http_limits
 from megascale.resilience.driver.api_client import ask
-from megascale.resilience.driver.settable import check_settings
+from megascale.resilience.driver.job_state import Phase
+from megascale.resilience.driver.settable import check_settings, leave_settings
 from megascale.resilience.protocol.contact import Contact, folder, write_contact
 from tests.resilience.driver.test_http_api import Served
 from tests.resilience.driver.test_http_api import served as served
@@ -231,7 +232,7 @@ def test_pages_of_other_sites_are_turned_away(served):
 
 
 def test_orders_change_numbers_and_listed_words_only():
-    check_settings(["lr.peak=1e-3", "train.eval-interval=5", "optimizer.name=lamb", "data.shuffle=false"])
+    check_settings(["lr.peak=1e-3", "train.eval-interval=5", "lr.decay=constant", "data.shuffle=false"])
     check_settings(["checkpoint.accept_changes=data.shuffle"])
     check_settings(["lr.paek=1"])  # whoever loads it says what is wrong
     config = load(None, [])
@@ -248,6 +249,23 @@ def test_orders_change_numbers_and_listed_words_only():
         assert hasattr(getattr(config, section), key), setting
         with pytest.raises(ConfigError, match=setting.partition("=")[0]):
             check_settings([setting])
+
+
+def test_other_settings_are_taken_from_the_run_folder_only(tmp_path):
+    found = Served(tmp_path / "run", Phase.RUNNING)
+    try:
+        body = {"settings": ["data.train=/etc/passwd"]}
+        assert "data.train" in found.ask("/v1/job/restart", body)[1]["detail"]
+        code, answer = found.ask("/v1/job/restart", {"from_folder": True})
+        assert (code, "no settings for a restart" in answer["detail"]) == (400, True)
+        leave_settings(found.run, ["data.paek=/data"])
+        code, answer = found.ask("/v1/job/restart", {"from_folder": True})
+        assert (code, "data.paek" in answer["detail"]) == (400, True)
+        assert found.driver.job.phase is Phase.RUNNING
+        assert not list(folder(found.run).glob("restart.json"))
+    finally:
+        found.over.set()
+        found.thread.join(20)
 
 
 class _Elsewhere(Served):

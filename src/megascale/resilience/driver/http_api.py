@@ -42,6 +42,7 @@ class Restart(Reason):
     settings: list[Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_.]+=", max_length=1000)]] = Field(
         default_factory=list, max_length=100
     )
+    from_folder: bool = Field(False, description="also those that were left in the run folder, of any kind")
 
 
 class JobAnswer(BaseModel):
@@ -204,11 +205,12 @@ def build(driver: Driver) -> FastAPI:
         """Save, then start the trainers anew with freshly imported code and changed settings.
 
         Settings that bring no step are taken back. Only those whose values are numbers, yes or no, or listed words can
-        be changed by an order.
+        be changed by an order; others must have been left in the run folder (from_folder).
         """
         try:
             settable.check_settings(reason.settings)
-            done = driver.operations.restart(reason.why, reason.settings)
+            left = settable.take_settings(driver.run_folder) if reason.from_folder else []
+            done = driver.operations.restart(reason.why, [*reason.settings, *left])
         except MegascaleError as error:
             raise HTTPException(400, str(error)) from None
         if not done:

@@ -1,19 +1,27 @@
 """Which settings an order over the HTTP API may change: those whose values are numbers, yes or no, or listed words.
 
-Text that is free leads to files, servers and programs; whoever may write the run folder changes it there.
+Text that is free leads to files, servers and programs. Whoever may write the run folder leaves any setting there, and
+the order says only that it is to be taken: a token alone cannot bring one in.
 """
 
 from __future__ import annotations
 
+import os
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from megascale.config import Config
+from megascale.core import strict_json
+from megascale.core.untrusted_files import read_bounded
 from megascale.errors import ConfigError
 from megascale.resilience.driver.hot_update import FIXED
+from megascale.resilience.protocol.contact import folder
 
+_LEFT = "restart.json"
+_LEFT_BYTES = 1 << 20
 _ACCEPT = {"checkpoint.accept_changes"}  # names of settings, which `hot_update` asks for
 
 
@@ -29,6 +37,27 @@ def settable() -> frozenset[str]:
     return frozenset(found) | _ACCEPT
 
 
+def leave_settings(run: Path, settings: Sequence[str]) -> None:
+    """Put settings, each section.key=value, into the run folder for the next restart."""
+    file = folder(run) / _LEFT
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(strict_json.dumps(list(settings)))
+
+
+def take_settings(run: Path) -> list[str]:
+    """The settings that were left there, once; ConfigError if there are none."""
+    file = folder(run) / _LEFT
+    try:
+        found = strict_json.loads(read_bounded(file, _LEFT_BYTES))
+        file.unlink()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} holds no settings for a restart ({error})") from None
+    if not isinstance(found, list) or not all(isinstance(setting, str) for setting in found):
+        raise ConfigError(f"{file} holds no list of settings")
+    return found
+
+
 def check_settings(settings: Sequence[str]) -> None:
     """ConfigError, naming it, for the first of some section.key=value that is a known setting and not settable."""
     allowed = settable()
@@ -40,7 +69,7 @@ def check_settings(settings: Sequence[str]) -> None:
         if key in fields and f"{section}.{key}" not in allowed:
             raise ConfigError(
                 f"{name}={value[:100]} cannot be changed by an order: only numbers, yes or no, and listed words can, "
-                f"outside {', '.join(FIXED)}; interrupt the job and launch it again with the new value"
+                f"outside {', '.join(FIXED)}; use `megascale restart` as the run's user, or launch the job again"
             )
 
 
