@@ -257,7 +257,7 @@ def test_other_settings_are_taken_from_the_run_folder_only(tmp_path):
         body = {"settings": ["data.train=/etc/passwd"]}
         assert "data.train" in found.ask("/v1/job/restart", body)[1]["detail"]
         code, answer = found.ask("/v1/job/restart", {"from_folder": True})
-        assert (code, "no settings for a restart" in answer["detail"]) == (400, True)
+        assert (code, "no settings for a restart" in answer["detail"]) == (409, True)
         leave_settings(found.run, ["data.paek=/data"])
         code, answer = found.ask("/v1/job/restart", {"from_folder": True})
         assert (code, "data.paek" in answer["detail"]) == (400, True)

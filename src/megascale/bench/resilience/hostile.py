@@ -122,8 +122,9 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
     from megascale.bench.resilience.launched import Launched
     from megascale.checkpoint import latest
 
-    words = ["--train.steps=1000000", "--checkpoint.interval=20", "--data.loader=host"]
-    job = Launched(file, "attacked", words, pace=0.05)
+    # A constant rate, so that the length of a run changes nothing before its end.
+    words = ["--checkpoint.interval=20", "--data.loader=host", "--lr.decay=constant"]
+    job = Launched(file, "attacked", [*words, "--train.steps=1000000"], pace=0.05)
     costs: list[AttackCost] = []
     wrong: list[str] = []
     calm: Launched | None = None
@@ -154,7 +155,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
         if len(attempts) != 1:
             wrong.append(f"the job was started {len(attempts)} times")
         step = latest(job.run / "checkpoints")
-        calm = Launched(file, "calm", [*words, f"--train.stop_after={step}"], pace=0.001)
+        calm = Launched(file, "calm", [*words, f"--train.steps={step}"], pace=0.001)
         code = calm.end()
         if code or latest(calm.run / "checkpoints") != step:
             wrong.append(f"the quiet run ended with {code} at step {latest(calm.run / 'checkpoints')}, not {step}")

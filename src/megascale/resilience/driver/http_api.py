@@ -209,7 +209,10 @@ def build(driver: Driver) -> FastAPI:
         """
         try:
             settable.check_settings(reason.settings)
-            left = settable.take_settings(driver.run_folder) if reason.from_folder else []
+            try:
+                left = settable.take_settings(driver.run_folder) if reason.from_folder else []
+            except MegascaleError as error:
+                raise HTTPException(409, str(error)) from None
             done = driver.operations.restart(reason.why, [*reason.settings, *left])
         except MegascaleError as error:
             raise HTTPException(400, str(error)) from None
