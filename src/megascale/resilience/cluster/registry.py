@@ -1,4 +1,4 @@
-"""Which clusters there are, by the name that `resilience.cluster` gives: here, or registered by another package."""
+"""The clusters that `resilience.cluster` may name; another package adds one with `CLUSTERS.register(name, make)`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.config import Config
-from megascale.errors import ConfigError
+from megascale.config.registry import Registry
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.cluster.local import LocalCluster
 
@@ -27,33 +27,14 @@ class ClusterRequest:
     devices: tuple[tuple[int, ...], ...] = ()
 
 
-MakeCluster = Callable[[ClusterRequest], Cluster]
-
-
 def _local(request: ClusterRequest) -> Cluster:
-    return LocalCluster(request.run, [list(group) for group in request.devices])
+    return LocalCluster(request.run, request.devices)
 
 
-_MAKERS: dict[str, MakeCluster] = {"local": _local}
+def _apart(request: ClusterRequest) -> Cluster:
+    return LocalCluster(request.run, request.devices, apart=True)
 
 
-def register_cluster(name: str, make: MakeCluster) -> None:
-    """Let `resilience.cluster=name` mean what `make` makes. ConfigError for a name that means another one already."""
-    if _MAKERS.setdefault(name, make) is not make:
-        raise ConfigError(f"a cluster {name!r} is registered already; register yours under another name")
-
-
-def check_cluster(name: str) -> None:
-    """ConfigError, with the list, for a name that none has."""
-    if name not in _MAKERS:
-        known = ", ".join(sorted(_MAKERS))
-        raise ConfigError(
-            f"resilience.cluster={name} is not known; there are: {known}; others come with a package that registers "
-            "them (docs/resilience.md)"
-        )
-
-
-def make_cluster(request: ClusterRequest) -> Cluster:
-    """The cluster that the configuration names. ConfigError for an unknown one."""
-    check_cluster(request.config.resilience.cluster)
-    return _MAKERS[request.config.resilience.cluster](request)
+MakeCluster = Callable[[ClusterRequest], Cluster]
+# local: processes of this machine that share the run folder; apart: as on other machines, each has a folder of its own.
+CLUSTERS: Registry[MakeCluster] = Registry("resilience.cluster", {"local": _local, "apart": _apart})
