@@ -9,15 +9,15 @@ import pytest
 
 from megascale.errors import ConfigError
 from megascale.resilience import plugins, rules
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.local import LocalCluster
-from megascale.resilience.cluster.registry import CLUSTERS
 from tests.resilience.conftest import launch  # noqa: F401
 
 PACKAGE = '''
 """Local processes under another name, which writes down what the driver asks of it; and a rule about steps."""
 
 from megascale.resilience.cluster.local import LocalCluster
-from megascale.resilience.cluster.registry import CLUSTERS
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.rules import register_rule
 from megascale.resilience.rules.verdicts import Verdict
 

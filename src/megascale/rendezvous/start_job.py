@@ -187,6 +187,8 @@ def job_facts(config: Config) -> dict[str, str]:
     for name, section in config.model_dump(mode="json").items():
         for key, value in section.items():
             facts[f"{name}.{key}"] = json.dumps(value)
+    if "MEGASCALE_NODE" in os.environ:  # an agent gives its trainers a folder of their machine
+        del facts["train.runs"]
     return facts
 
 

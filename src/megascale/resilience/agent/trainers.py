@@ -61,8 +61,8 @@ class Trainers:
     """Starts, watches and stops this node's ranks.
 
     Args:
-        run: the run folder (status files and logs).
-        folder: the node's own folder.
+        run: the folder that trainers write to; its name is the run's.
+        folder: the node's own folder, with the settings that came with the order.
         changed: called when a process has started or ended.
     """
 
@@ -164,6 +164,9 @@ class Trainers:
             self.serve()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        settings = self.folder / "job.toml"
+        settings.write_text(order.settings, encoding="utf-8")
+        words = ["train", str(settings), f"--train.runs={self.run.parent}", *order.words]
         self.trainers = {}
         for local, rank in enumerate(order.ranks):
             log = logs / f"rank-{rank}.log"
@@ -181,7 +184,7 @@ class Trainers:
                 "MEGASCALE_NODE": self.folder.name,
                 "MEGASCALE_NODE_ADDRESS": address,
             }
-            request = {"rank": rank, "attempt": self.attempt, "env": env, "words": order.words, "log": str(log)}
+            request = {"rank": rank, "attempt": self.attempt, "env": env, "words": words, "log": str(log)}
             assert self._sock is not None
             self._send(json.dumps(request).encode() + b"\n")
 

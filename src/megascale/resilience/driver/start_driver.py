@@ -18,7 +18,7 @@ from megascale.core.events import Event
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
-from megascale.resilience.cluster.registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
 from megascale.resilience.driver import recall
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_state import ENDED, JobState, Phase
@@ -144,7 +144,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     mine, config = config, load(settings)
     if mine != config:
         say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")
-    driver = Driver(run, config, cluster, ["train", str(settings)], journal, job, say, unsure)
+    driver = Driver(run, config, cluster, [], journal, job, say, unsure)
     _report_journal(driver, journal, recalled)
     try:
         return asyncio.run(_serve(driver))
