@@ -79,7 +79,7 @@ class ReceivedFiles:
             return
         if piece.first and piece.name in _BY_STEP and not piece.start:
             _rewind(file, data)
-        elif piece.first and piece.start and piece.name.endswith(".jsonl"):
+        elif piece.first and piece.name.endswith(".jsonl"):
             data = _new_lines(file, data)
         if piece.left_out:
             data = f"[{piece.left_out} bytes left out]\n".encode() + data
