@@ -18,7 +18,7 @@ def foreign(given: str, run: Path) -> list[str]:
 
 
 def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed_run(launch, megascale, tiny, tmp_path):
-    words = ["--checkpoint.interval=20", "--lr.decay=constant"]
+    words = ["--checkpoint.interval=0", "--lr.decay=constant"]  # a rank that is stopped trains, and does not save
     job = launch("apart", "--nodes=2", "--spares=1", "--resilience.cluster=apart", "--train.steps=100000", *words)
     job.until("first_step")
     hosts = sorted((tmp_path / "runs" / "apart.apart").iterdir())
