@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from megascale.core.shared_token import NONCE_BYTES
 from megascale.services.framing import FORM, HEAD, ProtocolError, Seal, greeting, head, read_greeting, read_head
 from megascale.services.messages import Count, Facts, Finite, Message, Name, Part, Schema, Text, Whole
+from megascale.services.shared_token import NONCE_BYTES
 
 LIMIT = 4096
 

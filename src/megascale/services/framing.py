@@ -12,7 +12,7 @@ from __future__ import annotations
 import hmac
 import struct
 
-from megascale.core.shared_token import NONCE_BYTES, same
+from megascale.services.shared_token import NONCE_BYTES, same
 
 # Counted up with each change of a frame, a greeting or a message: ends of different forms do not talk.
 FORM = 4

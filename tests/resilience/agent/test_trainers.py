@@ -20,6 +20,7 @@ from megascale.resilience import rules
 from megascale.resilience.agent import trainers
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
+from megascale.resilience.protocol.fork_messages import FROM_CHILD, Forked, Frames
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
@@ -92,7 +93,9 @@ def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
     def kill_soon(mine: Trainers) -> None:
-        mine._received = lambda message: os.kill(mine._server.pid, signal.SIGKILL) if "forked" in message else None
+        mine._received = lambda message: (
+            os.kill(mine._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
+        )
 
     [verdict] = ended(tmp_path, tiny, before=kill_soon)
     assert verdict.kind == "process_killed"
@@ -107,8 +110,8 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
     read, write = os.pipe()
     for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
         _report(write, OSError(errno.ENOSPC, text))
-        line = os.read(read, 65536)
-        assert line.endswith(b"}\n")
-        assert b'"errno": 28' in line
+        (words,) = Frames(FROM_CHILD).feed(os.read(read, 65536))
+        assert words.errno == errno.ENOSPC
+        assert words.error.startswith("OSError")
     os.close(read)
     os.close(write)

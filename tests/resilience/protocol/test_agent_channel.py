@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megascale.core.shared_token import PROOF_BYTES, TokenProof
 from megascale.resilience.driver.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Hello, Refuse, Stopped, Welcome
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat
 from megascale.services.framing import FORM, GREETING_BYTES, HEAD, SEAL_BYTES, ProtocolError, Seal, greeting, head
+from megascale.services.shared_token import PROOF_BYTES, TokenProof
 
 TOKEN = b"t" * 64
 HELLO = {"job": "job", "node": "n0", "address": "127.0.0.1", "pod": "", "boot": "b", "epoch": 0}

@@ -68,7 +68,7 @@ class Agent:
         self.epoch = _known_epoch(folder)
         self.sequence = 0
         self.channel: agent_channel.AgentChannel | None = None
-        self.trainers = Trainers(self.run_folder, folder, self.beat_soon)
+        self.trainers = Trainers(self.run_folder, folder, self.beat_soon, job.shared)
         self.metrics = MetricsTail(self.run_folder)
         self.files = None if job.shared else SentFiles(self.run_folder)
         self.logs = LogFilter(self.config.log_patterns)

@@ -18,8 +18,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
-from megascale.core.shared_token import same
 from megascale.errors import MegascaleError
+from megascale.services.shared_token import same
 
 if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver

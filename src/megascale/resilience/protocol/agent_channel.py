@@ -12,7 +12,6 @@ import contextlib
 from typing import Any
 
 import megascale
-from megascale.core.shared_token import PROOF_BYTES, TokenProof
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, FROM_DRIVER
 from megascale.services.framing import (
     FORM,
@@ -27,6 +26,7 @@ from megascale.services.framing import (
     read_head,
 )
 from megascale.services.messages import Message
+from megascale.services.shared_token import PROOF_BYTES, TokenProof
 
 # What both ends must be of: a release, and the form of frames and messages.
 VERSION = f"{megascale.__version__} (form {FORM})"
