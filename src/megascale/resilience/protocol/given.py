@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megascale.config import ResilienceConfig
-from megascale.core import shared_token
 from megascale.errors import DataError
+from megascale.services import shared_token
 
 FILE, TOKEN = "given.json", "token"
 
