@@ -39,6 +39,12 @@ class TrainingError(MegascaleError):
     """Training that cannot go on: a loss that is not a number, a full disk, a lost process (exit 1)."""
 
 
+def named(kind: str, words: str) -> MegascaleError:
+    """The error of a class by its name, as another process told it; TrainingError where there is no such class."""
+    found = globals().get(kind)
+    return found(words) if isinstance(found, type) and issubclass(found, MegascaleError) else TrainingError(words)
+
+
 def remedy(extra: str) -> str:
     """How to get what an optional part of the package needs."""
     return f"run pip install -e '.[{extra}]' in Megascale's folder"

@@ -100,7 +100,7 @@ class Snapshots:
         if plan is not None:
             name = folders.identity(self.storage, create=True)
             start = (folders.new_generation(self.storage, above), name, plan.size)
-        self.generation, self.identity, self.needed = peers.share(start)
+        self.generation, self.identity, self.needed = peers.share(start, tuple[str, str, int] | None)
         chunks = cut(shards)
         self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
         self._index = own_index(shards, self.part, peers.rank)
@@ -240,7 +240,7 @@ class Snapshots:
 
     def _open(self) -> str | None:
         """Get in touch with the service: memory, neighbours, the plan. Collective; what went wrong, the same on all."""
-        token = self.peers.share(new_token() if self._replicas and self.peers.rank == 0 else "")
+        token = self.peers.share(new_token() if self._replicas and self.peers.rank == 0 else "", str)
         me, problem = ("", "", 0, ""), None
         try:
             self._sock = service.connect(self._place, self._linger, self._log)
@@ -249,7 +249,7 @@ class Snapshots:
             me = (told.service, _address(self._listen), told.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
-        answers = self.peers.exchange((problem, me))
+        answers = self.peers.exchange((problem, me), tuple[str | None, tuple[str, str, int, str]])
         if problem := next((p for p, _ in answers if p), None):
             return problem
         everyone = [other for _, other in answers]
@@ -292,7 +292,7 @@ class Snapshots:
                 f"x {size:,} bytes of host memory. Lower checkpoint.slots={self.slots_wanted}, or set "
                 "checkpoint.background=false"
             )
-        return next((p for p in self.peers.exchange(problem) if p), None)
+        return next((p for p in self.peers.exchange(problem, str | None) if p), None)
 
     def _reopen(self) -> str | None:
         """The service is gone on some host: begin anew on all."""
