@@ -22,7 +22,7 @@ from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.status import FAILED_IN_STEP
 from megascale.data.loader.feed import open_feed
-from megascale.errors import DataError, MegascaleError, TrainingError, named
+from megascale.errors import DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.observe.metrics import JsonLines, MetricSink, TensorBoard, Terminal, Wandb
 from megascale.ops import dispatch
 from megascale.optim.learning_rate import learning_rate
@@ -135,7 +135,7 @@ class Trainer:
                 self.config, rank=at.rank, world=at.world, local_rank=at.local_rank, device=at.device
             )
             self._closing.callback(self._leave)
-            told = Peers().share(refusal and (type(refusal).__name__, str(refusal)), tuple[str, str] | None)
+            told = Peers().share(refusal and (kind_of(refusal), str(refusal)), tuple[str, str] | None)
             refusal = refusal or (named(*told) if told else None)
         if refusal is not None:
             self._ended = True  # whoever trains there has the word

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from megascale.checkpoint.background import replica, service, service_protocol
+from megascale.checkpoint.background import replica, replica_token, service, service_protocol
 from megascale.checkpoint.background.pending_saves import BLANK
 from megascale.checkpoint.background.service_protocol import (
     Allocate,
@@ -43,7 +43,6 @@ from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.errors import FitError, TrainingError
 from megascale.services.conversation import Conversation
-from megascale.services.shared_token import new_token
 
 # Seconds within which the service answers short questions; else it counts as gone.
 _GRACE_PERIOD = 30.0
@@ -240,8 +239,11 @@ class Snapshots:
 
     def _open(self) -> str | None:
         """Get in touch with the service: memory, neighbours, the plan. Collective; what went wrong, the same on all."""
-        token = self.peers.share(new_token() if self._replicas and self.peers.rank == 0 else "", str)
-        me, problem = ("", "", 0, ""), None
+        me, problem, token = ("", "", 0, ""), None, ""
+        if self._replicas:
+            token, problem = replica_token.agree(self.peers, self.storage.url, self.identity)
+            if problem:
+                return problem
         try:
             self._sock = service.connect(self._place, self._linger, self._log)
             self._sock.timeout = _GRACE_PERIOD

@@ -99,7 +99,7 @@ def prepare(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
     rings.check_room(plan.shape.size, mount)
     folder = _private(secrets.token_hex(8))
     (folder / PLAN).write_text(plan.to_json())
-    (folder / SEGMENT).write_text(str(mount / f"{rings.prefix()}{folder.name.removeprefix('loader-')}"))
+    (folder / SEGMENT).write_text(str(rings.new_name(mount)))
     logs = plan.config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     first = min(min(ranks) for ranks in plan.shape.readers)
