@@ -92,15 +92,16 @@ def test_parameters_match_the_model():
 def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
     """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
     torch = pytest.importorskip("torch")
-    from megascale.model.block import Block, ForwardContext
-    from megascale.parallel.collectives import ALONE
+    from megascale.model.block import make_block
+    from megascale.model.context import ForwardContext, LayerSetup
+    from megascale.parallel.linear import PLAIN
 
     if "dropout" in options:
         pytest.importorskip("megascale.ops.dropout")
     model = configure(
         {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128, **options}
     ).model
-    block = Block(model, 0, ALONE, torch.float32, recompute).to_empty(device="cpu")
+    block = make_block(LayerSetup(model, 0, PLAIN, torch.float32), recompute).to_empty(device="cpu")
     for p in block.parameters():
         torch.nn.init.normal_(p)
     own = {p.untyped_storage().data_ptr() for p in block.parameters()}

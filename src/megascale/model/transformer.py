@@ -14,10 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
 from megascale.core.tensors import Box, Piece
-from megascale.model.block import EVALUATION, Block, DeferredResidualAdd, ForwardContext, Norm
+from megascale.model.block import make_block
+from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary
+from megascale.model.fusion import Flow
+from megascale.model.norm import Norm
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
 from megascale.parallel.collectives import ALONE, Axis
+from megascale.parallel.linear import make_linears
 from megascale.parallel.parameters import Spec, parameter
 from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
@@ -32,6 +36,7 @@ class Chunk(nn.Module):
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
         recompute: what backward recomputes, as parallel.recompute.
+        linear_precision: how GEMMs are done, as train.linear_precision.
         embedding: the token embedding of another chunk of this process, for tied logits here: it stays that chunk's.
     """
 
@@ -45,11 +50,12 @@ class Chunk(nn.Module):
         axis: Axis = ALONE,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
+        linear_precision: str = "default",
         embedding: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.model, self.axis, self.first, self.last, self.dtype = model, axis, first, last, dtype
-        self.recompute = recompute
+        self.recompute, self.linears = recompute, make_linears(linear_precision, axis)
         h = model.hidden
         self._borrowed = () if embedding is None else (embedding,)  # in a tuple it is no parameter of this module
         tied_here = first or (last and model.tied_embeddings and not self._borrowed)
@@ -63,7 +69,7 @@ class Chunk(nn.Module):
                 replicated=True,
             )
             self.position_embedding = parameter(shape, spec, dtype)
-        self.blocks = nn.ModuleList(Block(model, i, axis, dtype, recompute) for i in layers)
+        self.blocks = nn.ModuleList(make_block(LayerSetup(model, i, self.linears, dtype), recompute) for i in layers)
         self.norm = Norm(model, "norm", dtype) if last else None
         self.head = self._vocabulary("head.weight", dtype) if last and not model.tied_embeddings else None
         self.head_bias = None
@@ -111,7 +117,7 @@ class Chunk(nn.Module):
             x = self._embed(x, context)
         rotary = self._rotary(x.shape[0] * self.axis.size, x.device, context)
         whole_layers = self.recompute == "full" and torch.is_grad_enabled()
-        flow: torch.Tensor | DeferredResidualAdd = x
+        flow: Flow = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if whole_layers:
@@ -128,7 +134,9 @@ class Chunk(nn.Module):
         if targets_SB is None:
             return x
         grad = context.token_grad if torch.is_grad_enabled() else None
-        return vocabulary_loss(x, self.output_weight, self.head_bias, targets_SB, self.model.vocab, self.axis, grad)
+        return vocabulary_loss(
+            x, self.output_weight, self.head_bias, targets_SB, self.model.vocab, self.axis, grad, self.linears
+        )
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -139,7 +147,7 @@ class Chunk(nn.Module):
 
     def logits(self, x_SBH: torch.Tensor) -> torch.Tensor:
         """Logits [s, b, vocab] of normed hidden states, gathered over the tensor axis (for generation)."""
-        return vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis)
+        return vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis, self.linears)
 
     def _embed(self, tokens_SB: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         assert self.token_embedding is not None
@@ -153,9 +161,7 @@ class Chunk(nn.Module):
             x = dropout(x, self.model.dropout, key, self.axis.rank * x.shape[0], context.sample_start)
         return x
 
-    def _rotary(
-        self, length: int, device: torch.device, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _rotary(self, length: int, device: torch.device, context: ForwardContext) -> Rotary:
         model = self.model
         if model.positions != "rotary":
             return None

@@ -166,7 +166,7 @@ class FlatChunk:
             self.parameters[i].overwrite_main_grad = True  # type: ignore[attr-defined]
 
     def _learn_overwritten(self, calls: Sequence[int]) -> None:
-        """Weights with one gradient a micro-batch, made by a GEMM (ops/linear.py), need no zeros to add it to."""
+        """Weights with one gradient a micro-batch, made by a GEMM (parallel/linear.py), need no zeros to add it to."""
         self._overwritten = [
             i for i, p in enumerate(self.parameters) if calls[i] == 1 and hasattr(p, "overwrite_main_grad")
         ]

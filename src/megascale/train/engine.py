@@ -11,7 +11,7 @@ from megascale.core import calls
 from megascale.core.layout import Layout
 from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
-from megascale.model.block import EVALUATION, ForwardContext
+from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import dispatch, side_stream
 from megascale.optim.optimizer import ShardedOptimizer
@@ -129,6 +129,7 @@ class Engine:
                 axis=self.tensor,
                 dtype=dtype,
                 recompute=config.parallel.recompute,
+                linear_precision=config.train.linear_precision,
                 embedding=self.chunks[0].token_embedding if lent else None,
             )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None

@@ -1,0 +1,76 @@
+"""The MLP of a block: from its inner columns through the activation to this rank's share of what it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from megascale.config.parts import MLPS, PartFacts
+from megascale.config.registry import Registry
+from megascale.model.context import LayerSetup
+from megascale.model.fusion import Branch, recomputes
+from megascale.ops import activation as activations
+from megascale.ops.activation import RecomputedActivation, fuses
+from megascale.parallel.tensor import ColumnLinear, RowLinear, column_bias
+
+
+class DenseMlp(nn.Module):
+    """One matrix in (with a gate two) and one out.
+
+    Attributes:
+        columns: (logical name, rows) of the matrices that project to it; a part that names none gets the norm itself.
+        has_bias: whether these have biases.
+        bias: theirs, where they are half of a fused projection whose other half has none; else the projection's.
+        activation: what model.activation names.
+    """
+
+    splits = True  # whether it can read its half of a fused projection (fusion.split_projection)
+
+    def __init__(self, at: LayerSetup) -> None:
+        super().__init__()
+        model = at.model
+        self.activation = model.activation
+        self.columns = [(f"{at.name}.mlp.gate", model.ffn)] if model.gated else []
+        self.columns.append((f"{at.name}.mlp.in", model.ffn))
+        self.has_bias = model.mlp_bias
+        self.bias: nn.Parameter | None = None
+        self.out = RowLinear(
+            f"{at.name}.mlp.out", model.hidden, model.ffn, model.mlp_bias, at.out_std, at.linears, at.dtype
+        )
+
+    @property
+    def residual_bias(self) -> nn.Parameter | None:
+        """What is added with this part's share to the residual stream."""
+        return self.out.bias
+
+    def own_bias(self, at: LayerSetup) -> None:
+        """Make the bias of the columns here."""
+        self.bias = column_bias(self.columns, at.axis, at.dtype)
+
+    def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
+        """Whether the activation makes the gradient of its GEMM's bias: where it is fused. A plain one would take a
+        pass more for it."""
+        return fuses(self.activation, activations.KINDS[self.activation].operator, x)
+
+    def forward(self, inner: torch.Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
+        """[s, b, f/t] (gated: twice as wide) -> this rank's share of the output.
+
+        projection: what made `inner`, with its bias added; None for half of a fused projection.
+        """
+        added = projection is not None and self.fuses_bias_gradient(inner)
+        bias = projection.bias if projection is not None and added else self.bias
+        activation = RecomputedActivation(self.activation, bias, added)
+        if recomputes(recompute, "activation"):
+            return Branch(inner, self.out.weight, activation)
+        return Branch(activation(inner), self.out.weight)
+
+
+KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})
+
+
+def register(name: str, made: Callable[[LayerSetup], nn.Module], about: str = "") -> None:
+    """Let `model.mlp` be `name`: made(setup) has what DenseMlp has, but for what splits it."""
+    MLPS.register(name, PartFacts(about))
+    KINDS.register(name, made)
