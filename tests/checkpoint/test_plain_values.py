@@ -45,7 +45,7 @@ def test_arrays_in_dataclasses_are_read_back(one: np.ndarray, two: np.ndarray, s
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_bytes_that_are_no_such_value_are_refused(data: bytes) -> None:
     for kind in (RankPart | str, tuple[str, int] | None, dict[str, dict[str, str]], tuple[np.ndarray, int]):
         try:
