@@ -199,7 +199,7 @@ def create(path: Path, shape: RingShape, spec: int, job: str) -> tuple[Ring, boo
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not _own(handle):
+        if not _own(handle) or os.fstat(handle).st_mode & 0o077:
             os.close(handle)
             raise PermissionError(errno.EACCES, "not a file of this user alone", str(path))
         fcntl.flock(handle, fcntl.LOCK_SH)
@@ -286,9 +286,9 @@ def stale(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
 
 
 def _own(handle: int) -> bool:
-    """Whether an open file is a plain one of this user that nobody else may open."""
+    """Whether an open file is a plain one of this user."""
     about = os.fstat(handle)
-    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
 
 
 def new_name(mount: Path = MOUNT) -> Path:
