@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,13 @@ def test_bytes_that_are_no_such_value_are_refused(data: bytes) -> None:
 
 
 class Trap:
-    """Unpickled, it makes a folder."""
+    """Unpickled, it makes a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
+        return Path.touch, (self.path,)
 
 
 def _with_a_pickle(rank: int, size: int, path: Path) -> str:
