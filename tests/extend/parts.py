@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megascale.core.tensors import Piece
+from megascale.config import ModelConfig
+from megascale.core.inventory import MLP_PARTS, Kept, LogicalTensor, PartInventory, out_std
+from megascale.core.inventory import linear as linear_tensors
 from megascale.model import mlp
 from megascale.model.context import LayerSetup
 from megascale.model.fusion import Branch
@@ -18,7 +20,7 @@ from megascale.ops.linear import Gemms, Operand
 from megascale.parallel import linear
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.linear import PLAIN, LinearPrecision
-from megascale.parallel.parameters import Spec, parameter
+from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 
 
@@ -30,13 +32,10 @@ def squared_relu(x: Tensor) -> Tensor:
 class ScaledMlp(mlp.DenseMlp):
     """A dense MLP whose input columns are scaled by a learnt vector: a part with a tensor of its own."""
 
-    splits = False
-
     def __init__(self, at: LayerSetup) -> None:
         super().__init__(at)
-        size = at.model.ffn
-        piece = Piece.cut(f"{at.name}.mlp.scale", (size,), 0, at.axis.rank, at.axis.size)
-        self.scale = parameter((size // at.axis.size,), Spec((piece,), init_value=0.5), at.dtype)
+        scale, self.columns = self.columns[-1], self.columns[:-1]
+        self.scale = local_parameter([scale], at.axis.rank, at.axis.size, at.dtype)
 
     def forward(self, inner: Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
         """As DenseMlp."""
@@ -47,14 +46,13 @@ class GatherMlp(nn.Module):
     """A part that names no columns: it gets the norm and makes its own GEMMs, as an expert layer would."""
 
     columns: tuple[()] = ()
-    has_bias, bias, residual_bias = False, None, None
+    residual_bias = None
 
     def __init__(self, at: LayerSetup) -> None:
         super().__init__()
-        self.linears, model = at.linears, at.model
-        columns = [(f"{at.name}.mlp.in", model.ffn)]
-        self.into = ColumnLinear(model.hidden, columns, False, model.init_std, at.linears, at.dtype)
-        self.out = RowLinear(f"{at.name}.mlp.out", model.hidden, model.ffn, False, at.out_std, at.linears, at.dtype)
+        into, out = at.tensors.mlp
+        self.into = ColumnLinear([into], at.linears, at.dtype)
+        self.out = RowLinear([out], at.linears, at.dtype)
 
     def fuses_bias_gradient(self, x: Tensor) -> bool:
         """It has no bias."""
@@ -64,6 +62,30 @@ class GatherMlp(nn.Module):
         """[s/t, b, h] -> its share of the output."""
         assert projection is None
         return Branch(torch.tanh(self.into(normed_SBH)), self.out.weight)
+
+
+DENSE = MLP_PARTS["dense"]
+
+
+def scaled_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
+    """Those of a dense MLP, and the scale."""
+    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, value=0.5)]
+
+
+def scaled_keeps(model: ModelConfig) -> list[Kept]:
+    """What a dense MLP keeps, and what is scaled."""
+    return [Kept("mlp_projection", model.ffn, "columns", gradient=True), *DENSE.keeps(model)]
+
+
+def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
+    """Two matrices without biases."""
+    into = linear_tensors(f"{name}.mlp.in", model.ffn, model.hidden, 0, False, model.init_std)
+    return into + linear_tensors(f"{name}.mlp.out", model.hidden, model.ffn, 1, False, out_std(model))
+
+
+def gather_keeps(model: ModelConfig) -> list[Kept]:
+    """The result of tanh, which is what its gradient and the GEMM behind it need."""
+    return [Kept("mlp_activation", model.ffn, "columns", gradient=True)]
 
 
 class EightBit(LinearPrecision):
@@ -152,8 +174,10 @@ def register() -> None:
     """All parts of this file, once a process."""
     if "eight_bit" not in linear.LINEARS:
         activation.register("squared_relu", activation.Activation(squared_relu, "squared relu"))
-        mlp.register("scaled", ScaledMlp, "a dense MLP with a learnt scale")
-        mlp.register("gather", GatherMlp, "makes its own GEMMs")
+        mlp.register(
+            "scaled", ScaledMlp, PartInventory(scaled_tensors, scaled_keeps), "a dense MLP with a learnt scale"
+        )
+        mlp.register("gather", GatherMlp, PartInventory(gather_tensors, gather_keeps), "makes its own GEMMs")
         linear.register("eight_bit", EightBit, "eight bits a number")
         linear.register("deferred", Deferred, "weight gradients at the end of a backward pass")
 
@@ -165,6 +189,7 @@ def unregister() -> None:
     for name in ("scaled", "gather"):
         mlp.MLPS.remove(name)
         mlp.KINDS.remove(name)
+        MLP_PARTS.remove(name)
     for name in ("eight_bit", "deferred"):
         linear.LINEAR_PRECISIONS.remove(name)
         linear.LINEARS.remove(name)

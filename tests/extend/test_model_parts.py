@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.core.flops import layer_flops, parameters
+from megascale.core.inventory import logical_shapes
+from megascale.core.memory import chunk_parameters, saved_by_layer
 from megascale.errors import ConfigError
+from megascale.model.transformer import Chunk
 from megascale.ops import dispatch
+from megascale.parallel.collectives import Axis
+from megascale.parallel.parameters import spec_of
 from tests.exact.cases import case
 from tests.exact.compare import differences
 from tests.exact.training import Told, train
@@ -67,6 +74,22 @@ def test_a_part_from_outside_trains_the_same_on_two_ranks(model, recompute, pool
     assert max(differences(reference, found, from_tree(two).model).values()) < 1e-10
 
 
+@pytest.mark.parametrize("mlp", ["scaled", "gather"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
+    model = from_tree(case(tensor, microbatches=1, model={"mlp": mlp, "layers": LAYERS}).tree).model
+    chunk = Chunk(model, range(LAYERS), first=True, last=True, axis=Axis(size=tensor))
+    held = sum(p.numel() for p in chunk.parameters())
+    assert held == chunk_parameters(model, range(LAYERS), 0, 1, tensor)
+    names = {piece.name for p in chunk.parameters() for piece in spec_of(p).pieces}
+    assert names == set(logical_shapes(model))
+    assert ("layers.1.mlp.scale" in names) == (mlp == "scaled")
+    assert parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())
+    assert layer_flops(model, 0).mlp == 2 * 2 * model.hidden * model.ffn
+    kept = [saved.name for saved in saved_by_layer(model, tensor, 1, "float32")]
+    assert ("mlp_projection" in kept) == (mlp == "scaled")
+
+
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_precision_from_outside_does_every_gemm_of_a_real_step(block, recompute, pool):
@@ -112,4 +135,4 @@ def test_weight_gradients_can_be_made_later(pool):
 
 def test_a_name_is_taken_once():
     with pytest.raises(ConfigError, match=r"model\.mlp='scaled' is registered already"):
-        parts.mlp.register("scaled", parts.ScaledMlp)
+        parts.mlp.register("scaled", parts.ScaledMlp, parts.DENSE)

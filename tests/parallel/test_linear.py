@@ -7,9 +7,10 @@ import torch
 
 from megascale.config import from_tree
 from megascale.errors import ConfigError
+from megascale.ops.linear import Operand
 from megascale.parallel.collectives import ALONE
-from megascale.parallel.linear import LINEARS, make_linears
-from megascale.parallel.tensor import gather_linear
+from megascale.parallel.linear import LINEARS, LinearPrecision, make_linears
+from megascale.parallel.tensor import gather_linear, linear_scatter
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -53,3 +54,32 @@ def test_an_unknown_precision_is_told_with_those_there_are():
         with pytest.raises(ConfigError, match=r"train.linear_precision='\w+' is not known; .*choose among 'default'"):
             refuse()
     assert LINEARS.names() == ["default"]
+
+
+class _Given(LinearPrecision):
+    """Takes note of what it is given, and keeps for backward another tensor than forward read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[object] = []
+
+    def input(self, x: torch.Tensor, weight: torch.Tensor, given: object = None) -> Operand:
+        self.given.append(given)
+        return x, x.detach() * 2
+
+    def keep(self, x: Operand) -> Operand:
+        return (x[1] / 2,)
+
+
+def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_that_backward_has():
+    linears, held = _Given(), []
+    x, w, v = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, 2, 8), (5, 8), (4, 5)]))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        y = linear_scatter(linears, gather_linear(x, w, None, linears, given="of x"), v, given=["of y"])
+    assert linears.given == ["of x", "of y"]
+    assert [t.shape for t in held] == [x.shape, (3, 2, 5)]
+    assert all(t.data_ptr() != x.data_ptr() for t in held)
+    plain = torch.nn.functional.linear(torch.nn.functional.linear(x, w), v)
+    torch.testing.assert_close(y, plain)
+    for found, wanted in zip(*(torch.autograd.grad(z.sum(), (x, w, v)) for z in (y, plain)), strict=True):
+        torch.testing.assert_close(found, wanted)

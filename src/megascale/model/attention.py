@@ -13,23 +13,21 @@ from torch import nn
 
 from megascale.config.parts import ATTENTIONS, PartFacts
 from megascale.config.registry import Registry
+from megascale.core.inventory import ATTENTION_PARTS, PartInventory
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch
 from megascale.ops.attention import attention
 from megascale.ops.rope import split_qkv
-from megascale.parallel.tensor import RowLinear, column_bias
+from megascale.parallel.tensor import RowLinear
 
 
 class CausalAttention(nn.Module):
     """Causal, grouped queries, in a window where the model has one.
 
     Attributes:
-        columns: (logical name, rows) of the matrices that project to it.
-        has_bias: whether these have biases.
+        columns: the matrices that project to it, and their biases.
         bias: theirs, where they are half of a fused projection whose other half has none; else the projection's.
     """
-
-    splits = True  # whether it can read its half of a fused projection (fusion.split_projection)
 
     def __init__(self, at: LayerSetup) -> None:
         super().__init__()
@@ -38,31 +36,14 @@ class CausalAttention(nn.Module):
         self.window = model.layer_window(at.layer)
         self.heads, self.kv_heads = model.heads // at.axis.size, model.kv // at.axis.size
         self.width = (self.heads + 2 * self.kv_heads) * d  # of this rank's columns
-        self.columns = [
-            (f"{at.name}.attention.query", model.heads * d),
-            (f"{at.name}.attention.key", model.kv * d),
-            (f"{at.name}.attention.value", model.kv * d),
-        ]
-        self.has_bias = model.attention_bias
+        self.columns = [t for t in at.tensors.attention if t.cut == 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear(
-            f"{at.name}.attention.output",
-            model.hidden,
-            model.heads * d,
-            model.out_bias,
-            at.out_std,
-            at.linears,
-            at.dtype,
-        )
+        self.out = RowLinear([t for t in at.tensors.attention if t.cut != 0], at.linears, at.dtype)
 
     @property
     def residual_bias(self) -> nn.Parameter | None:
         """What is added with this part's share to the residual stream."""
         return self.out.bias
-
-    def own_bias(self, at: LayerSetup) -> None:
-        """Make the bias of the columns here."""
-        self.bias = column_bias(self.columns, at.axis, at.dtype)
 
     def forward(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
         """[s, b, (n + 2g) d], this rank's heads -> their share of the output."""
@@ -83,7 +64,8 @@ class CausalAttention(nn.Module):
 KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": CausalAttention})
 
 
-def register(name: str, made: Callable[[LayerSetup], nn.Module], about: str = "") -> None:
-    """Let `model.attention` be `name`: made(setup) has what CausalAttention has, but for what splits it."""
+def register(name: str, made: Callable[[LayerSetup], nn.Module], inventory: PartInventory, about: str = "") -> None:
+    """Let `model.attention` be `name`: made(setup) has what CausalAttention has."""
     ATTENTIONS.register(name, PartFacts(about))
+    ATTENTION_PARTS.register(name, inventory)
     KINDS.register(name, made)

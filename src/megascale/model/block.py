@@ -15,6 +15,7 @@ from torch import nn
 
 from megascale.config.parts import BLOCKS, PartFacts
 from megascale.config.registry import Registry
+from megascale.core.inventory import BLOCK_PARTS, BlockInventory, splits_projection
 from megascale.model import attention as attentions
 from megascale.model import mlp as mlps
 from megascale.model.attention import CausalAttention
@@ -24,6 +25,7 @@ from megascale.model.mlp import DenseMlp
 from megascale.model.norm import Norm, norm_and_project
 from megascale.ops.activation import fuses
 from megascale.ops.fused_projection import split_fused_projection
+from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
 
 
@@ -41,15 +43,11 @@ class Block(nn.Module):
         # Parts may be anybody's, so that what is asked of them is not in a type.
         self.attention: Any = attentions.KINDS[at.model.attention](at)
         self.mlp: Any = mlps.KINDS[at.model.mlp](at)
-        self.norm1 = Norm(at.model, f"{at.name}.norm1", at.dtype)
+        self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
 
-    def project(self, *parts: Any, bias: bool) -> ColumnLinear | None:
-        """One projection to the columns of these parts; None if they want the norm as it is."""
-        columns = [column for part in parts for column in part.columns]
-        at = self.at
-        return (
-            ColumnLinear(at.model.hidden, columns, bias, at.model.init_std, at.linears, at.dtype) if columns else None
-        )
+    def project(self, part: Any) -> ColumnLinear | None:
+        """The projection to a part's columns; None if it wants the norm as it is."""
+        return ColumnLinear(part.columns, self.at.linears, self.at.dtype) if part.columns else None
 
 
 class SerialBlock(Block):
@@ -57,9 +55,9 @@ class SerialBlock(Block):
 
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
-        self.norm2 = Norm(at.model, f"{at.name}.norm2", at.dtype)
-        self.attention_in = self.project(self.attention, bias=self.attention.has_bias)
-        self.mlp_in = self.project(self.mlp, bias=self.mlp.has_bias)
+        self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype)
+        self.attention_in = self.project(self.attention)
+        self.mlp_in = self.project(self.mlp)
 
     def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
         """[s/t, b, h] -> [s/t, b, h]. With `defer_add` the last residual sum may be left to the next norm."""
@@ -78,9 +76,9 @@ class ParallelBlock(Block):
 
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
-        self.norm2 = Norm(at.model, f"{at.name}.norm2", at.dtype) if at.model.parallel_norms == 2 else self.norm1
-        self.attention_in = self.project(self.attention, bias=self.attention.has_bias)
-        self.mlp_in = self.project(self.mlp, bias=self.mlp.has_bias)
+        self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype) if at.tensors.norm2 else self.norm1
+        self.attention_in = self.project(self.attention)
+        self.mlp_in = self.project(self.mlp)
 
     def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
         """As SerialBlock.forward."""
@@ -139,18 +137,19 @@ class FusedParallelBlock(Block):
     def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
         super().__init__(at, recompute)
         # A fused projection has one bias; a model with a bias on one half only (GPT-J) adds it to that half.
-        both = self.attention.has_bias and self.mlp.has_bias
-        self.into = self.project(self.attention, self.mlp, bias=both)
-        for part in (self.attention, self.mlp):
-            if part.has_bias and not both:
-                part.own_bias(at)
+        halves = [(part, [t for t in part.columns if not t.gemm]) for part in (self.attention, self.mlp)]
+        both = all(biases for _, biases in halves)
+        columns = [t for part, _ in halves for t in part.columns if both or t.gemm]
+        self.into = ColumnLinear(columns, at.linears, at.dtype)
+        for part, biases in halves:
+            if biases and not both:
+                part.bias = local_parameter(biases, at.axis.rank, at.axis.size, at.dtype)
 
     def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
         """As SerialBlock.forward."""
         at = self.at
         fused_bias = self.attention.bias is None and fuses_split(self.mlp, x)
         x_SBH, fused = norm_and_project(self.norm1, self.into, x, self.recompute, fused_bias)
-        assert self.into is not None
         branches = split_projection(fused, self.into, self.attention, self.mlp, rotary, context, self.recompute)
         y = sum_branches(at.linears, *branches)
         return add_residual(at, y, x_SBH, 0, context, defer_add, self.attention.residual_bias, self.mlp.residual_bias)
@@ -158,10 +157,7 @@ class FusedParallelBlock(Block):
 
 def parallel_block(at: LayerSetup, recompute: str = "none") -> Block:
     """The parallel block, with one projection for both halves where they have one norm and can read it."""
-    parts = attentions.KINDS[at.model.attention], mlps.KINDS[at.model.mlp]
-    if at.model.parallel_norms == 1 and all(getattr(part, "splits", False) for part in parts):
-        return FusedParallelBlock(at, recompute)
-    return ParallelBlock(at, recompute)
+    return FusedParallelBlock(at, recompute) if splits_projection(at.model) else ParallelBlock(at, recompute)
 
 
 KINDS: Registry[Callable[[LayerSetup, str], Block]] = Registry(
@@ -169,9 +165,10 @@ KINDS: Registry[Callable[[LayerSetup, str], Block]] = Registry(
 )
 
 
-def register(name: str, made: Callable[[LayerSetup, str], Block], about: str = "") -> None:
+def register(name: str, made: Callable[[LayerSetup, str], Block], inventory: BlockInventory, about: str = "") -> None:
     """Let `model.block` be `name`: made(setup, recompute) gives the block of a layer."""
     BLOCKS.register(name, PartFacts(about))
+    BLOCK_PARTS.register(name, inventory)
     KINDS.register(name, made)
 
 

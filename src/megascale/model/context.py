@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megascale.config import ModelConfig
+from megascale.core.inventory import LayerInventory, layer_inventory
 from megascale.parallel.collectives import Axis
 from megascale.parallel.linear import LinearPrecision
 
@@ -28,19 +29,14 @@ class LayerSetup:
     dtype: torch.dtype
 
     @property
-    def name(self) -> str:
-        """What the layer's logical names begin with."""
-        return f"layers.{self.layer}"
-
-    @property
     def axis(self) -> Axis:
         """The tensor-parallel axis."""
         return self.linears.axis
 
     @property
-    def out_std(self) -> float:
-        """Standard deviation of initial values of the matrices that add to the residual stream (GPT-2)."""
-        return self.model.init_std / (2 * self.model.layers) ** 0.5
+    def tensors(self) -> LayerInventory:
+        """The layer's logical tensors."""
+        return layer_inventory(self.model, self.layer)
 
 
 @dataclass

@@ -9,45 +9,34 @@ from torch import nn
 
 from megascale.config.parts import MLPS, PartFacts
 from megascale.config.registry import Registry
+from megascale.core.inventory import MLP_PARTS, PartInventory
 from megascale.model.context import LayerSetup
 from megascale.model.fusion import Branch, recomputes
 from megascale.ops import activation as activations
 from megascale.ops.activation import RecomputedActivation, fuses
-from megascale.parallel.tensor import ColumnLinear, RowLinear, column_bias
+from megascale.parallel.tensor import ColumnLinear, RowLinear
 
 
 class DenseMlp(nn.Module):
     """One matrix in (with a gate two) and one out.
 
     Attributes:
-        columns: (logical name, rows) of the matrices that project to it; a part that names none gets the norm itself.
-        has_bias: whether these have biases.
+        columns: the matrices that project to it, and their biases; a part that names none gets the norm itself.
         bias: theirs, where they are half of a fused projection whose other half has none; else the projection's.
         activation: what model.activation names.
     """
 
-    splits = True  # whether it can read its half of a fused projection (fusion.split_projection)
-
     def __init__(self, at: LayerSetup) -> None:
         super().__init__()
-        model = at.model
-        self.activation = model.activation
-        self.columns = [(f"{at.name}.mlp.gate", model.ffn)] if model.gated else []
-        self.columns.append((f"{at.name}.mlp.in", model.ffn))
-        self.has_bias = model.mlp_bias
+        self.activation = at.model.activation
+        self.columns = [t for t in at.tensors.mlp if t.cut == 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear(
-            f"{at.name}.mlp.out", model.hidden, model.ffn, model.mlp_bias, at.out_std, at.linears, at.dtype
-        )
+        self.out = RowLinear([t for t in at.tensors.mlp if t.cut != 0], at.linears, at.dtype)
 
     @property
     def residual_bias(self) -> nn.Parameter | None:
         """What is added with this part's share to the residual stream."""
         return self.out.bias
-
-    def own_bias(self, at: LayerSetup) -> None:
-        """Make the bias of the columns here."""
-        self.bias = column_bias(self.columns, at.axis, at.dtype)
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
         """Whether the activation makes the gradient of its GEMM's bias: where it is fused. A plain one would take a
@@ -70,7 +59,8 @@ class DenseMlp(nn.Module):
 KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})
 
 
-def register(name: str, made: Callable[[LayerSetup], nn.Module], about: str = "") -> None:
-    """Let `model.mlp` be `name`: made(setup) has what DenseMlp has, but for what splits it."""
+def register(name: str, made: Callable[[LayerSetup], nn.Module], inventory: PartInventory, about: str = "") -> None:
+    """Let `model.mlp` be `name`: made(setup) has what DenseMlp has."""
     MLPS.register(name, PartFacts(about))
+    MLP_PARTS.register(name, inventory)
     KINDS.register(name, made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from megascale.config import ModelConfig
 from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
-from megascale.core.tensors import Piece
+from megascale.core.inventory import LogicalTensor
 from megascale.model.fusion import Flow, recomputes
 from megascale.ops.norm import add_norm, layer_norm, rms_norm
-from megascale.parallel.parameters import Spec, parameter
+from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
 
 
@@ -65,14 +65,12 @@ def register(name: str, operators: NormOperators, bias: bool) -> None:
 class Norm(nn.Module):
     """A norm over hidden, on this rank's part of the sequence."""
 
-    def __init__(self, model: ModelConfig, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelConfig, tensors: Sequence[LogicalTensor], dtype: torch.dtype) -> None:
         super().__init__()
         self.eps, self._operators = model.norm_eps, KINDS[model.norm]
-        h = (model.hidden,)
-        ones = Spec((Piece.whole(f"{name}.weight", h),), init_value=1.0, replicated=True)
-        zeros = Spec((Piece.whole(f"{name}.bias", h),), replicated=True)
-        self.weight = parameter(h, ones, dtype)
-        self.bias = parameter(h, zeros, dtype) if NORMS[model.norm].bias else None
+        weight, *bias = tensors
+        self.weight = local_parameter([weight], 0, 1, dtype)
+        self.bias = local_parameter(bias, 0, 1, dtype) if bias else None
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         return self._operators.norm(x_SBH, self.weight, self.bias, self.eps)

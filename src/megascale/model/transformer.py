@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
-from megascale.core.tensors import Box, Piece
+from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors
 from megascale.model.block import make_block
 from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Flow
@@ -22,7 +22,7 @@ from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
 from megascale.parallel.collectives import ALONE, Axis
 from megascale.parallel.linear import make_linears
-from megascale.parallel.parameters import Spec, parameter
+from megascale.parallel.parameters import local_parameter
 from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
@@ -56,27 +56,17 @@ class Chunk(nn.Module):
         super().__init__()
         self.model, self.axis, self.first, self.last, self.dtype = model, axis, first, last, dtype
         self.recompute, self.linears = recompute, make_linears(linear_precision, axis)
-        h = model.hidden
         self._borrowed = () if embedding is None else (embedding,)  # in a tuple it is no parameter of this module
         tied_here = first or (last and model.tied_embeddings and not self._borrowed)
-        self.token_embedding = self._vocabulary("embedding.token.weight", dtype) if tied_here else None
-        self.position_embedding = None
-        if first and model.positions == "learned":
-            shape = (model.sequence_length, h)
-            spec = Spec(
-                (Piece.whole("embedding.position.weight", shape),),
-                init_std=model.init_std,
-                replicated=True,
-            )
-            self.position_embedding = parameter(shape, spec, dtype)
+        tokens, *positions = embedding_tensors(model)
+        self.token_embedding = self._local(tokens) if tied_here else None
+        self.position_embedding = self._local(positions[0]) if first and positions else None
         self.blocks = nn.ModuleList(make_block(LayerSetup(model, i, self.linears, dtype), recompute) for i in layers)
-        self.norm = Norm(model, "norm", dtype) if last else None
-        self.head = self._vocabulary("head.weight", dtype) if last and not model.tied_embeddings else None
-        self.head_bias = None
-        if last and model.head_bias:
-            self.head_bias = parameter(
-                (model.padded_vocab // axis.size,), Spec(self._vocabulary_pieces("head.bias", (model.vocab,))), dtype
-            )
+        self.norm = Norm(model, norm_tensors(model, "norm"), dtype) if last else None
+        head = {tensor.name: tensor for tensor in head_tensors(model)} if last else {}
+        self.head, self.head_bias = (
+            self._local(head[name]) if name in head else None for name in ("head.weight", "head.bias")
+        )
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
 
@@ -87,19 +77,9 @@ class Chunk(nn.Module):
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
 
-    def _vocabulary_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        """This rank's rows of a tensor with a row a token; rows past the real vocabulary are nobody's."""
-        rows = self.model.padded_vocab // self.axis.size
-        start = min(self.axis.rank * rows, self.model.vocab)
-        count = max(0, min(rows, self.model.vocab - start))
-        whole = Piece.whole(name, shape)
-        box = Box((start, *whole.box.offsets[1:]), (count, *whole.box.sizes[1:]))
-        return (Piece(name, shape, box, whole.decay),)
-
-    def _vocabulary(self, name: str, dtype: torch.dtype) -> nn.Parameter:
-        pieces = self._vocabulary_pieces(name, (self.model.vocab, self.model.hidden))
-        shape = (self.model.padded_vocab // self.axis.size, self.model.hidden)
-        return parameter(shape, Spec(pieces, init_std=self.model.init_std), dtype)
+    def _local(self, tensor: LogicalTensor) -> nn.Parameter:
+        """This rank's part of a logical tensor."""
+        return local_parameter([tensor], self.axis.rank, self.axis.size, self.dtype)
 
     def forward(
         self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, context: ForwardContext = EVALUATION

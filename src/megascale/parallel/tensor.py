@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megascale.core.tensors import Piece
+from megascale.core.inventory import LogicalTensor
 from megascale.ops import side_stream
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.linear import Operand
@@ -32,7 +32,7 @@ from megascale.parallel.collectives import (
     scatter_now,
 )
 from megascale.parallel.linear import PLAIN, LinearPrecision
-from megascale.parallel.parameters import Spec, parameter
+from megascale.parallel.parameters import local_parameter
 
 
 def _recomputed(
@@ -242,24 +242,16 @@ def linear_scatter(
 class ColumnLinear(nn.Module):
     """One GEMM whose output columns are stacked logical tensors, each cut over the tensor axis.
 
-    `parts` lists (logical name, rows of the whole logical weight).
+    Args:
+        tensors: weights [rows, hidden], and their biases if they have any.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        parts: Sequence[tuple[str, int]],
-        bias: bool,
-        std: float,
-        linears: LinearPrecision,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, tensors: Sequence[LogicalTensor], linears: LinearPrecision, dtype: torch.dtype) -> None:
         super().__init__()
         self.linears, axis = linears, linears.axis
-        columns = sum(rows for _, rows in parts) // axis.size
-        pieces = tuple(Piece.cut(f"{name}.weight", (rows, hidden), 0, axis.rank, axis.size) for name, rows in parts)
-        self.weight = parameter((columns, hidden), Spec(pieces, init_std=std), dtype)
-        self.bias = column_bias(parts, axis, dtype) if bias else None
+        weights, biases = [t for t in tensors if t.gemm], [t for t in tensors if not t.gemm]
+        self.weight = local_parameter(weights, axis.rank, axis.size, dtype)
+        self.bias = local_parameter(biases, axis.rank, axis.size, dtype) if biases else None
 
     def forward(
         self,
@@ -276,20 +268,14 @@ class ColumnLinear(nn.Module):
 
 class RowLinear(nn.Module):
     """A matrix [h, k] whose columns are cut over the tensor axis, for `linear_scatter`; its bias is added by whoever
-    takes the residual sum, since it belongs to the sum over ranks."""
+    takes the residual sum, since it belongs to the sum over ranks.
 
-    def __init__(
-        self, name: str, rows: int, columns: int, bias: bool, std: float, linears: LinearPrecision, dtype: torch.dtype
-    ) -> None:
+    Args:
+        tensors: the weight, and its bias if it has one.
+    """
+
+    def __init__(self, tensors: Sequence[LogicalTensor], linears: LinearPrecision, dtype: torch.dtype) -> None:
         super().__init__()
-        axis = linears.axis
-        piece = Piece.cut(f"{name}.weight", (rows, columns), 1, axis.rank, axis.size)
-        self.weight = parameter((rows, columns // axis.size), Spec((piece,), init_std=std), dtype)
-        whole = Spec((Piece.whole(f"{name}.bias", (rows,)),), replicated=True)
-        self.bias = parameter((rows,), whole, dtype) if bias else None
-
-
-def column_bias(parts: Sequence[tuple[str, int]], axis: Axis, dtype: torch.dtype) -> nn.Parameter:
-    """The stacked biases of column-parallel GEMMs, [columns/t]."""
-    pieces = tuple(Piece.cut(f"{name}.bias", (rows,), 0, axis.rank, axis.size) for name, rows in parts)
-    return parameter((sum(rows for _, rows in parts) // axis.size,), Spec(pieces), dtype)
+        (weight, *bias), axis = tensors, linears.axis
+        self.weight = local_parameter([weight], axis.rank, axis.size, dtype)
+        self.bias = local_parameter(bias, axis.rank, axis.size, dtype) if bias else None
