@@ -1,0 +1,125 @@
+"""Commands and ranks for tests, forked from a server that has loaded the package once.
+
+Loading torch takes a command some twenty times what it then does with a tiny model. What is forked differs from a new
+process by what it has loaded only: its words, environment, folder, output and signals are its own. Tests of how a
+process starts use a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+context = multiprocessing.get_context("forkserver")
+# One server serves all that a process of the suite forks: the workers of tests/exact too.
+context.set_forkserver_preload(
+    [
+        "torch.distributed",
+        "megascale.train.engine",
+        "megascale.train.loop",
+        "megascale.train.rank_info",
+        "megascale.train.restore",
+        "megascale.checkpoint.saver",
+        "megascale.cli.main",
+        "megascale.cli.summary",
+        "megascale.api",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+    ]
+)
+
+
+class Forked:
+    """`megascale WORDS`, with what tests use of subprocess.Popen.
+
+    Args:
+        words: of the command line.
+        env: more variables.
+        cwd: its folder.
+        before: Python that is run before the command.
+        split: keep what it says on stderr apart, else that goes with stdout.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        before: str = "",
+        split: bool = False,
+    ) -> None:
+        self.words = [str(word) for word in words]
+        self._said = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]
+        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._said]
+        variables = os.environ | dict(env or {})
+        # A daemon, so that none outlives the tests.
+        self._process = context.Process(
+            target=_command, args=(self.words, variables, str(cwd or Path.cwd()), before, files), daemon=True
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(self.words, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it said on stdout and stderr, once it has ended."""
+        self.wait(timeout)
+        said = []
+        for file in self._said:
+            file.seek(0)
+            said.append(file.read())
+        return said[0], said[1] if len(said) > 1 else ""
+
+
+def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
+    """In the forked process: become the command."""
+    for number, path in ((1, files[0]), (2, files[-1])):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(handle, number)
+        os.close(handle)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = ["megascale", *words]
+    if before:
+        exec(before, {})
+    try:
+        importlib.import_module("megascale.cli.main").main()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        atexit._run_exitfuncs()
