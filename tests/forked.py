@@ -59,7 +59,7 @@ class Forked:
         split: bool = False,
     ) -> None:
         self.words = [str(word) for word in words]
-        self._said = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]
+        self._said = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]  # noqa: SIM115 - read at its end
         files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._said]
         variables = os.environ | dict(env or {})
         # A daemon, so that none outlives the tests.
