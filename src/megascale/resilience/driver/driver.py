@@ -35,6 +35,7 @@ from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.contact import Contact, make_token, write_contact
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.exits import failed_start
+from megascale.resilience.rules.silence import FIRST_STEP
 from megascale.resilience.rules.verdicts import Verdict
 
 log = logging.getLogger("megascale.driver")
@@ -264,12 +265,17 @@ class Driver(Adoption):
 
     def _learn(self, before: Heartbeat | None, after: Heartbeat) -> None:
         """Phase durations: how long trainers were in a phase without any change, of those that then went on."""
-        if before is None or before.attempt != after.attempt or self.job.phase is not Phase.RUNNING:
-            return  # a first step is longer than any other
+        starting = self.job.phase is Phase.STARTING
+        if before is None or before.attempt != after.attempt or not (starting or self.job.phase is Phase.RUNNING):
+            return
         for old, new in zip(before.workers, after.workers, strict=False):
             moved = (old.phase, old.step, old.action) != (new.phase, new.step, new.action)
-            if moved and old.rank == new.rank and old.phase:
+            if not moved or old.rank != new.rank or not old.phase:
+                continue
+            if not starting:
                 self.phase_durations.add(old.phase, old.status_age)
+            elif old.phase == "train":  # longer than any other step
+                self.phase_durations.add(FIRST_STEP, old.status_age)
 
     def received(self, name: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None:
         """Any other message of a node."""
