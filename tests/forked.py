@@ -16,8 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 context = multiprocessing.get_context("forkserver")
 # One server serves all that a process of the suite forks: the workers of tests/exact too.
@@ -25,6 +29,7 @@ context.set_forkserver_preload(
     [
         "torch.distributed",
         "megascale.train.engine",
+        "megascale.train.launcher",
         "megascale.train.loop",
         "megascale.train.rank_info",
         "megascale.train.restore",
@@ -47,6 +52,8 @@ class Forked:
         cwd: its folder.
         before: Python that is run before the command.
         split: keep what it says on stderr apart, else that goes with stdout.
+
+    Ranks that the command starts on this host are forked from it in turn.
     """
 
     def __init__(
@@ -107,15 +114,26 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(handle, number)
         os.close(handle)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _listen()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    sys.argv = ["megascale", *words]
+    launcher = importlib.import_module("megascale.train.launcher")
+    launcher.subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": _Rank}))
     if before:
         exec(before, {})
+    _run(words)
+
+
+def _listen() -> None:
+    """Signals as a new process finds them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _run(words: list[str]) -> None:
+    sys.argv = ["megascale", *words]
     try:
         importlib.import_module("megascale.cli.main").main()
     finally:
@@ -123,3 +141,54 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
             sys.stdout.flush()
             sys.stderr.flush()
         atexit._run_exitfuncs()
+
+
+class _Rank(subprocess.Popen[bytes]):
+    """A rank that a forked launcher starts: forked too. Waiting and signals are Popen's own."""
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        env: Mapping[str, str],
+        stdout: IO[bytes] | None,
+        stderr: Any,
+        start_new_session: bool,
+        preexec_fn: Callable[[], None],
+        pass_fds: Sequence[int],
+    ) -> None:
+        assert command[:3] == [sys.executable, "-m", "megascale.cli.main"]
+        assert start_new_session
+        self.args, self.returncode, self.stdin, self.stdout, self.stderr = command, None, None, None, None
+        self._child_created, self._waitpid_lock = True, threading.Lock()
+        # What the launcher does about a signal is not the rank's to do.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        self.pid = os.fork()
+        if self.pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            return
+        code = 1
+        try:
+            _listen()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.setsid()
+            preexec_fn()
+            for number in (1, 2) if stdout else ():
+                os.dup2(stdout.fileno(), number)
+            for name in os.listdir("/proc/self/fd"):
+                if int(name) > 2 and int(name) not in pass_fds:
+                    with contextlib.suppress(OSError):  # the one that lists them
+                        os.close(int(name))
+            os.environ.clear()
+            os.environ.update(env)
+            _run(command[3:])
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)

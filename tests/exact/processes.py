@@ -82,14 +82,15 @@ def run_ranks(file: Path, common: list[str], starts: list[Start]) -> list[Ended]
 def launched(file: Path, *words: str) -> Iterator[tuple[Forked, dict[int, psutil.Process]]]:
     """`megascale train FILE`, and the ranks that it started, once the first step is in the metrics."""
     from megascale.config import load
+    from megascale.core.status import read_status
 
     launcher = Forked(["train", file, *words], env=ENVIRONMENT)
     children: list[psutil.Process] = []
     try:
         wait_for_step(load(file, words).run_folder, 1, launcher)
         children = psutil.Process(launcher.pid).children(recursive=True)
-        # The host's services are children too, and have no rank.
-        yield launcher, {int(e["RANK"]): child for child in children if "RANK" in (e := child.environ())}
+        status = [read_status(file) for file in (load(file, words).run_folder / "status").glob("rank-*.status")]
+        yield launcher, {s.rank: psutil.Process(s.pid) for s in status if s is not None}
     finally:
         launcher.kill()
         launcher.wait()
