@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,8 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         "torch.distributed",
+        "torch.fx.experimental.symbolic_shapes",  # with sympy; loaded by the first backward pass of a pipeline stage
+        "megascale.bench.harness.training_runs",
         "megascale.train.engine",
         "megascale.train.launcher",
         "megascale.train.loop",
@@ -37,7 +40,7 @@ context.set_forkserver_preload(
         "megascale.cli.main",
         "megascale.cli.summary",
         "megascale.api",
-        "matplotlib.figure",
+        "matplotlib.pyplot",
         "matplotlib.backends.backend_agg",
     ]
 )
@@ -52,8 +55,9 @@ class Forked:
         cwd: its folder.
         before: Python that is run before the command.
         split: keep what it says on stderr apart, else that goes with stdout.
+        output: write what it says to this file, and not for `communicate`.
 
-    Ranks that the command starts on this host are forked from it in turn.
+    Ranks and runs that the command starts on this host are forked from it in turn.
     """
 
     def __init__(
@@ -64,10 +68,14 @@ class Forked:
         cwd: Path | None = None,
         before: str = "",
         split: bool = False,
+        output: Path | None = None,
     ) -> None:
         self.words = [str(word) for word in words]
         self._said = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]  # noqa: SIM115 - read at its end
         files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._said]
+        if output is not None:
+            output.touch()
+            files = [str(output)]
         variables = os.environ | dict(env or {})
         # A daemon, so that none outlives the tests.
         self._process = context.Process(
@@ -108,6 +116,12 @@ class Forked:
         return said[0], said[1] if len(said) > 1 else ""
 
 
+def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
+    """In place of subprocess.Popen where code under test starts a command with its output in a file."""
+    assert command[:3] == [sys.executable, "-m", "megascale.cli.main"]
+    return Forked(command[3:], env=env, output=Path(stdout.name))
+
+
 def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
     """In the forked process: become the command."""
     for number, path in ((1, files[0]), (2, files[-1])):
@@ -119,8 +133,8 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    launcher = importlib.import_module("megascale.train.launcher")
-    launcher.subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": _Rank}))
+    for name in ("megascale.train.launcher", "megascale.bench.harness.training_runs"):
+        importlib.import_module(name).subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": _Child}))
     if before:
         exec(before, {})
     _run(words)
@@ -143,8 +157,8 @@ def _run(words: list[str]) -> None:
         atexit._run_exitfuncs()
 
 
-class _Rank(subprocess.Popen[bytes]):
-    """A rank that a forked launcher starts: forked too. Waiting and signals are Popen's own."""
+class _Child(subprocess.Popen[bytes]):
+    """A rank or a run that a forked command starts: forked too. Waiting and signals are Popen's own."""
 
     def __init__(
         self,
@@ -153,12 +167,11 @@ class _Rank(subprocess.Popen[bytes]):
         env: Mapping[str, str],
         stdout: IO[bytes] | None,
         stderr: Any,
-        start_new_session: bool,
-        preexec_fn: Callable[[], None],
-        pass_fds: Sequence[int],
+        start_new_session: bool = False,
+        preexec_fn: Callable[[], None] = lambda: None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         assert command[:3] == [sys.executable, "-m", "megascale.cli.main"]
-        assert start_new_session
         self.args, self.returncode, self.stdin, self.stdout, self.stderr = command, None, None, None, None
         self._child_created, self._waitpid_lock = True, threading.Lock()
         # What the launcher does about a signal is not the rank's to do.
@@ -171,7 +184,8 @@ class _Rank(subprocess.Popen[bytes]):
         try:
             _listen()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            os.setsid()
+            if start_new_session:
+                os.setsid()
             preexec_fn()
             for number in (1, 2) if stdout else ():
                 os.dup2(stdout.fileno(), number)
@@ -179,6 +193,10 @@ class _Rank(subprocess.Popen[bytes]):
                 if int(name) > 2 and int(name) not in pass_fds:
                     with contextlib.suppress(OSError):  # the one that lists them
                         os.close(int(name))
+            # What its parent is to tidy at its end is not this one's to tidy.
+            atexit._clear()
+            weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+            weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
             os.environ.clear()
             os.environ.update(env)
             _run(command[3:])
