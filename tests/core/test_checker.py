@@ -181,6 +181,21 @@ def test_an_action_before_what_it_needs_is_found(sizes, data):
         check_order(Schedule.of(schedule, lists))
 
 
+@pytest.mark.parametrize("reduce_each", [False, True])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_reduction_that_arms_another_backward_is_found(reduce_each, by):
+    """Armed too early, a bucket would be reduced without the last micro-batch's share; too late, not at all."""
+    schedule = pipeline_schedule(2, 2, 3, reduce_each)
+    lists = [list(actions) for actions in schedule]
+    n = next(n for n, a in enumerate(lists[0]) if a.kind == ActionKind.REDUCE_GRADS and a.microbatch in (-1, 1))
+    reduction = lists[0].pop(n)
+    places = [k for k, a in enumerate(lists[0]) if a[:2] == (ActionKind.BACKWARD, reduction.chunk)]
+    due = min(k for k in places if k >= n)
+    lists[0].insert(max(k for k in places if k < due) if by < 0 else due + 1, reduction)
+    with pytest.raises(ScheduleError, match=r"stage 0 .* elsewhere than right before the chunk's"):
+        check_order(Schedule.of(schedule, lists))
+
+
 def test_an_action_outside_the_sizes_is_found():
     schedule = one_f_one_b(2, 2)
     lists = [list(actions) for actions in schedule]

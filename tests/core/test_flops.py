@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config import from_tree
-from megascale.core import flops
+from megascale.core import flops, inventory
 
 
 def model(**keys):
@@ -46,14 +46,14 @@ def test_window_share_is_the_area_kept(sequence, data):
     window = data.draw(st.integers(1, sequence))
     kept = sum(min(window, query + 1) for query in range(sequence))
     whole = sequence * (sequence + 1) / 2
-    assert flops.window_share(sequence, window) == pytest.approx(kept / whole)
-    assert flops.window_share(sequence, sequence) == flops.window_share(sequence, None) == 1.0
+    assert inventory.window_share(sequence, window) == pytest.approx(kept / whole)
+    assert inventory.window_share(sequence, sequence) == inventory.window_share(sequence, None) == 1.0
 
 
 def test_window_pattern_counts_layer_by_layer():
     shape = {"layers": 4, "hidden": 64, "heads": 4, "sequence_length": 256, "vocab_size": 128}
     full, windowed = model(**shape), model(**shape, window=32, window_pattern="SSL")
-    part = flops.window_share(256, 32)
+    part = inventory.window_share(256, 32)
     assert part < 0.25
     one = flops.flops_per_token(full).attention / 4
     assert flops.flops_per_token(windowed).attention == pytest.approx(one * (3 * part + 1))

@@ -92,15 +92,16 @@ def test_parameters_match_the_model():
 def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
     """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
     torch = pytest.importorskip("torch")
-    from megascale.model.block import Block, ForwardContext
-    from megascale.parallel.collectives import ALONE
+    from megascale.model.block import make_block
+    from megascale.model.context import ForwardContext, LayerSetup
+    from megascale.parallel.linear import PLAIN
 
     if "dropout" in options:
         pytest.importorskip("megascale.ops.dropout")
     model = configure(
         {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128, **options}
     ).model
-    block = Block(model, 0, ALONE, torch.float32, recompute).to_empty(device="cpu")
+    block = make_block(LayerSetup(model, 0, PLAIN, torch.float32), recompute).to_empty(device="cpu")
     for p in block.parameters():
         torch.nn.init.normal_(p)
     own = {p.untyped_storage().data_ptr() for p in block.parameters()}
@@ -210,21 +211,22 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision):
     from megascale.config import OptimizerConfig
     from megascale.model.transformer import Chunk
     from megascale.optim.optimizer import ShardedOptimizer
-    from megascale.parallel.buffers import Axes, FlatChunk, GradientPool
+    from megascale.parallel.buffers import Axes, FlatChunk
     from megascale.parallel.collectives import Axis
+    from megascale.parallel.data_parallel import DataParallel
 
     config = configure(
         {"layers": 12, "hidden": 256, "heads": 4, "vocab_size": 1024},
         {"pipeline": 2, "virtual_stages": 3, "zero": zero},
         {"micro_batch": 1, "global_batch": 8, "precision": precision},
     )
-    layout, pool, dtype = lay_out(config, 8), GradientPool(), getattr(torch, precision)
+    layout, dtype = lay_out(config, 8), getattr(torch, precision)
     axes = Axes(data=Axis(None, 4, 1), reduce=Axis(None, 4, 1))
     flats = [
-        FlatChunk(Chunk(config.model, layers, first=c == 0, last=False, dtype=dtype), torch.device("cpu"), axes, zero,
-                  pool=pool)
+        FlatChunk(Chunk(config.model, layers, first=c == 0, last=False, dtype=dtype), torch.device("cpu"), axes, zero)
         for c, layers in enumerate(layout.chunks_of(0))
-    ]  # fmt: skip
+    ]
+    pool = DataParallel(flats).pool
     optimizer = ShardedOptimizer(OptimizerConfig(), flats)
     counted = memory_of(config, 8, 0)
 
@@ -233,7 +235,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision):
         return sum(storages.values())
 
     weights = [f.params for f in flats]
-    gradients = [f.sums for f in flats] + pool._buffers if zero == 2 else [f.grads for f in flats]
+    gradients = [f.grads for f in flats] if pool is None else [f.sums for f in flats] + pool.buffers
     states = [t for s in optimizer.states for t in (s.exp_avg, s.exp_avg_sq)]
     states += [s.master for s in optimizer.states] if precision == "bfloat16" else []
     # Buckets are padded to whole units of every rank.

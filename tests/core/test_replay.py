@@ -38,8 +38,15 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
         changed = False
         for s, actions in enumerate(lists):
             last_compute, stream, gathered, sent = 0.0, {}, set(), {}
-            for action in actions:
+            for place, action in enumerate(actions):
                 kind, chunk, i = action
+                if kind == ActionKind.REDUCE_GRADS:
+                    armed = next(a for a in actions[place:] if a[:2] == (ActionKind.BACKWARD, chunk))
+                    done = max(end[s, armed], stream.get(kind, 0.0)) + cost[s, action]
+                    stream[kind] = done
+                    if abs(done - end[s, action]) > 1e-12:
+                        end[s, action], changed = done, True
+                    continue
                 awaits = [last_compute, stream.get(kind, 0.0) if not kind.is_compute else 0.0]
                 if kind.is_compute:
                     forward = kind == ActionKind.FORWARD

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megascale.model.block import EVALUATION
+from megascale.model.context import EVALUATION
 from tests.exact.cases import case
 from tests.exact.training import make_engine
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from megascale.config import from_tree
 from megascale.model import transformer
 from megascale.optim import optimizer
-from megascale.parallel import buffers
+from megascale.parallel import data_parallel
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.vocabulary import vocabulary_loss
 from tests.exact.cases import case
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 @contextmanager
 def gradients_stay_local() -> Iterator[None]:
     """Gradients of shared parameters, of a tied embedding's copies and of ZeRO-0's replicas are not summed."""
-    with mock.patch.object(buffers, "all_reduce", lambda x, axis, op=None: Pending(x)):
+    with mock.patch.object(data_parallel, "all_reduce", lambda x, axis, op=None: Pending(x)):
         yield
 
 
@@ -42,7 +43,7 @@ def shared_parameters_count_on_every_rank() -> Iterator[None]:
 @contextmanager
 def trust_ratios_of_the_own_shard() -> Iterator[None]:
     def packed(x, axis: Axis, op=None) -> Pending:
-        return Pending(x) if x.dim() == 2 else buffers.all_reduce(x, axis, op)
+        return Pending(x) if x.dim() == 2 else data_parallel.all_reduce(x, axis, op)
 
     with mock.patch.object(optimizer, "all_reduce", packed):
         yield
@@ -50,15 +51,20 @@ def trust_ratios_of_the_own_shard() -> Iterator[None]:
 
 @contextmanager
 def buckets_go_out_before_they_are_full() -> Iterator[None]:
-    begin, reduce = buffers.FlatChunk.begin_backward, buffers.FlatChunk._reduce
+    """Every backward is armed, the first as well."""
+    begin, reduce = data_parallel.DataParallel.begin_backward, data_parallel.DataParallel._reduce
 
-    def reduce_now(self: buffers.FlatChunk, bucket: int) -> None:
-        reduce(self, bucket)
-        self._reducing[bucket].wait()
+    def begin_armed(self: data_parallel.DataParallel, chunk: int) -> None:
+        self.arm(chunk)
+        begin(self, chunk)
+
+    def reduce_now(self: data_parallel.DataParallel, buckets: Any, bucket: int) -> None:
+        reduce(self, buckets, bucket)
+        buckets.reducing[bucket].wait()
 
     with (
-        mock.patch.object(buffers.FlatChunk, "begin_backward", lambda self, last: begin(self, True)),
-        mock.patch.object(buffers.FlatChunk, "_reduce", reduce_now),
+        mock.patch.object(data_parallel.DataParallel, "begin_backward", begin_armed),
+        mock.patch.object(data_parallel.DataParallel, "_reduce", reduce_now),
     ):
         yield
 

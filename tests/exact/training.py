@@ -140,9 +140,10 @@ def run_step(engine: Engine, step: int, told: Told) -> None:
 
     engine.start_gather()
     result = engine.step(batch, step, learning_rate(config.lr, step, STEPS), more=step < STEPS)
-    flat = engine.flats[0]
+    data = engine.data
     # What the next step needs first is on its way by now, and nothing is after the last.
-    assert flat.gathering == (step < STEPS and flat.overlap and flat.zero > 0 and engine.layout.grid.data > 1)
+    moves = data.overlap and data.flats[0].zero > 0 and engine.layout.grid.data > 1
+    assert data.gathering(0) == (step < STEPS and moves)
     told.losses.append(float(result.loss))
     told.norms.append(float(result.grad_norm))
 

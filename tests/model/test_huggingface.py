@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from megascale import config
 from megascale.bench.model.soak_huggingface import case
 from megascale.core.flops import parameters
+from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import all_shapes, configuration, write_folder
 from megascale.model.huggingface.families import FAMILIES, family_for
 from megascale.model.huggingface.import_model import read_folder
 from megascale.model.huggingface.settings import fraction_of
-from megascale.model.huggingface.tensor_names import Weight, join, linear, logical_shapes, split
+from megascale.model.huggingface.tensor_names import Weight, join, linear, split
 from megascale.parallel.parameters import spec_of
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 

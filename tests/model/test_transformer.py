@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megascale import config
 from megascale.core.flops import parameters
-from megascale.model.block import ForwardContext, KVCache
+from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
 from megascale.parallel.buffers import FlatChunk
 from megascale.parallel.parameters import initialise, spec_of

@@ -15,7 +15,7 @@ from megascale.ops import dispatch
 from megascale.ops.activation import RecomputedActivation, gelu, swiglu
 from megascale.ops.fused_projection import split_fused_projection
 from megascale.ops.rope import apply_rotary, apply_rotary_reference, packed, rotary_tables, split_qkv
-from megascale.parallel.collectives import ALONE
+from megascale.parallel.linear import PLAIN
 from megascale.parallel.tensor import linear_scatter
 from tests.ops.tools import TOLERANCE, compare, distance
 
@@ -157,7 +157,7 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
         parts = (x * 1.0, N, G, D, activation, places[0], *tables, True, places[1])
         *qkv, inner, produce = split_fused_projection(*parts, again)
         assert (produce is not None) == again
-        y = linear_scatter(ALONE, inner, w, recompute_fns=(produce,))
+        y = linear_scatter(PLAIN, inner, w, recompute_fns=(produce,))
         (y.square().sum() + _joined(qkv).square().sum()).backward()
         return [y.detach(), x.grad, w.grad, None if b is None else b.main_grad if collected else b.grad]
 
@@ -177,9 +177,9 @@ def test_the_activation_of_a_gemm_of_its_own_recomputed(kind, added):
         w, b = weight.clone().requires_grad_(), torch.randn(x.shape[-1]).requires_grad_()
         activate = RecomputedActivation(kind, b, added)
         if again:
-            y = linear_scatter(ALONE, x, w, recompute_fns=(activate,))
+            y = linear_scatter(PLAIN, x, w, recompute_fns=(activate,))
         else:
-            y = linear_scatter(ALONE, (swiglu if kind == "swiglu" else gelu)(x, b, added=added), w)
+            y = linear_scatter(PLAIN, (swiglu if kind == "swiglu" else gelu)(x, b, added=added), w)
         y.square().sum().backward()
         return [y.detach(), x.grad, w.grad, b.grad]
 

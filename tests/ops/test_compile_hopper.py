@@ -18,7 +18,7 @@ from megascale.ops import activation, adamw, cross_entropy, dropout, fused_proje
 from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format
-from megascale.parallel.collectives import ALONE
+from megascale.parallel.linear import PLAIN
 from megascale.parallel.tensor import linear_scatter
 from tests.ops.offline import compile_for_hopper, stack_bytes
 
@@ -73,7 +73,7 @@ def recomputed_activation(x: torch.Tensor, bias: torch.Tensor, weight: torch.Ten
     *_, inner, recompute_fn = fused_projection.split_fused_projection(
         x, 40, 40, 128, "gelu", fused_bias=bias, recompute=True
     )
-    return linear_scatter(ALONE, inner, weight, recompute_fns=(recompute_fn,))
+    return linear_scatter(PLAIN, inner, weight, recompute_fns=(recompute_fn,))
 
 
 def add_norm(width: int) -> None:
@@ -133,7 +133,7 @@ CASES: dict[str, Callable[[], None]] = {
         zeros(5120, 20480),
     ),
     "swiglu again": lambda: both_passes(
-        lambda x, w: linear_scatter(ALONE, x, w, recompute_fns=(activation.RecomputedActivation("swiglu"),)),
+        lambda x, w: linear_scatter(PLAIN, x, w, recompute_fns=(activation.RecomputedActivation("swiglu"),)),
         zeros(8, 2, 28672),
         zeros(4096, 14336),
     ),

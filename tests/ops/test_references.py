@@ -18,7 +18,6 @@ from megascale.ops.attention import AttentionChooser, AttentionShape, attention,
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, philox
 from megascale.ops.lamb import lamb_apply, lamb_direction
-from megascale.ops.linear import linear
 from megascale.ops.norm import add_norm, layer_norm, rms_norm
 from megascale.ops.rope import apply_rotary, rotary_tables, split_qkv
 from megascale.ops.segments import Segments, square_sums
@@ -146,38 +145,6 @@ def test_dropout_statistics():
         for b in masks[:i]:
             assert abs((a == b).double().mean() - 0.5) < 0.02
     assert dropout(x, 0.5, 3, 0, 0, training=False) is x
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_linear_accumulates_into_main_grad(dtype):
-    x, w, b = randn(3, 2, 8).to(dtype), randn(5, 8, seed=1).to(dtype), randn(5, seed=2).to(dtype)
-    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
-    plain = linear(x, w, b)
-    assert torch.equal(plain, torch.nn.functional.linear(x, w, b))
-    dy = randn(3, 2, 5, seed=3).to(dtype)
-    want = torch.autograd.grad(plain, (x, w, b), dy)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    called = []
-    for p in (w, b):
-        p.main_grad = torch.ones(p.shape, dtype=wide)
-        p.grad_ready = lambda p=p: called.append(p.shape)
-    for _ in range(2):
-        linear(x, w, b).backward(dy)
-    assert called == [w.shape, b.shape] * 2
-    assert w.grad is None
-    assert b.grad is None
-    exact_w = 1 + 2 * dy.double().flatten(0, 1).T @ x.detach().double().flatten(0, 1)
-    exact_b = 1 + 2 * dy.double().flatten(0, 1).sum(0)
-    rtol = 1e-6 if dtype != torch.float64 else 1e-12  # bfloat16 too: the sum is never rounded to it
-    torch.testing.assert_close(w.main_grad.double(), exact_w, rtol=rtol, atol=rtol)
-    torch.testing.assert_close(b.main_grad.double(), exact_b, rtol=rtol, atol=rtol)
-    torch.testing.assert_close(x.grad, 2 * want[0])
-    # What an unset gradient holds is undefined: the first GEMM writes it, the next one adds.
-    w.main_grad.fill_(float("nan"))
-    w.overwrite_main_grad = True
-    for _ in range(2):
-        linear(x, w, b).backward(dy)
-    torch.testing.assert_close(w.main_grad.double(), exact_w - 1, rtol=rtol, atol=rtol)
 
 
 @settings(max_examples=25, deadline=None)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from megascale.config import from_tree
 from megascale.model.transformer import Chunk
-from megascale.parallel import buffers
+from megascale.parallel import data_parallel
 from megascale.parallel.buffers import Axes, FlatChunk, extent_boxes
 from megascale.parallel.collectives import Axis
+from megascale.parallel.data_parallel import DataParallel
 
 
 def chunk(tensor: Axis, **options) -> Chunk:
@@ -71,36 +72,40 @@ def test_parameters_and_gradients_are_views_of_the_buffers(zero):
             assert (shard.grads[extent.start : extent.stop] == 3.0).all()
 
 
-def backward(flat: FlatChunk, last: bool) -> None:
+def backward(data: DataParallel, last: bool) -> None:
     """One micro-batch's, of tokens that are always the same."""
     tokens = torch.arange(8)[:, None]
-    flat.begin_backward(last)
-    flat.module(tokens, tokens).sum().backward()
-    flat.end_backward(last)
+    if last:
+        data.arm(0)
+    data.begin_backward(0)
+    data.flats[0].module(tokens, tokens).sum().backward()
+    data.end_backward(0)
 
 
 @pytest.mark.parametrize("options", [{"block": "serial"}, {"block": "parallel", "tied_embeddings": False}])
 def test_a_steps_first_gemms_write_their_gradients(options):
     """They are never made zero, whatever the step before left there; all else is."""
     flat = FlatChunk(chunk(Axis(), **options), torch.device("cpu"))
+    data = DataParallel([flat])
     for p in flat.parameters:
         torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
     once, twice = [], []
     for sums in (once, twice, once, twice):  # the first step of all finds zeros, and who writes what
-        flat.zero_grads()
+        data.begin_step()
         for micro_batch in range(1 if sums is once else 2):
-            backward(flat, last=sums is once or micro_batch == 1)
+            backward(data, last=sums is once or micro_batch == 1)
         sums.append(flat.grads.clone())
         flat.grads.fill_(float("nan"))
     assert torch.equal(*once)
     assert torch.equal(*twice)
     torch.testing.assert_close(twice[0], 2 * once[0])
-    flat.zero_grads()
+    data.begin_step()
     gemms = sum(p.numel() for block in flat.module.blocks for p in block.parameters() if p.dim() == 2)
     assert flat.grads.isnan().sum() == gemms
     # A step in which nothing comes to them.
-    flat.begin_backward(True)
-    flat.end_backward(True)
+    data.arm(0)
+    data.begin_backward(0)
+    data.end_backward(0)
     assert (flat.grads == 0).all()
 
 
@@ -120,15 +125,16 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
         log.append(("sent", whole.storage_offset()))
         return Gather(whole.storage_offset())
 
-    monkeypatch.setattr(buffers, "all_gather_into", gather)
+    monkeypatch.setattr(data_parallel, "all_gather_into", gather)
     module = chunk(Axis(), tied_embeddings=tied)
     flat = FlatChunk(module, torch.device("cpu"), Axes(data=Axis(None, 2, 0)), 1, 300)
     for i, block in enumerate(module.blocks):
         block.register_forward_pre_hook(lambda *_, i=i: log.append(("block", i)))
-    flat.start_gather()
-    flat.expect_gather()
+    data = DataParallel([flat])
+    data.gather(0)
+    data.await_parameters(0)
     module(torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1, dtype=torch.long))
-    assert not flat.gathering
+    assert not data.gathering(0)
     sent = [where for what, where in log if what == "sent"]
     assert len(sent) == len(flat.layout.buckets) == len({where for what, where in log if what == "arrived"})
     spans = {span.start: span for span in flat.layout.buckets}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megascale.config import ModelConfig
-from megascale.core import flops
+from megascale.core import flops, inventory
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.kernel_times import (
     attention_rate,
@@ -79,7 +79,7 @@ def test_windows_cost_what_was_measured():
         (8192, 1024, 2.096 / 6.830),
         (8192, 4096, 5.287 / 6.893),
     ):
-        share = flops.window_share(sequence, window)
+        share = inventory.window_share(sequence, window)
         full, part = (float(attention_rate(cluster, "flash2", s)) for s in (sequence, sequence * share))
         assert share * full / part == pytest.approx(ratio, rel=0.12)
 

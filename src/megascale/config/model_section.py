@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from megascale.config.base import DEEP, MOST, Section
+from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, MLPS, NORMS
 from megascale.errors import ConfigError
 
 
@@ -26,13 +27,17 @@ class ModelConfig(Section):
     ffn_hidden: int | None = Field(None, ge=1, le=100_000_000, description="width inside the MLP; default: 4 x hidden")
     vocab_size: int | None = Field(None, ge=2, le=1_000_000_000, description="default: the tokenizer's")
     sequence_length: int = Field(256, ge=2, le=1_000_000_000, description="tokens in a training sample")
-    block: Literal["serial", "parallel"] = Field(
+    block: Annotated[str, AfterValidator(BLOCKS.check)] = Field(
         "serial", description="serial: x + MLP(LN(x + Attn(LN x))); parallel: x + Attn(LN x) + MLP(LN x)"
     )
     parallel_norms: Literal[1, 2] = Field(1, description="parallel block: one shared norm (GPT-J) or two (GPT-NeoX)")
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    attention: Annotated[str, AfterValidator(ATTENTIONS.check)] = Field("causal", description="a block's first part")
+    mlp: Annotated[str, AfterValidator(MLPS.check)] = Field("dense", description="a block's second part")
+    norm: Annotated[str, AfterValidator(NORMS.check)] = Field("layernorm", description="layernorm or rmsnorm")
     norm_eps: float = Field(1e-5, gt=0)
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    activation: Annotated[str, AfterValidator(ACTIVATIONS.check)] = Field(
+        "gelu", description="gelu, gelu_tanh or swiglu"
+    )
     positions: Literal["learned", "rotary", "none"] = "learned"
     rotary_fraction: float = Field(1.0, gt=0, le=1, description="part of each head that rotates")
     rotary_base: float = Field(10000.0, gt=0)
@@ -72,7 +77,7 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate (two input projections)."""
-        return self.activation == "swiglu"
+        return ACTIVATIONS[self.activation].gated
 
     @property
     def out_bias(self) -> bool:

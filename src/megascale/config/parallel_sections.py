@@ -15,6 +15,12 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, le=1_000_000, description="tensor-parallel ranks (with sequence parallelism)")
     pipeline: int = Field(1, ge=1, le=DEEP, description="pipeline stages")
     virtual_stages: int = Field(1, ge=1, le=1000, description="model chunks a stage (interleaved 1F1B when above 1)")
+    schedule: str = Field(
+        "auto",
+        description="order of a step's work on each stage: 1f1b (one chunk), interleaved (any number of chunks; "
+        "more micro-batches in flight, whose transfers hide better), auto (1f1b for one chunk, interleaved for more), "
+        "or one that a package of your own registers (core/schedule_registry.py)",
+    )
     micro_batch_group_size: int | None = Field(
         None,
         ge=1,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megascale.config.base import MOST, Section
+from megascale.config.parts import LINEAR_PRECISIONS
 
 
 class OptimizerConfig(Section):
@@ -74,6 +75,9 @@ class TrainConfig(Section):
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32",
         description="type of weights in use and of activations; master weights are at least float32",
+    )
+    linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.check)] = Field(
+        "default", description="how the GEMMs of linear layers are done; default: in the type of train.precision"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     fit: Literal["check", "force"] = Field(

@@ -90,7 +90,7 @@ def check_order(schedule: Schedule) -> None:
 
     Every micro-batch runs forward and backward once in every chunk, forward before backward; each compute has the
     receive it needs before it and the send it owes after it, and no other; parameters are gathered once before a
-    chunk's first forward; gradients are reduced once after its last backward, or once after each backward.
+    chunk's first forward; a reduction is armed for each chunk's last backward alone, or for each one.
     """
     for stage in range(schedule.stages):
         _check_stage(schedule, stage)
@@ -149,14 +149,22 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
         (ActionKind.FORWARD, ActionKind.BACKWARD),
         (ActionKind.RECV_BACKWARD, ActionKind.BACKWARD),
         (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD),
-        (ActionKind.BACKWARD, reduce),
     ):
         ordered(first, then, pos[first], pos[then], there[first] & there[then])
     gathered = np.broadcast_to(position[ActionKind.GATHER_PARAMS, :, m:], (v, m))
     ordered(ActionKind.GATHER_PARAMS, ActionKind.FORWARD, gathered, pos[ActionKind.FORWARD], there[ActionKind.FORWARD])
-    reduced = np.broadcast_to(position[reduce, :, m:], (v, m))
-    all_reduced = np.broadcast_to(once[:, None], (v, m))
-    ordered(ActionKind.BACKWARD, reduce, pos[ActionKind.BACKWARD], reduced, all_reduced)
+    # What is armed is the chunk's next backward: the positions of both must alternate.
+    backwards = np.sort(pos[ActionKind.BACKWARD], axis=1)
+    each = np.take_along_axis(pos[reduce], np.argsort(pos[ActionKind.BACKWARD], axis=1), axis=1)
+    arms = np.where(once[:, None], position[reduce, :, m:], each)
+    before = np.concatenate([np.full((v, 1), -1), backwards[:, :-1]], axis=1)
+    stray = (arms < before) | (arms > backwards)
+    stray[:, :-1] &= ~once[:, None]
+    if stray.any():
+        c, place = (int(n) for n in np.unravel_index(int(stray.argmax()), stray.shape))
+        j = -1 if once[c] else int(np.argsort(pos[ActionKind.BACKWARD][c])[place])
+        what = "last backward" if once[c] else "backward"
+        raise ScheduleError(f"{where} has {Action(reduce, c, j)} elsewhere than right before the chunk's {what}")
     if schedule.stages == 1:
         # No messages carry the order between chunks: the list itself must.
         f, b = pos[ActionKind.FORWARD], pos[ActionKind.BACKWARD]

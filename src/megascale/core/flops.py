@@ -9,8 +9,20 @@ count. Embedding look-ups are free. The vocabulary counted is the padded one, as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 from megascale.config import ModelConfig
+from megascale.core.inventory import (
+    ATTENTION_PARTS,
+    MLP_PARTS,
+    LogicalTensor,
+    embedding_tensors,
+    head_tensors,
+    layer_inventory,
+    norm_tensors,
+    output_matrix,
+)
 
 CONVENTION = "full attention, windows by area, no recompute"
 
@@ -35,29 +47,23 @@ class FlopCount:
         return 3 * self.forward
 
 
-def window_share(sequence: int, window: int | None) -> float:
-    """Part of the causal triangle's area that a window keeps: 1 for full attention."""
-    if window is None or window >= sequence:
-        return 1.0
-    kept = window * (window + 1) / 2 + (sequence - window) * window
-    return kept / (sequence * (sequence + 1) / 2)
-
-
 def layer_flops(model: ModelConfig, layer: int) -> FlopCount:
     """One transformer block."""
-    h, d, s = model.hidden, model.head_size, model.sequence_length
-    q, kv = model.heads * d, model.kv * d
-    projections = 2.0 * h * (q + 2 * kv) + 2.0 * q * h
-    attention = 4.0 * s * q * window_share(s, model.layer_window(layer))
-    mlp = 2.0 * h * model.ffn * (3 if model.gated else 2)
-    return FlopCount(projections, attention, mlp, 0.0)
+    tensors, parts = layer_inventory(model), (ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp])
+    scores, inner = (part.flops(model, layer) for part in parts)
+    return FlopCount(_gemm_flops(tensors.attention), scores, _gemm_flops(tensors.mlp) + inner, 0.0)
+
+
+def _gemm_flops(tensors: tuple[LogicalTensor, ...]) -> float:
+    return 2.0 * sum(tensor.elements for tensor in tensors if tensor.gemm)
 
 
 def logits_flops(model: ModelConfig) -> float:
     """The output GEMM, forward, one token."""
-    return 2.0 * model.hidden * model.padded_vocab
+    return 2.0 * prod(output_matrix(model).stored)
 
 
+@lru_cache(maxsize=256)
 def flops_per_token(model: ModelConfig) -> FlopCount:
     """The whole model at its training sequence length."""
     # Layers repeat with the window's pattern, so a very deep model costs no more to count than a shallow one.
@@ -73,20 +79,11 @@ def flops_per_token(model: ModelConfig) -> FlopCount:
 
 def parameters(model: ModelConfig, embeddings: bool = True) -> int:
     """Number of trained parameters, padding rows not counted."""
-    h, d = model.hidden, model.head_size
-    q, kv = model.heads * d, model.kv * d
-    norm = h * (2 if model.norm == "layernorm" else 1)
-    norms = norm * (2 if model.block == "serial" or model.parallel_norms == 2 else 1)
-    attention = h * (q + 2 * kv) + q * h
-    attention += (q + 2 * kv) * model.attention_bias + h * model.out_bias
-    inner = model.ffn * (2 if model.gated else 1)
-    mlp = h * inner + model.ffn * h + (inner + h) * model.mlp_bias
-    total = model.layers * (norms + attention + mlp) + norm
+    total = model.layers * sum(tensor.elements for tensor in layer_inventory(model))
+    outer = [*norm_tensors(model, "norm")]
     if embeddings:
-        total += model.vocab * h * (1 if model.tied_embeddings else 2)
-        total += model.sequence_length * h if model.positions == "learned" else 0
-        total += model.vocab if model.head_bias else 0
-    return total
+        outer += [*embedding_tensors(model), *head_tensors(model)]
+    return total + sum(tensor.elements for tensor in outer)
 
 
 # Dense bf16 peaks in TFLOP/s, as vendors print them, matched against the device name.

@@ -8,7 +8,8 @@ from math import gcd, isqrt
 from megascale.config import Config, ModelConfig, ParallelConfig
 from megascale.core.grid import Grid
 from megascale.core.layers import chunk_layers
-from megascale.core.schedule import Schedule, pipeline_schedule, without_overlap
+from megascale.core.schedule import Schedule
+from megascale.core.schedule_registry import SCHEDULES, checked_schedule, made_schedule
 from megascale.errors import FitError
 
 # Forward passes in a step's schedule, over all stages: far above the thousands that published runs have.
@@ -31,16 +32,24 @@ class Layout:
     layers: tuple[range, ...]
 
     def schedule(self) -> Schedule:
-        """The pipeline schedule of a step."""
+        """The pipeline schedule of a step, proven by the checker: what runs. ScheduleError if it hangs."""
+        return checked_schedule(*self._schedule())
+
+    def unchecked_schedule(self) -> Schedule:
+        """The same without its proof, for sizing layouts that nobody runs."""
+        return made_schedule(*self._schedule())
+
+    def _schedule(self) -> tuple[str, int, int, int, bool, int | None, bool]:
         parallel = self.config.parallel
-        schedule = pipeline_schedule(
+        return (
+            parallel.schedule,
             parallel.pipeline,
             parallel.virtual_stages,
             self.microbatches,
-            reduce_each=parallel.zero == 2,
-            micro_batch_group_size=parallel.micro_batch_group_size,
+            parallel.zero == 2 and self.grid.data > 1,
+            parallel.micro_batch_group_size,
+            self.config.overlap.pipeline,
         )
-        return schedule if self.config.overlap.pipeline else without_overlap(schedule)
 
     def chunks_of(self, stage: int) -> list[range]:
         """Layers of each chunk of a stage, chunk 0 first."""
@@ -48,8 +57,10 @@ class Layout:
 
 
 def lay_out(config: Config, world: int) -> Layout:
-    """Lay `config` over `world` ranks. FitError, one line a fault, naming key, value and the nearest that fit."""
+    """Lay `config` over `world` ranks. FitError, one line a fault, naming key, value and the nearest that fit;
+    ConfigError for a schedule that nobody has registered."""
     parallel = config.parallel
+    SCHEDULES[parallel.schedule]
     faults = _tensor_faults(config.model, parallel.tensor)
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)

@@ -33,12 +33,26 @@ them. Micro-batches in flight come from the schedule's lists.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import prod
 
 import numpy as np
 
 from megascale.config import ModelConfig, ParallelConfig
+from megascale.config.parts import NORMS
 from megascale.core.grid import Grid
+from megascale.core.inventory import (
+    BLOCK_PARTS,
+    LogicalTensor,
+    elements,
+    embedding_tensors,
+    gradient_widths,
+    head_tensors,
+    layer_inventory,
+    layer_keeps,
+    norm_tensors,
+    output_matrix,
+)
 from megascale.core.layers import chunk_layers
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 
@@ -98,13 +112,7 @@ class MemoryEstimate:
 
 def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
     """Parameters of one layer on one tensor-parallel rank. Norms and row-parallel biases are replicated."""
-    h, q, k = model.hidden, model.heads * model.head_size, model.kv * model.head_size
-    inner = model.ffn * (2 if model.gated else 1)
-    norms = h * (2 if model.norm == "layernorm" else 1) * (2 if _second_norm(model) else 1)
-    cut = h * (q + 2 * k) + q * h + h * inner + model.ffn * h
-    cut += (q + 2 * k) * model.attention_bias + inner * model.mlp_bias
-    whole = norms + h * model.out_bias + h * model.mlp_bias
-    return cut // tensor + whole
+    return _parameter_counts(model, tensor)[0]
 
 
 def chunk_parameters(
@@ -114,14 +122,21 @@ def chunk_parameters(
 
     Tied embeddings on more than one stage (default: a stage a chunk) are held by the first chunk and by the last.
     """
-    h, rows = model.hidden, model.padded_vocab // tensor
-    count = len(layers) * layer_parameters(model, tensor)
-    if chunk == 0:
-        count += rows * h + (model.sequence_length * h if model.positions == "learned" else 0)
-    if chunk == chunks - 1:
-        count += h * (2 if model.norm == "layernorm" else 1) + rows * model.head_bias
-        count += rows * h if not model.tied_embeddings or (stages or chunks) > 1 else 0
-    return count
+    layer, embeddings, head, logits = _parameter_counts(model, tensor)
+    tied_copy = logits if model.tied_embeddings and (stages or chunks) > 1 else 0
+    return len(layers) * layer + (embeddings if chunk == 0 else 0) + (head + tied_copy if chunk == chunks - 1 else 0)
+
+
+@lru_cache(maxsize=256)
+def _parameter_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int, int]:
+    """On one rank: of a layer, the embeddings, what stands behind the last layer, and the matrix of the logits. Kept,
+    as a search asks for every stage of many layouts."""
+    return (
+        elements(layer_inventory(model), tensor),
+        elements(embedding_tensors(model), tensor),
+        elements((*norm_tensors(model, "norm"), *head_tensors(model)), tensor),
+        elements((output_matrix(model),), tensor),
+    )
 
 
 def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
@@ -139,39 +154,27 @@ def saved_by_layer(
     model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str = "none"
 ) -> list[Saved]:
     """What one layer's forward of one micro-batch keeps on one rank: the table in this module's docstring."""
-    s, b, h, a = model.sequence_length, micro_batch, model.hidden, BYTES[precision]
-    stats = max(4, a)
-    rows, d = s // tensor, model.head_size
-    heads, kv, ffn = model.heads // tensor, model.kv // tensor, model.ffn // tensor
-    moments = 2 if model.norm == "layernorm" else 1
-    norms, activation = recompute not in ("norms", "selective"), recompute not in ("activation", "selective")
-    tensors = [Saved("input", (rows, b, h), a)]
+    s, b, a = model.sequence_length, micro_batch, BYTES[precision]
+    kept = layer_keeps(model)
     if recompute == "full":
-        return tensors
-    if norms:
-        tensors.append(Saved("norm_statistics", (moments, rows, b), stats))
-        tensors.append(Saved("norm_output", (rows, b, h), a))
-    tensors += [
-        Saved("query_key_value", (s, b, (heads + 2 * kv) * d), a),
-        *([Saved("rotated_query_key", (s, b, (heads + kv) * d), a)] if model.positions == "rotary" else []),
-        Saved("attention_output", (s, b, heads * d), a),
-        Saved("attention_logsumexp", (b, heads, s), stats),
+        kept = kept[:1]
+    elif recompute != "none":
+        dropped = ("norms", "activation") if recompute == "selective" else (recompute,)
+        kept = tuple(one for one in kept if one.dropped not in dropped)
+    return [
+        Saved(
+            one.name,
+            (s // tensor, b, one.width) if one.over == "sequence" else (s, b, one.width // tensor),
+            max(4, a) if one.statistic else a,
+        )
+        for one in kept
     ]
-    if model.block == "serial":
-        tensors.append(Saved("middle", (rows, b, h), a))
-    if norms and _second_norm(model):
-        tensors.append(Saved("second_norm_statistics", (moments, rows, b), stats))
-        tensors.append(Saved("second_norm_output", (rows, b, h), a))
-    tensors.append(Saved("mlp_in", (s, b, ffn * (2 if model.gated else 1)), a))
-    if activation:
-        tensors.append(Saved("mlp_activation", (s, b, ffn), a))
-    return tensors
 
 
 def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[Saved]:
     """What final norm and loss keep on the last chunk."""
     s, b, h, a = model.sequence_length, micro_batch, model.hidden, BYTES[precision]
-    moments, wide = (2 if model.norm == "layernorm" else 1), max(4, a)
+    moments, wide = (2 if NORMS[model.norm].bias else 1), max(4, a)
     return [
         Saved("final_norm_input", (s // tensor, b, h), a),
         Saved("final_norm_statistics", (moments, s // tensor, b), wide),
@@ -217,13 +220,13 @@ def stage_memory(
     restored = sum(x.bytes for x in full) - sum(x.bytes for x in kept)
 
     s, b, h = model.sequence_length, micro_batch, model.hidden
-    q, k = model.heads * model.head_size // t, model.kv * model.head_size // t
-    f = model.ffn // t
-    attention, mlp = q + (q + 2 * k), f + f * (2 if model.gated else 1)
+    block, layer = BLOCK_PARTS[model.block], layer_inventory(model)
+    attention, mlp = (width // t for width in gradient_widths(model))
     # A parallel block's two branches go backward through one GEMM, so both gradients live at once.
-    inside = attention + mlp if model.block == "parallel" else max(attention, mlp)
+    inside = attention + mlp if block.together else max(attention, mlp)
     # Two of them may be under way, whose factors then live on (ops/side_stream.py): the two with the widest.
-    wide = (q + 2 * k if model.block == "parallel" else 0) + f * (2 if model.gated else 1)
+    wide = sum(_columns(part, t) for part in ((layer.attention, layer.mlp) if block.together else (layer.mlp,)))
+    f = max((one.shape[1] // t for one in layer.mlp if one.gemm and one.cut == 1), default=0)
     factors = (h + wide) + (h + f) if side_stream else 0
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
@@ -262,8 +265,9 @@ def _posted(schedule: Schedule, stage: int, receive: ActionKind) -> int:
     return int(waiting[kind <= ActionKind.BACKWARD].max())
 
 
-def _second_norm(model: ModelConfig) -> bool:
-    return model.block == "serial" or model.parallel_norms == 2
+def _columns(part: tuple[LogicalTensor, ...], tensor: int) -> int:
+    """Columns on one rank of the projection that a part reads."""
+    return sum(one.shape[0] // tensor for one in part if one.gemm and one.cut == 0)
 
 
 def _peak(

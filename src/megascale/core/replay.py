@@ -6,7 +6,8 @@ for each of its channels. Work on a stream runs in list order. An action starts 
 - FORWARD/BACKWARD: its message is here, its chunk's parameters are gathered (first forward), its send buffer is free,
   and without overlap (Schedule.exposed) what the stage sent before has arrived;
 - SEND/RECV: the compute before it in the stage's list has ended. The transfer starts when both sides have posted;
-- GATHER_PARAMS/REDUCE_GRADS: the compute before it in the list has ended (data-parallel peers run in step).
+- GATHER_PARAMS: the compute before it in the list has ended; REDUCE_GRADS: the backward that it arms has ended
+  (data-parallel peers run in step; that buckets leave within that backward is for `simulate` to add).
 
 Times are in the unit of the durations. Several data-parallel replicas with durations of their own replay at once:
 arrays then have a second axis. Times follow from one pass over the graph in topological levels, in numpy.
@@ -42,9 +43,9 @@ class Graph:
         stage, kind, chunk, microbatch: int arrays [actions].
         partner: index of the other side of a SEND or RECV, else -1.
         before: [actions, 7] indices whose end an action's start awaits, -1 where none: the compute before it in
-            the list; for compute its transfer, its gather and the send that must free a buffer; for a transfer the
-            compute before its RECV on the other stage; then the previous action on the stream; then the last
-            forward and backward sends that compute waits for without overlap.
+            the list (for a reduction the backward that it arms); for compute its transfer, its gather and the send that
+            must free a buffer; for a transfer the compute before its RECV on the other stage; then the previous action
+            on the stream; then the last forward and backward sends that compute waits for without overlap.
         levels: indices in topological order, level by level: no action awaits one of its own level.
     """
 
@@ -317,6 +318,11 @@ def _dependencies(
         held = np.full(len(sends), -1)
         held[slots:] = np.where(stage[sends[slots:]] == stage[sends[:-slots]], sends[:-slots], -1)
         before[at[compute][key[sends]], 3] = held
+    reduces, backwards = np.flatnonzero(kind == ActionKind.REDUCE_GRADS), np.flatnonzero(kind == ActionKind.BACKWARD)
+    # A chunk's next backward after the reduction in the list: of all sorted by chunk, then position.
+    by_chunk = np.lexsort((backwards, stage[backwards] * schedule.virtual + chunk[backwards]))
+    place = (stage * schedule.virtual + chunk) * len(kind) + np.arange(len(kind))
+    before[reduces, 0] = backwards[by_chunk][np.searchsorted(place[backwards][by_chunk], place[reduces])]
     # The first forward of a chunk awaits its gather.
     forwards = np.flatnonzero(kind == ActionKind.FORWARD)
     _, first = np.unique(stage[forwards] * schedule.virtual + chunk[forwards], return_index=True)

@@ -1,7 +1,7 @@
 """Pipeline schedules as plain data: what each stage does, in which order. Pure functions, no torch.
 
 One schedule serves four readers: the executor runs it, `checker` proves it free of deadlock, `replay` prices it,
-the timeline lays a run over it.
+the timeline lays a run over it. `schedule_registry` names those that a configuration may ask for.
 
 How an action list is to be read (the contract with the executor):
 
@@ -10,8 +10,11 @@ How an action list is to be read (the contract with the executor):
 - SEND_* means "start the send now"; it is awaited only when its buffer is needed again: before the compute whose
   result is the message SEND_SLOTS later on the same channel. Without overlap (`Schedule.exposed`, non-overlapped) every
   compute awaits the sends before it as well.
-- GATHER_PARAMS means "start the parameter all-gather of the chunk now"; the chunk's first FORWARD awaits it.
-- REDUCE_GRADS means "start the gradient reduction of the chunk now"; the optimizer awaits it.
+- GATHER_PARAMS means "send for the chunk's parameters now", bucket by bucket in the order in which its first FORWARD
+  needs them, each awaited there where it is needed. The list's first one (`Schedule.first_gather`) is begun while the
+  step before updates, if that one knows of this: a bucket leaves as soon as its shard is updated.
+- REDUCE_GRADS arms the chunk's buckets and stands before the BACKWARD that completes their gradients, the chunk's last
+  (ZeRO-2: before every one): within that backward a bucket is reduced as soon as it is full; the optimizer awaits it.
 
 Receives are posted one compute slot before their message can be there, in warm-up, steady and cool-down phases
 alike, and never in one operation with a send, so that no compute waits for a transfer that it does not need
@@ -194,6 +197,14 @@ class Schedule:
         }
         return there, Action(opposite[kind], chunk, microbatch)
 
+    def first_gather(self, stage: int) -> int:
+        """The chunk whose GATHER_PARAMS comes first in the stage's list; ValueError if there is none."""
+        kind, chunk, _ = self.table[stage].T
+        gathers = chunk[kind == ActionKind.GATHER_PARAMS]
+        if not len(gathers):
+            raise ValueError(f"the schedule {self.name} gathers no parameters on stage {stage}")
+        return int(gathers[0])
+
     def channels(self) -> list[Channel]:
         """All channels that this layout uses, in one fixed order (the order in which to create communicators)."""
         p = self.stages
@@ -217,7 +228,7 @@ def one_f_one_b(stages: int, microbatches: int, reduce_each: bool = False) -> Sc
     one chunk has twice the warm-up and hides them, for p-1-s more micro-batches in flight.
 
     Args:
-        reduce_each: a REDUCE_GRADS after every backward (ZeRO-2) instead of one a chunk at its end.
+        reduce_each: a REDUCE_GRADS before every backward (ZeRO-2) instead of one before a chunk's last.
     """
     _positive(stages, 1, microbatches)
     warmup = [stages - 1 - s for s in range(stages)]
@@ -325,7 +336,7 @@ def _assemble(
 
 
 # Order of actions within a compute slot. The first slot's own receive and gather come before all else.
-_OWN_RECV, _OWN_GATHER, _NEXT_GATHER, _NEXT_RECV, _COMPUTE, _SEND, _REDUCE = range(7)
+_OWN_RECV, _OWN_GATHER, _NEXT_GATHER, _NEXT_RECV, _REDUCE, _COMPUTE, _SEND = range(7)
 
 
 def _stage(

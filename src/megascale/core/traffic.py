@@ -5,9 +5,11 @@ ranks sends (r-1)/r n from each rank, an all-reduce twice that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.core.grid import Grid
+from megascale.core.inventory import BLOCK_PARTS, output_matrix
 from megascale.core.layers import chunk_layers
 from megascale.core.memory import BYTES, stage_parameters
 from megascale.core.schedule import ActionKind, Schedule
@@ -38,9 +40,7 @@ def layer_collectives(model: ModelConfig) -> tuple[int, int]:
     Serial: two of each. Parallel block with a shared norm: one of each; with two norms the inputs differ, so two
     gathers. Backward swaps them and gathers the inputs again for the weight gradients.
     """
-    if model.block == "serial":
-        return 2, 2
-    return model.parallel_norms, 1
+    return BLOCK_PARTS[model.block].collectives(model)
 
 
 def stage_traffic(
@@ -75,5 +75,5 @@ def stage_traffic(
         pipeline=sends * whole / t,
         data_gather=share * a * count if parallel.zero else 0.0,
         data_reduce=share * reduce_bytes * count * (2 if parallel.zero == 0 else reductions),
-        embedding=float(master * model.padded_vocab // t * model.hidden) if tied else 0.0,
+        embedding=float(master * prod(output_matrix(model).local(t))) if tied else 0.0,
     )

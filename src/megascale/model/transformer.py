@@ -13,12 +13,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
-from megascale.core.tensors import Box, Piece
-from megascale.model.block import EVALUATION, Block, DeferredResidualAdd, ForwardContext, Norm
+from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors
+from megascale.model.block import make_block
+from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary
+from megascale.model.fusion import Flow
+from megascale.model.norm import Norm
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
 from megascale.parallel.collectives import ALONE, Axis
-from megascale.parallel.parameters import Spec, parameter
+from megascale.parallel.linear import make_linears
+from megascale.parallel.parameters import local_parameter
 from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
@@ -32,6 +36,7 @@ class Chunk(nn.Module):
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
         recompute: what backward recomputes, as parallel.recompute.
+        linear_precision: how GEMMs are done, as train.linear_precision.
         embedding: the token embedding of another chunk of this process, for tied logits here: it stays that chunk's.
     """
 
@@ -45,32 +50,23 @@ class Chunk(nn.Module):
         axis: Axis = ALONE,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
+        linear_precision: str = "default",
         embedding: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.model, self.axis, self.first, self.last, self.dtype = model, axis, first, last, dtype
-        self.recompute = recompute
-        h = model.hidden
+        self.recompute, self.linears = recompute, make_linears(linear_precision, axis)
         self._borrowed = () if embedding is None else (embedding,)  # in a tuple it is no parameter of this module
         tied_here = first or (last and model.tied_embeddings and not self._borrowed)
-        self.token_embedding = self._vocabulary("embedding.token.weight", dtype) if tied_here else None
-        self.position_embedding = None
-        if first and model.positions == "learned":
-            shape = (model.sequence_length, h)
-            spec = Spec(
-                (Piece.whole("embedding.position.weight", shape),),
-                init_std=model.init_std,
-                replicated=True,
-            )
-            self.position_embedding = parameter(shape, spec, dtype)
-        self.blocks = nn.ModuleList(Block(model, i, axis, dtype, recompute) for i in layers)
-        self.norm = Norm(model, "norm", dtype) if last else None
-        self.head = self._vocabulary("head.weight", dtype) if last and not model.tied_embeddings else None
-        self.head_bias = None
-        if last and model.head_bias:
-            self.head_bias = parameter(
-                (model.padded_vocab // axis.size,), Spec(self._vocabulary_pieces("head.bias", (model.vocab,))), dtype
-            )
+        tokens, *positions = embedding_tensors(model)
+        self.token_embedding = self._local(tokens) if tied_here else None
+        self.position_embedding = self._local(positions[0]) if first and positions else None
+        self.blocks = nn.ModuleList(make_block(LayerSetup(model, i, self.linears, dtype), recompute) for i in layers)
+        self.norm = Norm(model, norm_tensors(model, "norm"), dtype) if last else None
+        head = {tensor.name: tensor for tensor in head_tensors(model)} if last else {}
+        self.head, self.head_bias = (
+            self._local(head[name]) if name in head else None for name in ("head.weight", "head.bias")
+        )
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
 
@@ -81,19 +77,9 @@ class Chunk(nn.Module):
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
 
-    def _vocabulary_pieces(self, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        """This rank's rows of a tensor with a row a token; rows past the real vocabulary are nobody's."""
-        rows = self.model.padded_vocab // self.axis.size
-        start = min(self.axis.rank * rows, self.model.vocab)
-        count = max(0, min(rows, self.model.vocab - start))
-        whole = Piece.whole(name, shape)
-        box = Box((start, *whole.box.offsets[1:]), (count, *whole.box.sizes[1:]))
-        return (Piece(name, shape, box, whole.decay),)
-
-    def _vocabulary(self, name: str, dtype: torch.dtype) -> nn.Parameter:
-        pieces = self._vocabulary_pieces(name, (self.model.vocab, self.model.hidden))
-        shape = (self.model.padded_vocab // self.axis.size, self.model.hidden)
-        return parameter(shape, Spec(pieces, init_std=self.model.init_std), dtype)
+    def _local(self, tensor: LogicalTensor) -> nn.Parameter:
+        """This rank's part of a logical tensor."""
+        return local_parameter([tensor], self.axis.rank, self.axis.size, self.dtype)
 
     def forward(
         self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, context: ForwardContext = EVALUATION
@@ -111,7 +97,7 @@ class Chunk(nn.Module):
             x = self._embed(x, context)
         rotary = self._rotary(x.shape[0] * self.axis.size, x.device, context)
         whole_layers = self.recompute == "full" and torch.is_grad_enabled()
-        flow: torch.Tensor | DeferredResidualAdd = x
+        flow: Flow = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if whole_layers:
@@ -128,7 +114,9 @@ class Chunk(nn.Module):
         if targets_SB is None:
             return x
         grad = context.token_grad if torch.is_grad_enabled() else None
-        return vocabulary_loss(x, self.output_weight, self.head_bias, targets_SB, self.model.vocab, self.axis, grad)
+        return vocabulary_loss(
+            x, self.output_weight, self.head_bias, targets_SB, self.model.vocab, self.axis, grad, self.linears
+        )
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -139,7 +127,7 @@ class Chunk(nn.Module):
 
     def logits(self, x_SBH: torch.Tensor) -> torch.Tensor:
         """Logits [s, b, vocab] of normed hidden states, gathered over the tensor axis (for generation)."""
-        return vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis)
+        return vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis, self.linears)
 
     def _embed(self, tokens_SB: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         assert self.token_embedding is not None
@@ -153,9 +141,7 @@ class Chunk(nn.Module):
             x = dropout(x, self.model.dropout, key, self.axis.rank * x.shape[0], context.sample_start)
         return x
 
-    def _rotary(
-        self, length: int, device: torch.device, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _rotary(self, length: int, device: torch.device, context: ForwardContext) -> Rotary:
         model = self.model
         if model.positions != "rotary":
             return None

@@ -7,6 +7,7 @@ gradient is in registers, and a pass over the wide gradient is saved. A result t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megascale.config.parts import ACTIVATIONS, ActivationFacts
+from megascale.config.registry import Registry
+from megascale.ops import dispatch
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, split_rows
 
@@ -215,11 +219,72 @@ def _run(
     return accumulate_gradients(partial, bias)[0]
 
 
-Kind = Literal["gelu", "gelu_tanh", "swiglu"]
+# Arguments and result as of `run_activation`, without the kind.
+Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor, bool, Tensor | None, Tensor | None], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What model.activation names.
+
+    Attributes:
+        reference: plain PyTorch of x, which has the bias in it; differentiable.
+        operator: its name in the record of what runs (ops/dispatch.py).
+        run: the fused kernels, forward and backward; None where there are none.
+    """
+
+    reference: Callable[[Tensor], Tensor]
+    operator: str
+    run: Run | None = None
+
+
+def _run_swiglu(
+    x_TF: Tensor,
+    bias: Tensor | None,
+    dy_TF: Tensor | None,
+    out_TF: Tensor,
+    added: bool,
+    main: Tensor | None,
+    recompute: Tensor | None,
+) -> Tensor | None:
+    return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main, recompute)
+
+
+def _run_gelu(tanh: bool) -> Run:
+    def run(
+        x_TF: Tensor,
+        bias: Tensor | None,
+        dy_TF: Tensor | None,
+        out_TF: Tensor,
+        added: bool,
+        main: Tensor | None,
+        recompute: Tensor | None,
+    ) -> Tensor | None:
+        meta = {"TANH": tanh, "NARROW": x_TF.element_size() < 4}
+        tile = TILE_WITHOUT_SUMS if dy_TF is None else TILE_GELU_BACKWARD
+        return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, recompute, **meta)
+
+    return run
+
+
+KINDS: Registry[Activation] = Registry(
+    ACTIVATIONS.key,
+    {
+        "gelu": Activation(gelu_reference, "gelu", _run_gelu(False)),
+        "gelu_tanh": Activation(lambda x: gelu_reference(x, None, "tanh"), "gelu", _run_gelu(True)),
+        "swiglu": Activation(swiglu_reference, "swiglu", _run_swiglu),
+    },
+)
+
+
+def register(name: str, activation: Activation, gated: bool = False) -> None:
+    """Let `model.activation` be `name`. gated: it takes [gate | up], twice as wide as its result."""
+    ACTIVATIONS.register(name, ActivationFacts(gated))
+    KINDS.register(name, activation)
 
 
 def run_activation(
-    kind: Kind,
+    kind: str,
     x_TF: Tensor,
     bias: Tensor | None,
     dy_TF: Tensor | None,
@@ -232,14 +297,20 @@ def run_activation(
 
     x_TF: [T, F], or [T, 2F] for swiglu; out_TF: the result [T, F], or with dy_TF [T, F] the gradient of x. added: x has
     the bias in it, whose gradient alone is wanted. main: float32, as wide as x; the bias gradient is added to it.
-    again: with dy_TF, contiguous [T, F]: the result is written there as well.
+    recompute: with dy_TF, contiguous [T, F]: the result is written there as well. Only of a kind with kernels.
     """
     assert recompute is None or (dy_TF is not None and recompute.is_contiguous())
-    if kind == "swiglu":
-        return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main, recompute)
-    meta = {"TANH": kind == "gelu_tanh", "NARROW": x_TF.element_size() < 4}
-    tile = TILE_WITHOUT_SUMS if dy_TF is None else TILE_GELU_BACKWARD
-    return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, recompute, **meta)
+    run = KINDS[kind].run
+    assert run is not None, kind
+    return run(x_TF, bias, dy_TF, out_TF, added, main, recompute)
+
+
+def fuses(kind: str, operator: str, *tensors: Tensor | None) -> bool:
+    """Whether `operator` runs fused on these tensors, the activation `kind` in it included."""
+    if KINDS[kind].run is None:
+        dispatch.note(operator, f"reference (no fused {kind})")
+        return False
+    return use_fused(operator, *tensors)
 
 
 def fuse_bias_gradient(x: Tensor, bias: Tensor) -> Tensor:
@@ -247,21 +318,19 @@ def fuse_bias_gradient(x: Tensor, bias: Tensor) -> Tensor:
     return x + (bias - bias.detach())
 
 
-def activation_reference(kind: Kind, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def activation_reference(kind: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The plain activation called `kind` in model.activation."""
-    if kind == "swiglu":
-        return swiglu_reference(x, bias)
-    return gelu_reference(x, bias, "tanh" if kind == "gelu_tanh" else "none")
+    return KINDS[kind].reference(x if bias is None else x + bias)
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: Kind, added: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, added: bool) -> Tensor:
         flat = flat_rows(x)
         ctx.save_for_backward(flat)
         ctx.bias = bias  # the parameter itself carries main_grad
         ctx.kind, ctx.shape, ctx.added = kind, x.shape, added
-        width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
+        width = x.shape[-1] // 2 if ACTIVATIONS[kind].gated else x.shape[-1]
         y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
         run_activation(kind, flat, bias, None, y, added)
         return y.view(*x.shape[:-1], width)
@@ -274,25 +343,27 @@ class _Activation(torch.autograd.Function):
         return dx.view(ctx.shape), d_bias, None, None
 
 
-def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none", added: bool = False) -> Tensor:
-    """gelu(x + bias) of x [..., F] and bias [F]; only x and bias are kept for the backward pass.
+def activate(kind: str, x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor:
+    """The activation `kind` of x + bias, x [..., F] (gated: [gate | up], twice as wide) and bias as wide as x.
 
-    added: x has the bias in it already (without autograd knowing), and only the bias's gradient is made here.
+    Only x and bias are kept for the backward pass. added: x has the bias in it already (without autograd knowing), and
+    only the bias's gradient is made here.
     """
-    if x.numel() and use_fused("gelu", x, bias):
-        return _Activation.apply(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu", added)
+    if x.numel() and fuses(kind, KINDS[kind].operator, x, bias):
+        return _Activation.apply(x, bias, kind, added)
     if added and bias is not None:
         x, bias = fuse_bias_gradient(x, bias), None
-    return gelu_reference(x, bias, approximate)
+    return activation_reference(kind, x, bias)
+
+
+def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none", added: bool = False) -> Tensor:
+    """gelu(x + bias); see `activate`."""
+    return activate("gelu_tanh" if approximate == "tanh" else "gelu", x, bias, added)
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor:
-    """silu(gate) * up of x + bias, x [..., 2F] = [gate | up], bias [2F]; returns [..., F]. added: as for `gelu`."""
-    if x.numel() and use_fused("swiglu", x, bias):
-        return _Activation.apply(x, bias, "swiglu", added)
-    if added and bias is not None:
-        x, bias = fuse_bias_gradient(x, bias), None
-    return swiglu_reference(x, bias)
+    """silu(gate) * up of x + bias; see `activate`."""
+    return activate("swiglu", x, bias, added)
 
 
 @dataclass(frozen=True)
@@ -301,22 +372,20 @@ class RecomputedActivation:
 
     Attributes:
         kind: model.activation.
-        bias, added: as for `gelu`.
+        bias, added: as for `activate`.
     """
 
-    kind: Kind
+    kind: str
     bias: Tensor | None = None
     added: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """The activation of x + bias."""
-        if self.kind == "swiglu":
-            return swiglu(x, self.bias, self.added)
-        return gelu(x, self.bias, "tanh" if self.kind == "gelu_tanh" else "none", self.added)
+        return activate(self.kind, x, self.bias, self.added)
 
     def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         """The result for x once more, and the gradient of x for dy, that of the result. The bias's goes to the bias."""
-        if not (x.numel() and use_fused("swiglu" if self.kind == "swiglu" else "gelu", x, self.bias)):
+        if not (x.numel() and fuses(self.kind, KINDS[self.kind].operator, x, self.bias)):
             leaf = x.detach().requires_grad_()
             with torch.enable_grad():
                 y = self(leaf)

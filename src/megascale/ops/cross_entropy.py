@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
-from megascale.ops.linear import accumulate_mm, finish
-from megascale.ops.reduce import column_sum
+from megascale.ops.linear import ComputeType, Gemms, Operand
+from megascale.ops.reduce import column_sum, finish
 
+GEMMS = ComputeType()
 LOGITS_BYTES = 1 << 30  # a chunk's logits stay below this; wider chunks waste less on re-reading the accumulator
 
 
@@ -231,6 +232,7 @@ class _Head:
         rows = weight.shape[0]
         self.start = self.shard.start if self.shard is not None else 0
         vocab = options["vocab"]
+        self.gemms: Gemms = options["gemms"]
         self.valid = rows if vocab is None else max(0, min(rows, vocab - self.start))
         T = self.x_TH.shape[0]
         size = options["chunk"] or chunk_tokens(T, rows, x.element_size())
@@ -245,19 +247,21 @@ class _Head:
         self.dw = _accumulator(self.weight) if needs[1] else None
         self.db = _accumulator(self.bias) if self.bias is not None and needs[2] else None
 
-    def logits(self, part: slice) -> Tensor:
-        """Logits [tokens of the chunk, rows of weight] in x's type."""
-        return torch.nn.functional.linear(self.x_TH[part], self.weight, self.bias)
+    def logits(self, part: slice) -> tuple[Tensor, Operand]:
+        """Logits [tokens of the chunk, rows of weight] in x's type, and the chunk of x as GEMMs read it."""
+        x = self.gemms.input(self.x_TH[part], self.weight)
+        return self.gemms.forward(x, self.weight, self.bias), x
 
     def losses(self, part: slice) -> tuple[Tensor, Tensor]:
         """Log-sum-exp and loss (0 where ignored) of a chunk."""
         targets = self.targets[part]
-        lse, loss = merge_statistics(*local_statistics(self.logits(part), targets, self.start, self.valid), self.shard)
+        statistics = local_statistics(self.logits(part)[0], targets, self.start, self.valid)
+        lse, loss = merge_statistics(*statistics, self.shard)
         return lse, loss.where(targets != self.ignore, 0)
 
     def losses_and_gradients(self, part: slice, scale: Tensor) -> tuple[Tensor, Tensor]:
         """As `losses`, and the chunk's share of the gradients, with `scale` sent back to each token."""
-        logits_TV, targets = self.logits(part), self.targets[part]
+        (logits_TV, x), targets = self.logits(part), self.targets[part]
         if self.shard is None:
             lse, loss = loss_and_gradient_(logits_TV, targets, scale, self.ignore, self.valid)
         else:
@@ -266,20 +270,22 @@ class _Head:
             lse, loss = merge_statistics(*statistics, self.shard)
             loss = loss.where(kept, 0)
             local_gradient_(logits_TV, targets, lse, scale.where(kept, 0), self.start, self.valid)
-        self.add(part, logits_TV)
+        self.add(part, x, logits_TV)
         return lse, loss
 
     def gradients(self, part: slice, lse: Tensor, scale: Tensor) -> None:
         """The chunk's share of the gradients when the losses are already known."""
         targets = self.targets[part]
         scale = scale.where(targets != self.ignore, 0)
-        self.add(part, local_gradient_(self.logits(part), targets, lse, scale, self.start, self.valid))
+        logits_TV, x = self.logits(part)
+        self.add(part, x, local_gradient_(logits_TV, targets, lse, scale, self.start, self.valid))
 
-    def add(self, part: slice, grad_TV: Tensor) -> None:
+    def add(self, part: slice, x: Operand, grad_TV: Tensor) -> None:
+        gradient = self.gemms.gradient(grad_TV, self.weight)
         if self.dx_TH is not None:
-            torch.mm(grad_TV, self.weight, out=self.dx_TH[part])
+            self.gemms.dgrad(gradient, self.weight, self.dx_TH[part])
         if self.dw is not None:
-            accumulate_mm(self.dw, grad_TV.t(), self.x_TH[part])
+            self.gemms.accumulate(self.dw, gradient, x)
         if self.db is not None:
             column_sum(grad_TV, self.db)
 
@@ -355,12 +361,13 @@ def linear_cross_entropy(
     chunk: int | None = None,
     token_grad: Tensor | None = None,
     shard: VocabShard | None = None,
+    gemms: Gemms = GEMMS,
 ) -> Tensor:
     """Per-token loss [...] (float32 or wider) of the logits x @ weight.T + bias, which exist one chunk at a time.
 
     x: [..., H]; weight: [V, H], rows from `vocab` on are padding and do not count; targets: [...] of int64,
     `ignore_index` gives loss 0 and no gradient. chunk: tokens at a time (default: by LOGITS_BYTES). Weight and bias
-    gradients go to `main_grad` where the parameter has it (see ops/linear.py).
+    gradients go to `main_grad` where the parameter has it (see parallel/linear.py).
 
     token_grad: the gradient that the caller promises to send back, of each token's loss ([...] or a scalar tensor,
     such as 1 / tokens in the step). With it all gradients are made in the forward pass while the chunk's logits
@@ -369,6 +376,8 @@ def linear_cross_entropy(
 
     shard: this rank's part of a vocabulary-parallel head; weight is then [V / ranks, H], `vocab` and targets are
     global, and x's gradient is this rank's share, to be summed by the caller.
+
+    gemms: how the GEMMs are done.
     """
     options = {
         "ignore_index": ignore_index,
@@ -376,5 +385,6 @@ def linear_cross_entropy(
         "chunk": chunk,
         "token_grad": token_grad,
         "shard": shard,
+        "gemms": gemms,
     }
     return _LinearCrossEntropy.apply(x, weight, bias, targets, options)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.config.parts import ACTIVATIONS
 from megascale.ops.activation import (
-    Kind,
     RecomputedActivation,
     activation_reference,
     fuse_bias_gradient,
+    fuses,
     run_activation,
 )
-from megascale.ops.dispatch import use_fused
 from megascale.ops.reduce import column_sum, finish, flat_rows
 from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
 
@@ -31,7 +31,7 @@ def split_fused_projection_reference(
     heads: int,
     groups: int,
     head_size: int,
-    activation: Kind,
+    activation: str,
     mlp_bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -63,7 +63,7 @@ class _FusedGradient:
         return self.whole
 
     def activation(
-        self, kind: Kind, mlp_bias: Tensor | None, x_TF: Tensor, dy_TF: Tensor, recompute: Tensor | None = None
+        self, kind: str, mlp_bias: Tensor | None, x_TF: Tensor, dy_TF: Tensor, recompute: Tensor | None = None
     ) -> Tensor | None:
         """Fill the MLP's columns from the gradient of its activation; returns mlp_bias's as run_activation does."""
         assert self.whole is not None
@@ -98,7 +98,7 @@ class _SplitFusedProjection(torch.autograd.Function):
         cos: Tensor | None,
         sin: Tensor | None,
         sizes: tuple[int, int, int],
-        activation: Kind,
+        activation: str,
         interleaved: bool,
         gradient: _FusedGradient,
         recompute: bool,
@@ -113,7 +113,7 @@ class _SplitFusedProjection(torch.autograd.Function):
         if recompute:
             ctx.save_for_backward(None, cos, sin)
             return *parts, fused_SBC[..., gradient.width :]
-        columns = x_TF.shape[1] // 2 if activation == "swiglu" else x_TF.shape[1]
+        columns = x_TF.shape[1] // 2 if ACTIVATIONS[activation].gated else x_TF.shape[1]
         y = torch.empty((*fused_SBC.shape[:2], columns), dtype=fused_SBC.dtype, device=fused_SBC.device)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1))
         ctx.save_for_backward(x_TF, cos, sin)
@@ -148,7 +148,7 @@ def split_fused_projection(
     heads: int,
     groups: int,
     head_size: int,
-    activation: Kind,
+    activation: str,
     mlp_bias: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -171,7 +171,7 @@ def split_fused_projection(
     if (
         fused_SBC.numel()
         and fused_SBC.is_contiguous()
-        and use_fused("split fused projection", fused_SBC, mlp_bias, cos, fused_bias)
+        and fuses(activation, "split fused projection", fused_SBC, mlp_bias, cos, fused_bias)
     ):
         sizes, gradient = (heads, groups, head_size), _FusedGradient(fused_SBC.shape, width, fused_bias)
         parts = _SplitFusedProjection.apply(

@@ -1,22 +1,22 @@
-"""x @ weight.T + bias whose weight gradient accumulates in float32 inside the GEMM.
+"""The three GEMMs of a linear layer y = x @ weight.T + bias: forward, dgrad (of the input) and wgrad (of the weight).
 
-A parameter may carry `main_grad`, a float32 (or float64) view into a gradient buffer. Then the backward pass
-adds the gradient there, hands None to autograd and calls `parameter.grad_ready()` if that attribute is set. Where
-`parameter.overwrite_main_grad` is true, `main_grad` holds nothing yet: the GEMM writes it and is not added to zeros,
-which saves making them and reading them.
+`ComputeType` does them in the type that its inputs have, with the weight's gradient added in float32 inside the GEMM.
+What does them otherwise, in float8 say, is another `Gemms` (parallel/linear.py chooses).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megascale.ops import dispatch, side_stream
-from megascale.ops.reduce import bias_gradient, finish
+from megascale.ops import dispatch
+
+# A matrix as GEMMs read it. The first tensor has a row for each token: that one travels between tensor-parallel ranks.
+# The others, such as a scale, hold for all rows.
+Operand = tuple[Tensor, ...]
 
 _float32_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
 
@@ -57,46 +57,71 @@ def _add_float32(target: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
         torch.addmm(target, a, b, out_dtype=torch.float32, out=target)
 
 
-def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | Callable[[], Tensor], after: Any = None) -> Tensor | None:
-    """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` takes it.
+class Gemms(Protocol):
+    """How the GEMMs of a linear layer are done. Activations are [..., I], their gradients [..., O], weights [O, I].
 
-    Then it is made on the side stream (ops/side_stream.py), from the event `after` on. x may be a function that waits.
+    `out`, where given, is filled (or, with `add`, added to) and returned, flattened to rows.
     """
-    main = getattr(weight, "main_grad", None)
 
-    def factors() -> tuple[Tensor, Tensor]:
-        given = x if isinstance(x, Tensor) else x()
-        return dy.reshape(-1, dy.shape[-1]).t(), given.reshape(-1, given.shape[-1])
+    def input(self, x: Tensor, weight: Tensor, given: Any = None) -> Operand:
+        """x as `forward` and `accumulate` read it. given: what x's producer knows of it, such as its amax."""
+        ...
 
-    if main is None:
-        return torch.mm(*factors())
-    overwrite = getattr(weight, "overwrite_main_grad", False)
-    weight.overwrite_main_grad = False  # type: ignore[attr-defined]  # that it has one says that a GEMM makes its gradient
-    side_stream.current.run(lambda: accumulate_mm(main, *factors(), overwrite), after)
-    finish(weight)
-    return None
+    def gradient(self, dy: Tensor, weight: Tensor) -> Operand:
+        """dy as `dgrad` and `accumulate` read it."""
+        ...
 
+    def forward(
+        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """x @ weight.T + bias. A bias is not added to what `add` adds."""
+        ...
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.bias = weight, bias  # the parameters themselves carry main_grad
-        return F.linear(x, weight, bias)
+    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+        """dy @ weight."""
+        ...
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dy = grads[0]
-        ready = side_stream.current.record_event()
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        dw = weight_gradient(ctx.weight, dy, x, ready) if ctx.needs_input_grad[1] else None
-        db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
-        return dx, dw, db
+    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        """wgrad: dy.T @ x is added to main [O, I], float32 or wider, or written there, whatever it holds."""
+        ...
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I] @ weight [O, I].T + bias [O] -> [..., O]; gradients go to `main_grad` where a parameter has it."""
-    if hasattr(weight, "main_grad") or (bias is not None and hasattr(bias, "main_grad")):
-        return _Linear.apply(x, weight, bias)
-    return F.linear(x, weight, bias)
+class ComputeType:
+    """GEMMs in the type of their inputs."""
+
+    def input(self, x: Tensor, weight: Tensor, given: Any = None) -> Operand:
+        """See Gemms."""
+        return (x,)
+
+    def gradient(self, dy: Tensor, weight: Tensor) -> Operand:
+        """See Gemms."""
+        return (dy,)
+
+    def forward(
+        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """See Gemms."""
+        if out is None:
+            return F.linear(x[0], weight, bias)
+        out = flat(out)
+        if add:
+            return out.addmm_(flat(x[0]), weight.t())
+        if bias is None:
+            return torch.mm(flat(x[0]), weight.t(), out=out)
+        return torch.addmm(bias, flat(x[0]), weight.t(), out=out)
+
+    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+        """See Gemms."""
+        if out is None:
+            return torch.matmul(dy[0], weight)
+        out = flat(out)
+        return out.addmm_(flat(dy[0]), weight) if add else torch.mm(flat(dy[0]), weight, out=out)
+
+    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        """See Gemms."""
+        accumulate_mm(main, flat(dy[0]).t(), flat(x[0]), overwrite)
+
+
+def flat(x: Tensor) -> Tensor:
+    """x [..., C] as rows."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

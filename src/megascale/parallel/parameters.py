@@ -6,12 +6,13 @@ A module is built on the meta device; the buffers of `parallel/` give it storage
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from megascale.core.inventory import LogicalTensor
 from megascale.core.tensors import Box, Piece
 
 
@@ -30,6 +31,16 @@ class Spec:
     init_std: float | None = None
     init_value: float = 0.0
     replicated: bool = False
+
+
+def local_parameter(tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype) -> nn.Parameter:
+    """What tensor-parallel rank `rank` of `ranks` holds of logical tensors that are cut and begin alike, stacked."""
+    first = tensors[0]
+    assert all((t.cut, t.std, t.value) == (first.cut, first.std, first.value) for t in tensors), tensors
+    rows = sum(tensor.local(ranks)[0] for tensor in tensors)
+    pieces = tuple(tensor.piece(rank, ranks) for tensor in tensors)
+    spec = Spec(pieces, first.std, first.value, replicated=first.cut is None)
+    return parameter((rows, *first.local(ranks)[1:]), spec, dtype)
 
 
 def parameter(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> nn.Parameter:

@@ -20,6 +20,7 @@ from megascale.core import calls
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 from megascale.core.spans import NoRecorder, Recorder
 from megascale.parallel.collectives import Pending
+from megascale.parallel.data_parallel import DataParallel
 
 _LABELS = {kind: kind.label.encode() for kind in ActionKind}
 
@@ -46,22 +47,9 @@ class P2PStreams:
     recv_backward: P2PStream | None = None
 
 
-@dataclass(frozen=True)
-class Work:
-    """What the executor calls.
-
-    Attributes:
-        forward: (chunk, micro-batch, input or None for the model's first chunk) -> output. On the model's last
-            chunk the output is the micro-batch's share of the loss, a scalar.
-        before_backward, after_backward: (chunk, micro-batch), around each backward of a chunk.
-        gather: (chunk) -> start gathering its parameters; `gathered`: (chunk) -> wait for them.
-    """
-
-    forward: Callable[[int, int, torch.Tensor | None], torch.Tensor]
-    before_backward: Callable[[int, int], None]
-    after_backward: Callable[[int, int], None]
-    gather: Callable[[int], None]
-    gathered: Callable[[int], None]
+# (chunk, micro-batch, input or None for the model's first chunk) -> output. On the model's last chunk the output is the
+# micro-batch's share of the loss, a scalar.
+Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 
 
 class PipelineExecutor:
@@ -88,6 +76,7 @@ class PipelineExecutor:
         self.schedule, self.stage, self.streams = schedule, stage, streams
         self.shape, self.dtype, self.device = shape, dtype, device
         self.actions = schedule[stage]
+        self.first_gather = schedule.first_gather(stage)
         self.recorder = recorder or NoRecorder()
         self.bytes = torch.empty(0, dtype=dtype).element_size() * torch.Size(shape).numel()
 
@@ -97,8 +86,13 @@ class PipelineExecutor:
     def _is_last(self, chunk: int) -> bool:
         return self.schedule.global_chunk(self.stage, chunk) == self.schedule.chunks - 1
 
-    def run(self, work: Work) -> torch.Tensor | None:
-        """One step over all micro-batches; returns the sum of losses (detached) on the last stage, else None."""
+    def run(self, forward: Forward, data: DataParallel) -> torch.Tensor | None:
+        """One step over all micro-batches; returns the sum of losses (detached) on the last stage, else None.
+
+        Args:
+            forward: runs a chunk.
+            data: gathers the chunks' parameters and reduces their gradients when the schedule says so.
+        """
         received: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, Any]] = {}
         live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         grads: dict[tuple[int, int], torch.Tensor] = {}
@@ -118,7 +112,7 @@ class PipelineExecutor:
             if kind == ActionKind.FORWARD:
                 if chunk not in started:
                     started.add(chunk)
-                    work.gathered(chunk)
+                    data.await_parameters(chunk)
                 x = None
                 if not self._is_first(chunk):
                     if single_stage:
@@ -126,7 +120,7 @@ class PipelineExecutor:
                     else:
                         x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i).requires_grad_()
                 self._free(sending[ActionKind.SEND_FORWARD], SEND_SLOTS - 1)
-                y = work.forward(chunk, i, x)
+                y = forward(chunk, i, x)
                 live[chunk, i] = (x, y)
                 if self._is_last(chunk):
                     loss = y.detach() if loss is None else loss + y.detach()
@@ -139,9 +133,9 @@ class PipelineExecutor:
                     else:
                         grad = self._arrived(received, ActionKind.RECV_BACKWARD, chunk, i)
                 self._free(sending[ActionKind.SEND_BACKWARD], SEND_SLOTS - 1)
-                work.before_backward(chunk, i)
+                data.begin_backward(chunk)
                 torch.autograd.backward(y, grad)
-                work.after_backward(chunk, i)
+                data.end_backward(chunk)
                 if x is not None:
                     assert x.grad is not None
                     grads[chunk, i] = x.grad
@@ -152,7 +146,9 @@ class PipelineExecutor:
             elif kind == ActionKind.SEND_BACKWARD:
                 sending[kind].append(self._send(kind, grads.pop((chunk, i))))
             elif kind == ActionKind.GATHER_PARAMS:
-                work.gather(chunk)
+                data.gather(chunk)
+            elif kind == ActionKind.REDUCE_GRADS:
+                data.arm(chunk)
             self.recorder.stop(mark)
         for queue in sending.values():
             for _, pending in queue:
@@ -160,7 +156,7 @@ class PipelineExecutor:
         return loss
 
     @torch.no_grad()
-    def run_forward(self, microbatches: int, forward: Callable[[int, int, torch.Tensor | None], torch.Tensor]) -> Any:
+    def run_forward(self, microbatches: int, forward: Forward) -> Any:
         """Forward passes only, one micro-batch after another through all chunks; the last chunk's outputs, in order."""
         outputs, single_stage = [], self.schedule.stages == 1
         for i in range(microbatches):

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from megascale.core.inventory import LogicalTensor
 from megascale.ops import side_stream
 from megascale.ops.activation import RecomputedActivation
-from megascale.ops.linear import weight_gradient
+from megascale.ops.linear import Operand
 from megascale.ops.reduce import bias_gradient
 from megascale.parallel.collectives import (
     Axis,
@@ -29,10 +31,8 @@ from megascale.parallel.collectives import (
     reduce_scatter,
     scatter_now,
 )
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
+from megascale.parallel.linear import PLAIN, LinearPrecision
+from megascale.parallel.parameters import local_parameter
 
 
 def _recomputed(
@@ -51,71 +51,49 @@ def _exchanges(axis: Axis, part: torch.Size | tuple[int, ...], like: torch.Tenso
     return math.prod(part) * like.element_size() <= axis.exchange.shard_bytes
 
 
-def _gathered_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis) -> torch.Tensor:
-    """linear(all-gathered x, weight, bias), the gather hidden as `axis.overlap` says."""
+def _gathered_gemm(
+    x: Operand, weight: torch.Tensor, bias: torch.Tensor | None, linears: LinearPrecision, like: torch.Tensor
+) -> torch.Tensor:
+    """linear(all-gathered x, weight, bias) in the type of `like`, the gather hidden as `axis.overlap` says."""
+    axis, (part, *rest) = linears.axis, x
     if axis.size == 1:
-        return torch.nn.functional.linear(x, weight, bias)
+        return linears.forward(x, weight, bias)
     if axis.overlap == "off":
-        return torch.nn.functional.linear(all_gather(x, axis).wait(), weight, bias)
-    n = x.shape[0]
-    y = x.new_empty((axis.size * n, *x.shape[1:-1], weight.shape[0]))
+        return linears.forward((all_gather(part, axis).wait(), *rest), weight, bias)
+    n = part.shape[0]
+    y = like.new_empty((axis.size * n, *part.shape[1:-1], weight.shape[0]))
 
     def consume(shard: torch.Tensor, rank: int) -> None:
-        out = _flat(y[rank * n : (rank + 1) * n])
-        if bias is None:
-            torch.mm(_flat(shard), weight.t(), out=out)
-        else:
-            torch.addmm(bias, _flat(shard), weight.t(), out=out)
+        linears.forward((shard, *rest), weight, bias, y[rank * n : (rank + 1) * n])
 
-    if _exchanges(axis, x.shape, x):
-        gather_and_consume(x, axis, consume, keep=False)
+    if _exchanges(axis, part.shape, part):
+        gather_and_consume(part, axis, consume, keep=False)
         return y
-    gathering = all_gather(x, axis)
-    consume(x, axis.rank)  # the own part needs no communication
+    gathering = all_gather(part, axis)
+    consume(part, axis.rank)  # the own part needs no communication
     whole = gathering.wait()
     for start, stop in ((0, axis.rank), (axis.rank + 1, axis.size)):
         if start < stop:
-            rows = _flat(whole[start * n : stop * n])
-            out = _flat(y[start * n : stop * n])
-            if bias is None:
-                torch.mm(rows, weight.t(), out=out)
-            else:
-                torch.addmm(bias, rows, weight.t(), out=out)
+            linears.forward((whole[start * n : stop * n], *rest), weight, bias, y[start * n : stop * n])
     return y
 
 
-def _sum_of_gemms(
-    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, out: torch.Tensor
-) -> None:
-    """out <- sum of x @ weight (or its transpose). A second GEMM that accumulates costs no concatenation."""
-    for i, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-        matrix = weight.t() if transposed else weight
-        if i == 0:
-            torch.mm(_flat(x), matrix, out=_flat(out))
-        else:
-            _flat(out).addmm_(_flat(x), matrix)
+# What writes the sum of some GEMMs into `out`: a second one that accumulates costs no concatenation.
+Sum = Callable[[torch.Tensor], None]
 
 
-def _scattered_gemms(
-    xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], transposed: bool, axis: Axis, followed: bool
-) -> Pending:
-    """Reduce-scatter of the sum of GEMMs, in flight or done.
+def _scattered(total: Sum, shape: tuple[int, ...], like: torch.Tensor, axis: Axis, followed: bool) -> Pending:
+    """Reduce-scatter of what `total` writes, of `shape` on all ranks, in flight or done.
 
     followed: whether another GEMM follows that it can hide under.
     """
-    s = xs[0].shape[0]
-    columns = weights[0].shape[0 if transposed else 1]
-    shape = (s // axis.size, *xs[0].shape[1:-1], columns)
-    if _exchanges(axis, shape, xs[0]):
-
-        def make(out: torch.Tensor) -> None:
-            _sum_of_gemms(xs, weights, transposed, out)
-
+    part = (shape[0] // axis.size, *shape[1:])
+    if _exchanges(axis, part, like):
         if followed:
-            return exchange_scatter(make, shape, xs[0], axis)
-        return Pending(scatter_now(make, shape, xs[0], axis))
-    y = xs[0].new_empty((s, *xs[0].shape[1:-1], columns))
-    _sum_of_gemms(xs, weights, transposed, y)
+            return exchange_scatter(total, part, like, axis)
+        return Pending(scatter_now(total, part, like, axis))
+    y = like.new_empty(shape)
+    total(y)
     pending = reduce_scatter(y, axis)
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
@@ -127,102 +105,177 @@ class _GatherLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        axis: Axis,
+        linears: LinearPrecision,
         recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None,
+        given: Any,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        operand = linears.input(x if recompute_fn is None else recompute_fn(x), weight, given)
+        if recompute_fn is None:
+            ctx.save_for_backward(*linears.keep(operand))
+        else:
+            ctx.save_for_backward(x)
         # The parameters themselves, not saved copies: they carry main_grad.
-        ctx.weight, ctx.bias, ctx.axis, ctx.recompute_fn = weight, bias, axis, recompute_fn
-        return _gathered_gemm(x if recompute_fn is None else recompute_fn(x), weight, bias, axis)
+        ctx.weight, ctx.bias, ctx.linears, ctx.recompute_fn = weight, bias, linears, recompute_fn
+        return _gathered_gemm(operand, weight, bias, linears, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        dy = grads[0]
+        kept: Operand = ctx.saved_tensors
+        dy, weight, linears = grads[0], ctx.weight, ctx.linears
+        axis: Axis = linears.axis
         leaf: torch.Tensor | None = None
         if ctx.recompute_fn is not None:
-            leaf, x = _recomputed(ctx.recompute_fn, x)
-        gather = exchange_gather if _exchanges(ctx.axis, x.shape, x) else all_gather
-        gathering = gather(x.detach(), ctx.axis)
-        if ctx.axis.overlap == "off":
+            leaf, made = _recomputed(ctx.recompute_fn, kept[0])
+            kept = linears.keep(linears.input(made.detach(), weight))
+        part, *rest = kept
+        gather = exchange_gather if _exchanges(axis, part.shape, part) else all_gather
+        gathering = gather(part, axis)
+        if axis.overlap == "off":
             gathering.wait()
         # The scatter is in flight while the weight's gradient is computed.
         ready = side_stream.current.record_event()
-        scattering = _scattered_gemms([dy], [ctx.weight], False, ctx.axis, followed=True)
-        dw = weight_gradient(ctx.weight, dy, gathering.wait, ready)
+        gradient = linears.gradient(dy, weight)
+        shape = (*dy.shape[:-1], weight.shape[1])
+        scattering = _scattered(lambda out: linears.dgrad(gradient, weight, out), shape, dy, axis, followed=True)
+        dw = linears.wgrad(weight, gradient, lambda: (gathering.wait(), *rest), ready)
         db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
         dx: torch.Tensor | None = scattering.wait()
         if leaf is not None:
-            torch.autograd.backward(x, dx)
+            torch.autograd.backward(made, dx)
             dx = leaf.grad
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, axis: Axis, recompute_fns: Sequence[RecomputedActivation | None], *inputs: torch.Tensor
+        ctx: Any,
+        linears: LinearPrecision,
+        recompute_fns: Sequence[RecomputedActivation | None],
+        given: Sequence[Any],
+        *inputs: torch.Tensor,
     ) -> torch.Tensor:
         xs, weights = inputs[0::2], inputs[1::2]
-        ctx.save_for_backward(*xs)
-        ctx.weights, ctx.axis, ctx.recompute_fns = weights, axis, recompute_fns
-        made = [
-            x if recompute_fn is None else recompute_fn(x) for x, recompute_fn in zip(xs, recompute_fns, strict=True)
-        ]
-        return _scattered_gemms(made, weights, True, axis, followed=False).wait()
+        kept: list[torch.Tensor] = []
+        ends: list[int] = []
+        operands: list[Operand] = []
+        for x, weight, recompute_fn, known in zip(xs, weights, recompute_fns, given, strict=True):
+            operand = linears.input(x if recompute_fn is None else recompute_fn(x), weight, known)
+            operands.append(operand)
+            kept += linears.keep(operand) if recompute_fn is None else (x,)
+            ends.append(len(kept))
+        ctx.save_for_backward(*kept)
+        ctx.weights, ctx.linears, ctx.recompute_fns, ctx.ends = weights, linears, recompute_fns, ends
+
+        def total(out: torch.Tensor) -> None:
+            for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
+                linears.forward(operand, weight, None, out, i > 0)
+
+        shape = (*xs[0].shape[:-1], weights[0].shape[0])
+        return _scattered(total, shape, xs[0], linears.axis, followed=False).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        xs, weights, axis = ctx.saved_tensors, ctx.weights, ctx.axis
-        dy, dxs = _gathered_input_gradients(grads[0], xs, weights, axis)
-        out: list[Any] = [None, None]
-        for x, dx, weight, recompute_fn in zip(xs, dxs, weights, ctx.recompute_fns, strict=True):
+        weights, linears, kept, start = ctx.weights, ctx.linears, ctx.saved_tensors, 0
+        dy, dxs = _gathered_input_gradients(grads[0], weights, linears)
+        out: list[Any] = [None, None, None]
+        for stop, dx, weight, recompute_fn in zip(ctx.ends, dxs, weights, ctx.recompute_fns, strict=True):
+            x: Operand = kept[start:stop]
             if recompute_fn is not None:
-                x, dx = recompute_fn.with_gradient(x, dx)
-            out += [dx, weight_gradient(weight, dy, x)]
+                made, dx = recompute_fn.with_gradient(x[0], dx)
+                x = linears.keep(linears.input(made, weight))
+            out += [dx, linears.wgrad(weight, dy, x)]
+            start = stop
         return tuple(out)
 
 
 def _gathered_input_gradients(
-    dy: torch.Tensor, xs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], axis: Axis
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    dy: torch.Tensor, weights: Sequence[torch.Tensor], linears: LinearPrecision
+) -> tuple[Operand, list[torch.Tensor]]:
     """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
-    if not _exchanges(axis, dy.shape, dy):
-        whole = all_gather(dy, axis).wait()
-        return whole, [torch.matmul(whole, weight) for weight in weights]
-    n = dy.shape[0]
+    axis, (part, *rest) = linears.axis, linears.gradient(dy, weights[0])
+    if not _exchanges(axis, part.shape, part):
+        whole: Operand = (all_gather(part, axis).wait(), *rest)
+        return whole, [linears.dgrad(whole, weight) for weight in weights]
+    n = part.shape[0]
     dxs = [dy.new_empty((axis.size * n, *dy.shape[1:-1], weight.shape[1])) for weight in weights]
 
     def consume(shard: torch.Tensor, rank: int) -> None:
         for weight, dx in zip(weights, dxs, strict=True):
-            torch.mm(_flat(shard), weight, out=_flat(dx[rank * n : (rank + 1) * n]))
+            linears.dgrad((shard, *rest), weight, dx[rank * n : (rank + 1) * n])
 
-    return gather_and_consume(dy, axis, consume, keep=True), dxs
+    return (gather_and_consume(part, axis, consume, keep=True), *rest), dxs
 
 
 def gather_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    axis: Axis,
+    linears: LinearPrecision = PLAIN,
     recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    given: Any = None,
 ) -> torch.Tensor:
     """Column-parallel GEMM: [s/t, b, h] -> [s, b, columns/t].
 
     weight [columns/t, h] and bias [columns/t] are this rank's columns; the gradient of a detached bias is made by
     whoever reads the result. With `recompute_fn` (a norm) the GEMM is of recompute_fn(x), which is recomputed in
-    backward instead of being kept."""
-    return _GatherLinear.apply(x, weight, bias, axis, recompute_fn)
+    backward instead of being kept. given: what the GEMM's input is known to be (`Gemms.input`)."""
+    return _GatherLinear.apply(x, weight, bias, linears, recompute_fn, given)
 
 
 def linear_scatter(
-    axis: Axis,
+    linears: LinearPrecision,
     *inputs: torch.Tensor,
     recompute_fns: Sequence[RecomputedActivation | None] | None = None,
+    given: Sequence[Any] | None = None,
 ) -> torch.Tensor:
     """Row-parallel sum of GEMMs: x1, w1, x2, w2, ... -> [s/t, b, h], one reduce-scatter for all.
 
     xi [s, b, ki/t] and wi [h, ki/t] are this rank's rows of each GEMM. With `recompute_fns[i]` the i-th
-    GEMM is of that activation of xi, which is recomputed in backward instead of being kept.
+    GEMM is of that activation of xi, which is recomputed in backward instead of being kept. given[i]: what the i-th
+    GEMM's input is known to be (`Gemms.input`).
     """
-    return _LinearScatter.apply(axis, recompute_fns or (None,) * (len(inputs) // 2), *inputs)
+    none = (None,) * (len(inputs) // 2)
+    return _LinearScatter.apply(linears, recompute_fns or none, given or none, *inputs)
+
+
+class ColumnLinear(nn.Module):
+    """One GEMM whose output columns are stacked logical tensors, each cut over the tensor axis.
+
+    Args:
+        tensors: weights [rows, hidden], and their biases if they have any.
+    """
+
+    def __init__(self, tensors: Sequence[LogicalTensor], linears: LinearPrecision, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linears, axis = linears, linears.axis
+        weights, biases = [t for t in tensors if t.gemm], [t for t in tensors if not t.gemm]
+        self.weight = local_parameter(weights, axis.rank, axis.size, dtype)
+        self.bias = local_parameter(biases, axis.rank, axis.size, dtype) if biases else None
+
+    def forward(
+        self,
+        x_SBH: torch.Tensor,
+        recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        fused_bias_gradient: bool = False,
+    ) -> torch.Tensor:
+        """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `recompute_fn` the GEMM is of
+        recompute_fn(x), which is recomputed in backward instead of being kept. With `fused_bias_gradient` whoever reads
+        the result makes the bias's gradient, which is its own gradient's sum over the rows."""
+        bias = self.bias.detach() if fused_bias_gradient and self.bias is not None else self.bias
+        return gather_linear(x_SBH, self.weight, bias, self.linears, recompute_fn)
+
+
+class RowLinear(nn.Module):
+    """A matrix [h, k] whose columns are cut over the tensor axis, for `linear_scatter`; its bias is added by whoever
+    takes the residual sum, since it belongs to the sum over ranks.
+
+    Args:
+        tensors: the weight, and its bias if it has one.
+    """
+
+    def __init__(self, tensors: Sequence[LogicalTensor], linears: LinearPrecision, dtype: torch.dtype) -> None:
+        super().__init__()
+        (weight, *bias), axis = tensors, linears.axis
+        self.weight = local_parameter([weight], axis.rank, axis.size, dtype)
+        self.bias = local_parameter(bias, axis.rank, axis.size, dtype) if bias else None

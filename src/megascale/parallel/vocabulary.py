@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
 from megascale.ops.embedding import embedding
 from megascale.parallel.collectives import Axis, all_gather, all_reduce, gather_sequence, scatter_sequence
+from megascale.parallel.linear import PLAIN, LinearPrecision
 
 
 def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -20,11 +21,16 @@ def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Ax
 
 
 def vocabulary_logits(
-    x_SBH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, vocab: int, axis: Axis
+    x_SBH: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocab: int,
+    axis: Axis,
+    linears: LinearPrecision = PLAIN,
 ) -> torch.Tensor:
     """Whole logits [s, b, vocab] on every rank, without gradients: for generation and evaluation."""
     x = gather_sequence(x_SBH, axis)
-    own = torch.nn.functional.linear(x, weight, bias)
+    own = linears.logits.forward(linears.logits.input(x, weight), weight, bias)
     if axis.size == 1:
         return own[..., :vocab]
     parts = all_gather(own.movedim(-1, 0).contiguous(), axis).wait()
@@ -39,17 +45,19 @@ def vocabulary_loss(
     vocab: int,
     axis: Axis,
     token_grad: torch.Tensor | None = None,
+    linears: LinearPrecision = PLAIN,
 ) -> torch.Tensor:
     """Cross-entropy of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` do not exist.
 
     token_grad: what backward will send for each token, if known: gradients are then made in the forward pass.
     """
+    options = {"bias": bias, "vocab": vocab, "token_grad": token_grad, "gemms": linears.logits}
     if axis.size == 1:
-        return linear_cross_entropy(x_SBH, weight, targets_SB, bias=bias, vocab=vocab, token_grad=token_grad)
+        return linear_cross_entropy(x_SBH, weight, targets_SB, **options)  # type: ignore[arg-type]
     shard = VocabShard(
         axis.rank * weight.shape[0],
         lambda x: all_reduce(x, axis, dist.ReduceOp.MAX).wait(),
         lambda x: all_reduce(x, axis).wait(),
     )
     whole = gather_sequence(x_SBH, axis)
-    return linear_cross_entropy(whole, weight, targets_SB, bias=bias, vocab=vocab, token_grad=token_grad, shard=shard)
+    return linear_cross_entropy(whole, weight, targets_SB, **options, shard=shard)  # type: ignore[arg-type]

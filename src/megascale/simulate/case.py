@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megascale.config import ModelConfig
-from megascale.core.flops import window_share
+from megascale.core.inventory import window_share
 from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megascale.core.replay import Graph, Timeline, replay
-from megascale.core.schedule import ActionKind, pipeline_schedule
+from megascale.core.schedule import ActionKind
+from megascale.core.schedule_registry import checked_schedule
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import BUCKETS, StageTimes, stage_times
@@ -56,10 +57,12 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
     layers: np.ndarray | None = None,
+    schedule: str = "auto",
 ) -> SimulatedEvent:
     """One step of a scalar case.
 
     Args:
+        schedule: name of the pipeline schedule (core/schedule_registry.py).
         layers: [stages, chunks] layers of each chunk; default: the same in all.
         slow_hosts: host -> factor on its compute time; see `draw_hosts` for a random fleet.
         jitter: relative standard deviation of each action's compute time, drawn anew for each.
@@ -67,7 +70,8 @@ def simulate(
     """
     p, v, m = int(case.pipeline), int(case.virtual), int(case.microbatches)
     times = stage_times(cluster, case, constants, network)
-    graph = Graph.of(pipeline_schedule(p, v, m, bool(case.reduce_each), int(case.micro_batch_group_size) or None))
+    group = int(case.micro_batch_group_size) or None
+    graph = Graph.of(checked_schedule(schedule, p, v, m, bool(case.reduce_each), group))
     blocking = float(times.exchanges) > 0
     if blocking:
         graph = graph.awaiting(blocking_waits(graph))

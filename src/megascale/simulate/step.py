@@ -68,7 +68,7 @@ class Scenario:
     def memory_gib(self) -> float:
         """Memory of the fullest rank with the reserve, by core/memory.py."""
         config, layout = self.config, self.layout
-        schedule = layout.schedule()
+        schedule = layout.unchecked_schedule()  # a search asks for the memory of many; `run` checks the one it prices
         stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1})
         model = config.model.model_copy(update={"block": "parallel" if self.software.parallel_block else "serial"})
         most = max(
@@ -154,6 +154,8 @@ class StepEstimate:
         }
 
 
+# Schedules whose times the closed level has formulas for.
+CLOSED_FORM = ("auto", "1f1b", "interleaved")
 # kernels.attention -> the kernel whose rates price it; what is not here is the stack's own.
 ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "flash_window": "flash2", "sdpa": "flash2"}
 
@@ -214,6 +216,12 @@ def run(
     Raises FitError where sizes do not divide or memory does not suffice.
     """
     case, constants = scenario.case(), scenario.calibration.constants
+    schedule = scenario.config.parallel.schedule
+    if level == "closed" and schedule not in CLOSED_FORM:
+        raise ConfigError(
+            f"parallel.schedule={schedule} has no closed form, which {', '.join(CLOSED_FORM)} have; price it event by "
+            "event (--level event), or set --parallel.schedule=auto"
+        )
     memory = scenario.memory_gib()
     if check_memory and memory > scenario.cluster.gpu.memory_gib:
         raise FitError(
@@ -221,6 +229,7 @@ def run(
             f"{scenario.cluster.gpu.memory_gib:g}; raise parallel.tensor, parallel.pipeline or the number of GPUs, "
             "lower train.micro_batch, or set parallel.recompute=full"
         )
+    scenario.layout.schedule()  # what is priced must run
     if scenario.software.attention not in ("unfused", *scenario.cluster.kernels.attention):
         raise ConfigError(
             f"cluster {scenario.cluster.name} gives no rate for attention kernel {scenario.software.attention!r}; "
@@ -242,6 +251,7 @@ def run(
                 jitter=scenario.cluster.stragglers.jitter if jitter else 0.0,
                 seed=seed,
                 layers=scenario.chunk_layers(),
+                schedule=schedule,
             )
 
         event = events(hosts)

@@ -13,6 +13,7 @@ from megascale import checkpoint
 from megascale.config import Config, from_tree
 from megascale.core.events import Event
 from megascale.core.flops import parameters
+from megascale.core.inventory import logical_shapes
 from megascale.data.dataset import tokenizer_agreement
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
@@ -21,7 +22,6 @@ from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.import_model import read_folder
-from megascale.model.huggingface.tensor_names import logical_shapes
 from megascale.train.resume import tokenizer_hash, trained_config
 from megascale.train.run_folder import RunFolder, checkpoint_folder
 

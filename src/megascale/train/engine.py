@@ -11,15 +11,16 @@ from megascale.core import calls
 from megascale.core.layout import Layout
 from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
-from megascale.model.block import EVALUATION, ForwardContext
+from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import dispatch, side_stream
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
-from megascale.parallel.buffers import TIED, Axes, FlatChunk, FlatShard, GradientPool
+from megascale.parallel.buffers import TIED, Axes, FlatChunk
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
+from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.parameters import initialise
-from megascale.parallel.pipeline import P2PStream, P2PStreams, PipelineExecutor, Work
+from megascale.parallel.pipeline import P2PStream, P2PStreams, PipelineExecutor
 from megascale.rendezvous.groups import Groups
 from megascale.train.attention_choice import Choices, agree
 
@@ -110,7 +111,7 @@ class Engine:
             tensor=self.tensor,
             tied=_axis(groups, "embedding", 2, int(self.last)) if tied else ALONE,
         )
-        dtype, pool = DTYPES[config.train.precision], GradientPool()
+        dtype = DTYPES[config.train.precision]
         reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
         schedule = layout.schedule()
         self.chunks: list[Chunk] = []
@@ -128,14 +129,14 @@ class Engine:
                 axis=self.tensor,
                 dtype=dtype,
                 recompute=config.parallel.recompute,
+                linear_precision=config.train.linear_precision,
                 embedding=self.chunks[0].token_embedding if lent else None,
             )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
             self.chunks.append(chunk)
-            self.flats.append(
-                FlatChunk(chunk, device, axes, config.parallel.zero, bucket, pool, config.overlap.data, reduce_dtype)
-            )
+            self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket))
             initialise(chunk, config.train.seed)
+        self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
             self.flats,
@@ -199,18 +200,19 @@ class Engine:
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
         where = ForwardContext(0, 0, self._token_grad())
-        for chunk, flat in zip(self.chunks, self.flats, strict=True):
+        for number, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
             y = chunk(x, tokens if chunk.last else None, where)
             if chunk.last:
                 y = (y * (1 / self.tokens)).sum()
-            flat.begin_backward(False)
+            if self.data.pool is not None:
+                self.data.arm(number)  # a buffer of the pool is reduced before its next use
+            self.data.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
-            flat.end_backward(False)
-        for flat in self.flats:
-            flat.finish_reduction()
+            self.data.end_backward(number)
+        self.data.finish_reductions()
 
     def _token_grad(self) -> torch.Tensor | None:
         """The gradient of each token's loss, known before it: every token counts the same, so the loss can make its
@@ -223,8 +225,8 @@ class Engine:
     # training ---------------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        """Send for the first chunk's parameters: called before the batch is read, so that both go on together."""
-        self.flats[0].start_gather()
+        """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
+        self.data.gather(self.pipeline.first_gather)
 
     def step(
         self,
@@ -265,21 +267,11 @@ class Engine:
                 return module(inputs, None, where)
             return (module(inputs, batch(i)[1], where) * (1 / self.tokens)).sum()
 
-        last = self.layout.microbatches - 1
-        for flat in self.flats:
-            flat.zero_grads()
-        work = Work(
-            forward=forward,
-            before_backward=lambda chunk, i: self.flats[chunk].begin_backward(i == last),
-            after_backward=lambda chunk, i: self.flats[chunk].end_backward(i == last),
-            gather=self._gather,
-            gathered=lambda chunk: self.flats[chunk].expect_gather(),
-        )
+        self.data.begin_step()
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
-            loss = self.pipeline.run(work)
+            loss = self.pipeline.run(forward, self.data)
         calls.current.at(b"reduce")
-        for flat in self.flats:
-            flat.finish_reduction()
+        self.data.finish_reductions()
         calls.current.at(b"optimizer")
         for look in tuple(self.before_update):
             look(step)
@@ -288,27 +280,17 @@ class Engine:
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
         before_update()
-        first = self.flats[0]
-        buckets = {id(shard): bucket for bucket, shard in enumerate(first.shards)} if more and first.overlap else {}
-
-        def updated(shard: FlatShard) -> None:
-            if (bucket := buckets.get(id(shard))) is not None:
-                first.gather(bucket)
-
+        # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
+        updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
         norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated)
         assert summed is not None
         for look in self.after_update:
             look(step)
         return StepResult(summed[0], norm, summed[1])
 
-    def _gather(self, chunk: int) -> None:
-        if not self.flats[chunk].gathering:  # the first one is under way since the batch was asked for
-            self.flats[chunk].start_gather()
-
     def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""
-        for flat in self.flats:
-            flat.finish_gather()
+        self.data.finish_gathers()
 
     # everything else --------------------------------------------------------------------------------------------
 
@@ -319,10 +301,7 @@ class Engine:
 
     def whole(self) -> None:
         """Make all parameters whole on this rank, before anything but a training step uses them."""
-        for flat in self.flats:
-            if not flat.gathering:
-                flat.start_gather()
-            flat.finish_gather()
+        self.data.complete()
 
     @torch.no_grad()
     def losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.errors import ConfigError
-from megascale.model.block import ForwardContext, KVCache
+from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
 
 

@@ -13,7 +13,7 @@ from megascale.bench.training.alternate import SETTINGS, change, order, parse
 from megascale.config import ParallelConfig, from_tree
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
-from megascale.model.block import Block
+from megascale.model.block import SerialBlock
 from megascale.ops import side_stream
 from megascale.train.engine import Engine
 
@@ -81,7 +81,7 @@ def test_an_engine_changes_between_steps(engine):
     seen = {}
     for what in ("none", "full"):
         engine.recompute(what)
-        with mock.patch.object(Block, "forward", autospec=True, side_effect=Block.forward) as forward:
+        with mock.patch.object(SerialBlock, "forward", autospec=True, side_effect=SerialBlock.forward) as forward:
             told = engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
         seen[what] = (forward.call_count, float(told.grad_norm))
     assert (seen["none"][0], seen["full"][0]) == (2, 4)

@@ -21,15 +21,17 @@ from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, latest, load, steps
 from megascale.checkpoint.background import pending_saves, service, service_protocol
-from megascale.checkpoint.background.load_from_memory import ask
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.replica import partners
+from megascale.checkpoint.background.service_protocol import COPIES, Fill, ListHeld, Register
 from megascale.checkpoint.background.staging import Staging
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError
+from megascale.services.conversation import Conversation, prove
+from megascale.services.host_service import Place
 from tests.checkpoint.conftest import assert_same, blank, context, cut, logical_state, run_group, whole
 
 
@@ -48,7 +50,7 @@ def _await(condition: Any, seconds: float = 20.0) -> Any:
 
 def _service_pid(run: Path) -> int:
     sock = service.connect(service_protocol.private_folder(run))
-    pid = ask(sock, {"do": "hello"})["pid"]
+    pid = sock.ask(Register()).pid
     sock.close()
     return pid
 
@@ -60,15 +62,8 @@ def run(tmp_path: Path) -> Any:
     folder.mkdir()
     yield folder
     for host in (folder, *folder.glob("host-*")):
-        place = service_protocol.private_folder(host)
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(str(place / "checkpoint.sock"))
-            os.kill(ask(sock, {"do": "hello"})["pid"], signal.SIGKILL)
-        except OSError:
-            pass
-        finally:
-            sock.close()
+        if pid := service_protocol.place(service_protocol.private_folder(host)).owner():
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_saves_what_was_there_when_it_began(run: Path) -> None:
@@ -108,7 +103,7 @@ def _die_when_staged(run: str, step: int) -> None:
     checkpointer.shards = whole(_large(step))
     checkpointer.save(step, {"step": step})
     sock = service.connect(service_protocol.private_folder(run))
-    while not any(h["step"] == step for h in ask(sock, {"do": "list"})["held"]):
+    while not any(h.step == step for h in sock.ask(ListHeld()).held):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -367,7 +362,7 @@ def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -
     checkpointer.finish(over=False)
     # Killed while step 3 came into the first slot: a new trainer must not touch the second, which has step 2.
     sock = service.connect(service_protocol.private_folder(run))
-    ask(sock, {"do": "fill", "rank": 0, "slot": 0})
+    sock.ask(Fill(0, 0))
     again = Checkpointer(_config(memory_interval=1), run, whole(logical_state(2)))
     assert again.load() == {"step": 2}
     again.prepare()
@@ -382,7 +377,7 @@ def test_the_token_is_asked_for() -> None:
 
     def other(token: bytes) -> None:
         try:
-            service_protocol.prove(there, token, server=True)
+            prove(Conversation(there, COPIES, COPIES), token, "replicas", "server")
         except ConnectionError as error:
             errors.append(error)
 
@@ -390,10 +385,10 @@ def test_the_token_is_asked_for() -> None:
         thread = threading.Thread(target=other, args=(token,))
         thread.start()
         if good:
-            service_protocol.prove(here, b"right", server=False)
+            prove(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
         else:
             with pytest.raises(ConnectionError, match="token"):
-                service_protocol.prove(here, b"right", server=False)
+                prove(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
         thread.join()
     assert len(errors) == 1
 
@@ -416,26 +411,26 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(tmp_path: Path)
     for place in (dead, alive):
         service.connect(place, linger=60).close()
     with contextlib.closing(service.connect(dead)) as sock:
-        os.kill(ask(sock, {"do": "hello"})["pid"], signal.SIGKILL)
-        assert sock.recv(1) == b""  # it is gone
+        os.kill(sock.ask(Register()).pid, signal.SIGKILL)
+        assert sock.sock.recv(1) == b""  # it is gone
     assert (dead / "checkpoint.lock").exists()
     service.serve(mine, linger=-1.0)  # ends at once
     assert not mine.exists()
     assert not dead.exists()
     assert (alive / "checkpoint.sock").exists()
     with contextlib.closing(service.connect(alive)) as sock:
-        os.kill(ask(sock, {"do": "hello"})["pid"], signal.SIGKILL)
+        os.kill(sock.ask(Register()).pid, signal.SIGKILL)
 
 
 def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
     """Many start while others end and remove the folder: never two at once."""
-    place, inside, most = tmp_path / "place", 0, 0
+    place, inside, most = Place(tmp_path / "place", "checkpoint"), 0, 0
     guard = threading.Lock()
 
     def come_and_go() -> None:
         nonlocal inside, most
         for _ in range(50):
-            lock = service._take(place, create=True)
+            lock = place.take(make_folder=True)
             if lock is None:
                 continue
             with guard:
@@ -443,10 +438,10 @@ def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
                 most = max(most, inside)
             with guard:
                 inside -= 1
-            service._leave(place, lock)
+            place.leave(lock)
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(come_and_go) for _ in range(8)]:
             done.result()
     assert most == 1
-    assert not place.exists()
+    assert not place.folder.exists()

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint.background.replica import Replicas
+from megascale.checkpoint.background.service_protocol import Replicate
 from megascale.checkpoint.background.staging import next_slot
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Slot
@@ -31,8 +32,9 @@ class Hosts:
 
     def room(self, rank: int, slot: int, generation: str) -> Slot:
         slots = self.free.shape[1]
-        message = {"rank": rank, "slot": slot, "slots": slots, "size": 1, "generation": generation, "above": self.above}
-        return self.copies._room(message, self.nothing)
+        return self.copies._room(
+            Replicate(rank, slot, slots, 1, self.above, 0, generation, "", "", 1, ()), self.nothing
+        )
 
     def copy(self, rank: int, slot: int, generation: str) -> None:
         """A copy that was there before."""
@@ -144,8 +146,7 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
     copies, index = Replicas(), CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
     def room(slots: int, slot: int, generation: str, above: int = 0) -> Slot:
-        message = {"rank": slots, "slot": slot, "slots": slots, "size": 8, "generation": generation, "above": above}
-        return copies._room(message, index)
+        return copies._room(Replicate(slots, slot, slots, 8, above, 0, generation, "", "", 1, ()), index)
 
     for slots in (1, 2):
         first = room(slots, 0, "00000001-a")

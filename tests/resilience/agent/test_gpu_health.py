@@ -11,7 +11,7 @@ import pytest
 
 from megascale.resilience import rules
 from megascale.resilience.agent.gpu_health import GpuHealth
-from megascale.resilience.protocol.heartbeat import Heartbeat
+from megascale.resilience.protocol.agent_messages import FROM_AGENT
 from tests.resilience.rules.test_rules import heartbeat, one, view, worker
 
 
@@ -111,7 +111,7 @@ def nvml(monkeypatch):
 
 def judged(health: GpuHealth):
     """The rules' verdicts on what an agent sends, as the driver reads it."""
-    sent = Heartbeat.from_json(heartbeat(0, 1, [worker(0)], gpus=health.take()).to_json())
+    sent = FROM_AGENT.decode(FROM_AGENT.encode(heartbeat(0, 1, [worker(0)], gpus=health.take())))
     return [v for v in rules.judge(view({0: [sent]})) if v.kind.startswith("device")]
 
 

@@ -13,11 +13,14 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from megascale.core.grid import Grid
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
 from megascale.resilience.agent.trainers import Trainers
+from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
+from megascale.resilience.protocol.fork_messages import FROM_CHILD, Forked, Frames
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
@@ -27,7 +30,7 @@ def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict
     beat = Heartbeat("job", 1, "n0", 1, 0, workers=workers, disks=disks)
     member = RankView("n0", tuple(w.rank for w in workers), 100.0, beat, deque([(100.0, beat)]))
     view = View("job", 1, "starting", 100.0, 90.0, [member], Grid(data=len(workers)), 5.0, 1.0, 60.0)
-    return rules.judge(Heartbeat.from_json(beat.to_json()) and view)
+    return rules.judge(FROM_AGENT.decode(FROM_AGENT.encode(beat)) and view)
 
 
 def ended(tmp_path: Path, words: list[str], ranks: int = 1, port: int = 1, before=None) -> list[Verdict]:
@@ -38,7 +41,7 @@ def ended(tmp_path: Path, words: list[str], ranks: int = 1, port: int = 1, befor
         changed = asyncio.Event()
         mine = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
         mine.serve()
-        order = {"attempt": 1, "job": "tiny", "ranks": list(range(ranks)), "world": ranks, "words": words}
+        order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), tuple(words))
         try:
             async with asyncio.timeout(120):
                 while not mine._ready and mine._server is not None:
@@ -46,7 +49,7 @@ def ended(tmp_path: Path, words: list[str], ranks: int = 1, port: int = 1, befor
                     await changed.wait()
                 if before is not None:
                     before(mine)
-                mine.start(order | {"env": {}, "master": ["127.0.0.1", port]}, "127.0.0.1")
+                mine.start(replace(order, master=("127.0.0.1", port)), "127.0.0.1")
                 while not any(t.status for t in mine.trainers.values()):
                     changed.clear()
                     await changed.wait()
@@ -90,7 +93,9 @@ def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
     def kill_soon(mine: Trainers) -> None:
-        mine._received = lambda message: os.kill(mine._server.pid, signal.SIGKILL) if "forked" in message else None
+        mine._received = lambda message: (
+            os.kill(mine._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
+        )
 
     [verdict] = ended(tmp_path, ["train", str(tiny)], before=kill_soon)
     assert verdict.kind == "process_killed"
@@ -105,8 +110,8 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
     read, write = os.pipe()
     for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
         _report(write, OSError(errno.ENOSPC, text))
-        line = os.read(read, 65536)
-        assert line.endswith(b"}\n")
-        assert b'"errno": 28' in line
+        (words,) = Frames(FROM_CHILD).feed(os.read(read, 65536))
+        assert words.errno == errno.ENOSPC
+        assert words.error.startswith("OSError")
     os.close(read)
     os.close(write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 import sqlite3
@@ -18,6 +19,7 @@ from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_state import JobState, Phase
 from megascale.resilience.driver.journal import FILE, Entry, JournalReader
 from megascale.resilience.driver.lasting_journal import LastingJournal
+from megascale.resilience.protocol.agent_messages import HeldTrainers, Hello
 
 
 def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
@@ -80,9 +82,10 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
     assert job.finish() == 130, job.story()
 
 
-def hello(**changes) -> dict:
-    held = {"state": JobState("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), "stepped": True}
-    return {"node": "n0", "attempt": 5, "held": held} | changes
+def hello(**changes) -> Hello:
+    held = HeldTrainers(JobState("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), stepped=True)
+    words = {"job": "a", "node": "n0", "version": "", "address": "", "boot": "", "epoch": 1, "attempt": 5, "held": held}
+    return Hello(**words | changes)
 
 
 def test_what_an_agent_holds_is_believed_only_if_it_fits():
@@ -91,7 +94,7 @@ def test_what_an_agent_holds_is_believed_only_if_it_fits():
     assert _held(hello(), "b") is None
     assert _held(hello(node="n2"), "a") is None
     assert _held(hello(attempt=6), "a") is None
-    assert _held({"node": "n0", "attempt": 5}, "a") is None  # an agent of an older version
+    assert _held(hello(held=None), "a") is None
 
 
 JSON = st.recursive(
@@ -101,10 +104,9 @@ JSON = st.recursive(
 )
 
 
-@given(JSON, st.text(), JSON)
-def test_an_agent_that_holds_nonsense_holds_nothing(held, text, stepped):
-    assert _held(hello(held=held), "a") is None
-    assert _held(hello(held={"state": text, "stepped": stepped}), "a") is None
+@given(st.text() | JSON.map(json.dumps), st.booleans())
+def test_an_agent_that_holds_nonsense_holds_nothing(text, stepped):
+    assert _held(hello(held=HeldTrainers(text, stepped)), "a") is None
 
 
 class Channel:
@@ -135,19 +137,19 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
 
     async def work() -> tuple[Driver, list[Channel]]:
         driver = Driver(run, Config(), LocalCluster(run), ["train"], journal, JobState("a", phase, known), unsure=True)
+        driver.adoption.doubt(time.monotonic())
         channels = [Channel() for _ in agents]
         for i, (attempt, runs, stepped) in enumerate(agents):
-            words = {"epoch": 1, "address": "", "pod": "", "boot": str(i), "hardware": {}, "versions": {}}
-            if runs:
-                state = JobState("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
-                words["held"] = {"state": state, "stepped": stepped}
-            assert driver.joined(channels[i], {"node": f"n{i}", "attempt": attempt} | words) == ""
+            state = JobState("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
+            holds = HeldTrainers(state, stepped) if runs else None
+            greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), held=holds)
+            assert driver.telemetry.joined(channels[i], greeting) == ""
         assert all("stop" not in channel.orders for channel in channels)  # not before it is decided
-        assert driver.decide(time.monotonic())
+        assert driver.adoption.decide(time.monotonic())
         return driver, channels
 
     driver, channels = asyncio.run(work())
-    job = driver.job
+    job = driver.job.state
     adopted = newest >= known and held[newest]
     assert job.attempt == max(newest, known)
     assert job.placement == (tuple(held[newest]) if adopted else ())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ class Played:
 
     def __init__(self, run: Path, epoch: int, attempt: int) -> None:
         self.run, self.epoch, self.attempt, self.port = run, epoch, attempt, 1000
-        self.starts: list[dict[str, Any]] = []
+        self.starts: list[Any] = []
         self.sequence = 0
 
     async def serve(self, started: Callable[[Played, agent_channel.AgentChannel], bool]) -> None:
@@ -59,18 +58,18 @@ class Played:
         about = {"epoch": self.epoch, "attempt": self.attempt, "hardware": {}, "versions": {}}
         channel.send_message(do="hello", **hello, **about)
         while True:
-            order = json.loads((await channel.receive())[1])
-            assert order["epoch"] >= self.epoch
-            self.epoch = order["epoch"]
-            if order["do"] == "stop":
+            order = await channel.receive()
+            assert order.epoch >= self.epoch
+            self.epoch = order.epoch
+            if order.do == "stop":
                 self.port += 1
-                channel.send_message(do="stopped", order=order["order"], attempt=self.attempt, port=self.port, codes={})
-            elif order["do"] == "start" and order["attempt"] > self.attempt:  # an agent does nothing twice
-                self.attempt = order["attempt"]
+                channel.send_message(do="stopped", order=order.order, attempt=self.attempt, port=self.port, codes={})
+            elif order.do == "start" and order.attempt > self.attempt:  # an agent does nothing twice
+                self.attempt = order.attempt
                 self.starts.append(order)
                 if started(self, channel):
                     break
-            elif order["do"] == "leave":
+            elif order.do == "leave":
                 break
         channel.close()
 
@@ -78,7 +77,7 @@ class Played:
         self.sequence += 1
         workers = (Worker(**{"rank": 0, "pid": 1, "state": "running"} | worker),)
         beat = Heartbeat("job", self.attempt, "n0", self.sequence, 1, workers=workers)
-        channel.send(agent_channel.HEARTBEAT, beat.to_json())
+        channel.send(beat)
 
 
 def driven(
@@ -111,7 +110,7 @@ def driven(
 def test_a_driver_whose_journal_was_removed_takes_over_what_its_agent_knows(tmp_path):
     agent = Played(tmp_path, epoch=5, attempt=7)
     _, events, epoch = driven(tmp_path, agent, lambda played, channel: True, whole=False)
-    assert [(order["attempt"], order["epoch"]) for order in agent.starts] == [(8, 6)]
+    assert [(order.attempt, order.epoch) for order in agent.starts] == [(8, 6)]
     assert epoch == 6
     told = next(e for e in events if e.kind == "journal_damaged")
     assert "n0 knows a driver of epoch 5 and attempt 7" in told.evidence[0]
@@ -125,7 +124,7 @@ def test_each_port_that_is_taken_is_followed_by_another_five_times(tmp_path):
 
     agent = Played(tmp_path, epoch=0, attempt=0)
     code, events, _ = driven(tmp_path, agent, taken)
-    ports = [order["master"][1] for order in agent.starts]
+    ports = [order.master[1] for order in agent.starts]
     assert len(ports) == len(set(ports)) == 5
     assert code != 0
     kinds = [e.kind for e in events]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import secrets
-import struct
 from typing import Any
 
 import pytest
 
 from megascale.resilience.driver.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.agent_messages import FROM_AGENT, Hello, Refuse, Stopped, Welcome
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat
+from megascale.services.framing import FORM, GREETING_BYTES, HEAD, SEAL_BYTES, ProtocolError, Seal, greeting, head
+from megascale.services.shared_token import PROOF_BYTES, TokenProof
 
 TOKEN = b"t" * 64
-HELLO = {"do": "hello", "job": "job", "node": "n0", "address": "127.0.0.1", "pod": "", "boot": "b", "epoch": 0}
+HELLO = {"job": "job", "node": "n0", "address": "127.0.0.1", "pod": "", "boot": "b", "epoch": 0}
 HELLO |= {"attempt": 0, "hardware": {}, "versions": {}, "version": agent_channel.VERSION}
 
 
@@ -26,11 +26,11 @@ class Heard:
     def __init__(self) -> None:
         self.beats: list[Heartbeat] = []
         self.refusals: list[str] = []
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[Any] = []
         self.gone = 0
 
     def joined(self, channel, hello):
-        channel.send_message(do="welcome", epoch=1)
+        channel.send_message(do="welcome", epoch=1, version=agent_channel.VERSION)
         return ""
 
     def beat(self, node, channel, heartbeat):
@@ -60,10 +60,8 @@ class Tapped:
         return getattr(self.inner, name)
 
 
-def beat(sequence: int, **changes: Any) -> str:
-    return Heartbeat(
-        **({"job": "job", "attempt": 1, "node": "n0", "sequence": sequence, "sent_ns": 1} | changes)
-    ).to_json()
+def beat(sequence: int, **changes: Any) -> Heartbeat:
+    return Heartbeat(**({"job": "job", "attempt": 1, "node": "n0", "sequence": sequence, "sent_ns": 1} | changes))
 
 
 def scene(play) -> Heard:
@@ -78,8 +76,8 @@ def scene(play) -> Heard:
             reader, writer = await asyncio.open_connection(host, port)
             tapped = Tapped(writer)
             channel = await agent_channel.open_channel(reader, tapped, token, driver=False)
-            channel.send_message(**HELLO | hello)
-            answer = json.loads((await channel.receive())[1])
+            channel.send(Hello(**HELLO | hello))
+            answer = await channel.receive()
             return channel, tapped, answer
 
         async with asyncio.timeout(30):
@@ -98,10 +96,10 @@ async def until(found) -> None:
 def test_heartbeats_and_messages_come_in_order():
     async def play(connect, heard, _):
         channel, _, answer = await connect()
-        assert answer == {"do": "welcome", "epoch": 1}
+        assert answer == Welcome(1, agent_channel.VERSION)
         for i in range(1, 50):
-            channel.send(agent_channel.HEARTBEAT, beat(i))
-        channel.send_message(do="stopped", order=5)
+            channel.send(beat(i))
+        channel.send(Stopped(5, 1, 7))
         await until(lambda: heard.messages)
         channel.close()
         await until(lambda: heard.gone)
@@ -113,7 +111,7 @@ def test_heartbeats_and_messages_come_in_order():
 
 def test_a_wrong_token_learns_nothing():
     async def play(connect, heard, _):
-        with pytest.raises(agent_channel.HandshakeRefused, match="token"):
+        with pytest.raises(ProtocolError, match="token"):
             await connect(token=b"x" * 64)
         await until(lambda: heard.refusals)
 
@@ -125,7 +123,7 @@ def test_a_wrong_token_learns_nothing():
 def test_a_frame_sent_again_is_refused():
     async def play(connect, heard, _):
         channel, tapped, _ = await connect()
-        channel.send(agent_channel.HEARTBEAT, beat(1))
+        channel.send(beat(1))
         await until(lambda: heard.beats)
         tapped.inner.write(tapped.frames[-1])
         await until(lambda: heard.refusals)
@@ -139,7 +137,7 @@ def test_a_frame_of_another_connection_is_refused():
     async def play(connect, heard, _):
         one, tapped_one, _ = await connect()
         _, tapped_two, _ = await connect()
-        one.send(agent_channel.HEARTBEAT, beat(1))
+        one.send(beat(1))
         await until(lambda: heard.beats)
         tapped_two.inner.write(tapped_one.frames[-1])
         await until(lambda: heard.refusals)
@@ -152,12 +150,11 @@ def test_a_frame_of_another_connection_is_refused():
 def test_a_changed_bit_is_refused():
     async def play(connect, heard, _):
         channel, tapped, _ = await connect()
-        channel.send(agent_channel.HEARTBEAT, beat(1))
+        channel.send(beat(1))
         await until(lambda: heard.beats)
         frame = bytearray(tapped.frames[-1])
-        body = beat(2).encode()
-        key = secrets.token_bytes(32)
-        frame[:] = struct.pack(">I", len(body) + 1) + hmac.digest(key, body, "sha256")[:16] + b"H" + body
+        body = FROM_AGENT.encode(beat(2))
+        frame[:] = head(len(body)) + secrets.token_bytes(SEAL_BYTES) + body
         tapped.inner.write(bytes(frame))
         await until(lambda: heard.refusals)
 
@@ -170,7 +167,7 @@ def test_a_changed_bit_is_refused():
 def test_an_enormous_or_empty_frame_is_refused_before_it_is_read(size):
     async def play(connect, heard, _):
         _, tapped, _ = await connect()
-        tapped.inner.write(struct.pack(">I", size))
+        tapped.inner.write(head(size))
         await until(lambda: heard.refusals)
 
     assert f"{size} bytes" in scene(play).refusals[0]
@@ -187,8 +184,8 @@ def test_an_enormous_or_empty_frame_is_refused_before_it_is_read(size):
 def test_a_heartbeat_that_is_old_or_in_another_name_ends_the_connection(changes, reason):
     async def play(connect, heard, _):
         channel, _, _ = await connect()
-        channel.send(agent_channel.HEARTBEAT, beat(1))
-        channel.send(agent_channel.HEARTBEAT, beat(**changes))
+        channel.send(beat(1))
+        channel.send(beat(**changes))
         await until(lambda: heard.refusals)
 
     heard = scene(play)
@@ -199,18 +196,12 @@ def test_a_heartbeat_that_is_old_or_in_another_name_ends_the_connection(changes,
 def test_malformed_messages_end_the_connection_and_only_it():
     async def play(connect, heard, _):
         other, _, _ = await connect(node="n1")
-        for kind, text in (
-            (agent_channel.HEARTBEAT, "{}"),
-            (agent_channel.HEARTBEAT, "[" * 50_000),
-            (agent_channel.MESSAGE, "not json"),
-            (agent_channel.MESSAGE, "[1]"),
-            (agent_channel.MESSAGE, "[" * 50_000),
-        ):
-            channel, _, _ = await connect()
+        for body in (b"\x80", b"\x91" * 50_000, b"not msgpack", b"\x91\x01", b"\xdd" + b"\xff" * 50_000):
+            channel, tapped, _ = await connect()
             before = len(heard.refusals)
-            channel.send(kind, text)
+            tapped.inner.write(head(len(body)) + channel._seal.make(body) + body)
             await until(lambda n=before: len(heard.refusals) > n)
-        other.send(agent_channel.HEARTBEAT, beat(1, node="n1"))
+        other.send(beat(1, node="n1"))
         await until(lambda: heard.beats)
 
     assert len(scene(play).refusals) == 5
@@ -219,27 +210,65 @@ def test_malformed_messages_end_the_connection_and_only_it():
 def test_another_jobs_agent_and_a_bad_greeting_are_turned_away():
     async def play(connect, heard, _):
         _, _, answer = await connect(job="other")
-        assert answer["do"] == "refuse"
-        assert "other" in answer["why"]
+        assert isinstance(answer, Refuse)
+        assert "other" in answer.why
         for wrong in ({"node": 5}, {"attempt": "x"}, {"node": "n" * 300}, {"hardware": []}):
-            with pytest.raises(EOFError):
+            with pytest.raises(ValueError):  # not even sent
                 await connect(**wrong)
 
-    heard = scene(play)
-    assert len(heard.refusals) == 5
+    assert len([why for why in scene(play).refusals if "other" in why]) == 1
 
 
 def test_an_agent_of_another_version_is_refused_by_name():
     async def play(connect, heard, address):
-        for version in ("0.0.9 (form 2)", None, 7):
-            _, _, answer = await connect(node="n7", version=version)
-            assert answer["do"] == "refuse"
-            assert "node n7" in answer["why"]
-        await until(lambda: len(heard.refusals) == 3)
+        _, _, answer = await connect(node="n7", version="0.0.9 (form 2)")
+        assert isinstance(answer, Refuse)
+        assert "node n7" in answer.why
+        await until(lambda: heard.refusals)
 
     heard = scene(play)
     assert "MegaScale 0.0.9 (form 2), this driver is " + agent_channel.VERSION in heard.refusals[0]
     assert not heard.beats
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (secrets.token_bytes(32) + bytes(16), "no frame of MegaScale's protocol"),  # a release before form 4
+        (
+            HEAD.pack(b"MS", FORM + 1, 0, 32, 0) + bytes(32),
+            f"speaks form {FORM + 1} of the protocol, this one form {FORM}",
+        ),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n", "no frame of MegaScale's protocol"),
+        (head(31) + bytes(32), "no greeting"),
+    ],
+)
+def test_another_form_of_the_protocol_is_refused_by_name_before_anything_else(first, reason):
+    async def play(connect, heard, place):
+        reader, writer = await asyncio.open_connection(*place)
+        writer.write(first)
+        await reader.read()
+        writer.close()
+        await until(lambda: heard.refusals)
+
+    assert reason in scene(play).refusals[0]
+
+
+def test_nothing_but_a_greeting_is_taken_as_one():
+    async def play(connect, heard, place):
+        reader, writer = await asyncio.open_connection(*place)
+        proof = TokenProof(TOKEN, "agents", "client")
+        writer.write(greeting(proof.nonce))
+        writer.write(proof.answer((await reader.readexactly(GREETING_BYTES))[HEAD.size :]))
+        await reader.readexactly(PROOF_BYTES)
+        body = FROM_AGENT.encode(beat(1))
+        writer.write(head(len(body)) + Seal(proof.key(), server=False).make(body) + body)
+        await until(lambda: heard.refusals)
+        writer.close()
+
+    heard = scene(play)
+    assert "before it had greeted" in heard.refusals[0]
+    assert heard.beats == []
 
 
 def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
@@ -248,7 +277,7 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
     async def play(connect, heard, place):
         silent = [await asyncio.open_connection(*place) for _ in range(50)]
         channel, _, _ = await connect()
-        channel.send(agent_channel.HEARTBEAT, beat(1))
+        channel.send(beat(1))
         await until(lambda: heard.beats and len(heard.refusals) == 50)
         for _, writer in silent:
             writer.close()

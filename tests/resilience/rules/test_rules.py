@@ -7,11 +7,11 @@ import math
 import os
 import signal
 from collections import deque
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megascale.core.grid import Grid
 from megascale.resilience import rules

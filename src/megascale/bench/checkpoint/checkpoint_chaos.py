@@ -24,7 +24,7 @@ import torch
 from megascale.bench.checkpoint.checkpoint_crash import FaultyDisk, JournalDisk, after_power_cut
 from megascale.checkpoint import Checkpointer, TensorShard, load
 from megascale.checkpoint.background import service, service_protocol
-from megascale.checkpoint.background.load_from_memory import ask
+from megascale.checkpoint.background.service_protocol import Goodbye, Register
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to
@@ -238,7 +238,7 @@ class ChaosRun:
     def _service(self) -> Iterator[int]:
         sock = service.connect(service_protocol.private_folder(self.folder), 10.0)
         try:
-            yield ask(sock, {"do": "hello"})["pid"]
+            yield sock.ask(Register()).pid
         finally:
             sock.close()
 
@@ -287,7 +287,7 @@ class ChaosRun:
             os.kill(self.child.pid, signal.SIGKILL)
             self.child.join()
         sock = service.connect(service_protocol.private_folder(self.folder), 10.0)
-        ask(sock, {"do": "goodbye"})
+        sock.ask(Goodbye())
         sock.close()
         deadline = time.monotonic() + 30
         while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:

@@ -15,12 +15,12 @@ import torch
 from megascale.bench.harness.soak import Report, SoakCase
 from megascale.bench.model.huggingface_cases import GONE, Choose, Ours, Theirs, ours, theirs
 from megascale.config import ModelConfig, from_tree
+from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError, remedy
 from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.import_model import Imported, read_folder
 from megascale.model.huggingface.settings import Family
-from megascale.model.huggingface.tensor_names import logical_shapes
 from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 

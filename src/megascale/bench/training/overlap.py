@@ -228,6 +228,7 @@ class _Case:
         """The GEMM over `axis`; over an axis of one, the same GEMM on tensors that are there already."""
         import torch
 
+        from megascale.parallel.linear import LinearPrecision
         from megascale.parallel.tensor import gather_linear, linear_scatter
 
         there = axis.size == 1
@@ -238,10 +239,10 @@ class _Case:
         def call() -> Any:
             with torch.set_grad_enabled(self.backward):
                 if self.what.gathers:
-                    y = gather_linear(inputs[0], self.weights[0], None, axis)
+                    y = gather_linear(inputs[0], self.weights[0], None, LinearPrecision(axis))
                 else:
                     pairs = [tensor for pair in zip(inputs, self.weights, strict=True) for tensor in pair]
-                    y = linear_scatter(axis, *pairs)
+                    y = linear_scatter(LinearPrecision(axis), *pairs)
             if self.backward:
                 return torch.autograd.grad(y, inputs, grad)
             return y

@@ -25,6 +25,7 @@ import numpy as np
 
 from megascale.bench.harness.soak import Report, SoakCase
 from megascale.config import Config, load
+from megascale.config.parts import PARTS
 from megascale.errors import MegascaleError
 
 _STOPPED, _STEPS = 5, 9
@@ -227,7 +228,8 @@ def _another(key: str, config: Config, folder: Path, rng: random.Random) -> str:
     section, _, name = key.partition(".")
     old = getattr(getattr(config, section), name)
     annotation = type(getattr(config, section)).model_fields[name].annotation
-    candidates = several.get(key) or _candidates(annotation, old, rng)
+    named = [name for name in PARTS[key].names() if name != old] if key in PARTS else []
+    candidates = several.get(key) or named or _candidates(annotation, old, rng)
     rng.shuffle(candidates)
     for value in candidates:
         with contextlib.suppress(MegascaleError):

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megascale.checkpoint.background import pending_saves, service_protocol
+from megascale.checkpoint.background import pending_saves
 from megascale.checkpoint.background.pending_saves import Failed, Written
+from megascale.checkpoint.background.service_protocol import Outcome, Staged
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.staged_file import Progress, Slot
 from megascale.checkpoint.format.step_folders import Commit, step_name
@@ -57,11 +58,11 @@ class Writer:
         self._work, self._given_up = work, given_up
         self.plans: dict[str, tuple[bytes, bytes]] = {}
         self._saving: dict[str, Saving] = {}
-        self._results: dict[str, dict[str, Any]] = {}
+        self._results: dict[str, Outcome] = {}
         self._changed = threading.Condition()
         self._pruning = threading.Lock()
 
-    def start(self, message: service_protocol.Message, slot: Slot) -> Writing:
+    def start(self, message: Staged, slot: Slot) -> Writing:
         """Begin to write a process's file, as far as its snapshot is complete."""
         return Writing(self, message, slot)
 
@@ -69,7 +70,7 @@ class Writer:
         """Entered when the checkpoints that a commit made superfluous are gone."""
         return self._pruning
 
-    def wait(self, generation: str, alive: Callable[[], bool]) -> dict[str, Any]:
+    def wait(self, generation: str, alive: Callable[[], bool]) -> Outcome:
         """What became of a save, once it is committed or given up; EOFError if the one who asks has gone."""
         with self._changed:
             while not self._changed.wait_for(lambda: generation in self._results, timeout=1.0):
@@ -77,11 +78,11 @@ class Writer:
                     raise EOFError
         return self._results[generation]
 
-    def write(self, message: service_protocol.Message, slot: Slot, progress: Progress) -> None:
+    def write(self, message: Staged, slot: Slot, progress: Progress) -> None:
         """Write one process's file as far as the snapshot is complete, until it is complete and durable."""
-        rank, step, generation, size = message["rank"], message["step"], message["generation"], message["size"]
-        storage = open_storage(message["storage"])
-        if message.get("leader"):
+        rank, step, generation, size = message.rank, message.step, message.generation, message.size
+        storage = open_storage(message.storage)
+        if message.leader:
             self._begin(storage, message)
         if size:
             sink = storage.create(f"{step_name(step)}/{generation}-{data_file(rank)}")
@@ -98,58 +99,57 @@ class Writer:
                 sink.abort()
                 raise
 
-    def close(self, message: service_protocol.Message, slot: Slot, crc: int | None, error: OSError | None) -> None:
+    def close(self, message: Staged, slot: Slot, crc: int | None, error: OSError | None) -> None:
         """What follows when a process's file is written, or was not (then without a checksum or with an error)."""
-        rank, step, generation = message["rank"], message["step"], message["generation"]
-        storage = open_storage(message["storage"])
+        rank, step, generation = message.rank, message.step, message.generation
+        storage = open_storage(message.storage)
         try:
             if error is not None or crc is None:
                 raise error or OSError("its state could not be completed")
-            self._part(storage, message, Written(message["size"], crc, slot.crcs))
+            self._part(storage, message, Written(message.size, crc, slot.crcs))
         except OSError as error:
-            why = str(explain(error, storage, message["needed"]))
+            why = str(explain(error, storage, message.needed))
             with contextlib.suppress(OSError):
                 pending_saves.add_failure(storage, step, generation, rank, why)
-            if message.get("leader"):
-                self._finish(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
+            if message.leader:
+                self._finish(storage, step, generation, Outcome(False, why=why[:2000]), withdraw=True)
             raise TrainingError(why) from None
-        if message.get("leader"):
+        if message.leader:
             self._watch(storage, step, generation)
 
-    def _begin(self, storage: Storage, message: service_protocol.Message) -> None:
+    def _begin(self, storage: Storage, message: Staged) -> None:
         with self._pruning:  # what is being removed counts as free
             free = storage.free()
-        if free is not None and free < message["needed"]:
+        if free is not None and free < message.needed:
             raise OSError(errno.ENOSPC, "No space left on device")
-        plan, metadata = self.plans[message["plan"]]
+        plan, metadata = self.plans[message.plan]
         pending_saves.begin(
             storage,
-            message["step"],
-            message["generation"],
-            message["ranks"],
-            message["keep"],
-            json.loads(message["state"]),
+            message.step,
+            message.generation,
+            message.ranks,
+            message.keep,
+            json.loads(message.state),
             plan,
             metadata,
         )
 
-    def _part(self, storage: Storage, message: service_protocol.Message, written: Written) -> None:
+    def _part(self, storage: Storage, message: Staged, written: Written) -> None:
         """Note that a process's file is written; the last of this host's processes writes the part record."""
         with self._changed:
-            saving = self._saving.setdefault(message["generation"], Saving(message["step"], set(message["local"])))
-            saving.written[message["rank"]] = written
+            saving = self._saving.setdefault(message.generation, Saving(message.step, set(message.local)))
+            saving.written[message.rank] = written
             last = saving.written.keys() >= saving.local
             if last:
-                del self._saving[message["generation"]]
+                del self._saving[message.generation]
         if last:
-            pending_saves.add_part(storage, message["step"], message["generation"], saving.written)
+            pending_saves.add_part(storage, message.step, message.generation, saving.written)
 
     def _watch(self, storage: Storage, step: int, generation: str) -> None:
         threading.Thread(target=self._commit, args=(storage, step, generation), daemon=True).start()
 
     def _commit(self, storage: Storage, step: int, generation: str) -> None:
         """Commit once all services' parts are there; give up when one failed or a later save has overtaken it."""
-        result: dict[str, Any]
         pause = _POLL
         with self._work():
             while True:
@@ -160,13 +160,13 @@ class Writer:
                         return self._committed(storage, step, generation, *found)
                 except (Failed, OSError, ValueError) as error:
                     why = str(error) if isinstance(error, Failed) else f"the commit failed: {error}"
-                    return self._finish(storage, step, generation, {"committed": False, "why": why}, withdraw=True)
-                if max((g for g, r in list(self._results.items()) if r["committed"]), default="") > generation:
-                    result = {"committed": False, "why": "a later save was committed first"}
+                    return self._finish(storage, step, generation, Outcome(False, why=why[:2000]), withdraw=True)
+                if max((g for g, r in list(self._results.items()) if r.committed), default="") > generation:
+                    result = Outcome(False, why="a later save was committed first")
                     return self._finish(storage, step, generation, result, withdraw=True)
                 if self._given_up():
                     # What is there stays: the next start commits it if the rest has come by then.
-                    result = {"committed": False, "why": "other hosts' parts did not come"}
+                    result = Outcome(False, why="other hosts' parts did not come")
                     return self._finish(storage, step, generation, result, withdraw=False)
                 time.sleep(pause)
                 pause = min(pause * 1.5, _POLL_MAX)
@@ -174,14 +174,14 @@ class Writer:
     def _committed(self, storage: Storage, step: int, generation: str, commit: Commit, keep: int) -> None:
         """Say so, then remove older checkpoints: that takes a while, and nobody need wait for it."""
         with self._pruning:
-            result = {"committed": True, "bytes": commit.size}
+            result = Outcome(True, bytes=commit.size)
             self._finish(storage, step, generation, result, withdraw=False)
             try:
                 folders.prune(storage, keep)
             except OSError as error:
                 log.warning("older checkpoints could not be removed: %s", error)
 
-    def _finish(self, storage: Storage, step: int, generation: str, result: dict[str, Any], withdraw: bool) -> None:
+    def _finish(self, storage: Storage, step: int, generation: str, result: Outcome, withdraw: bool) -> None:
         if withdraw:
             with contextlib.suppress(OSError):
                 folders.withdraw(storage, step, generation)
@@ -193,7 +193,7 @@ class Writer:
 class Writing:
     """A file that is written while its snapshot is completed: `progress` says how far it is."""
 
-    def __init__(self, writer: Writer, message: service_protocol.Message, slot: Slot) -> None:
+    def __init__(self, writer: Writer, message: Staged, slot: Slot) -> None:
         self.progress = Progress()
         self._writer, self._message, self._slot = writer, message, slot
         self._error: OSError | None = None

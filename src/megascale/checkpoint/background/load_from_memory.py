@@ -6,19 +6,19 @@ import contextlib
 import json
 import mmap
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megascale.checkpoint.background import service_protocol
+from megascale.checkpoint.background.service_protocol import ListHeld, Open, Opened
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex, join
 from megascale.checkpoint.format.write_plan import data_file
 from megascale.checkpoint.loader import Accept, LoadReport, fill
 from megascale.checkpoint.object_collectives import Peers
+from megascale.services.conversation import Conversation
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,20 @@ class Held:
         return int(self.generation[:8])
 
 
-def ask(sock: socket.socket, header: dict[str, Any], body: bytes = b"") -> service_protocol.Message:
-    """One question to a service; OSError with its words if it failed there."""
-    service_protocol.send(sock, header, body)
-    return receive_reply(sock)
-
-
-def receive_reply(sock: socket.socket) -> service_protocol.Message:
-    """What a service answers; OSError with its words if it failed there."""
-    try:
-        answer = service_protocol.receive(sock)
-    except EOFError:
-        raise ConnectionError("the checkpoint service ended") from None
-    if "error" in answer:
-        raise OSError(answer["error"])
-    return answer
-
-
-def find_held(sock: socket.socket | None, peers: Peers, identity: str) -> Held | None:
+def find_held(sock: Conversation | None, peers: Peers, identity: str) -> Held | None:
     """The newest save whose snapshots are all in memory somewhere; collective. None for a host without a service."""
     mine = []
     if sock is not None:
         with contextlib.suppress(OSError):
-            mine = [h for h in ask(sock, {"do": "list"})["held"] if h["identity"] == identity]
+            answer = sock.ask(ListHeld())
+            mine = [(h.rank, h.replica, h.generation, h.ranks, h.step) for h in answer.held if h.identity == identity]
     saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
     ranks: dict[str, tuple[int, int]] = {}
     for member, held in enumerate(peers.exchange(mine)):
-        for h in held:
-            own, copies = saves.setdefault(h["generation"], {}).setdefault(h["rank"], ([], []))
-            (copies if h["replica"] else own).append(member)
-            ranks[h["generation"]] = (h["ranks"], h["step"])
+        for rank, replica, generation, count, step in held:
+            own, copies = saves.setdefault(generation, {}).setdefault(rank, ([], []))
+            (copies if replica else own).append(member)
+            ranks[generation] = (count, step)
     for generation in sorted(saves, reverse=True):
         snapshots = saves[generation]
         count, step = ranks[generation]
@@ -82,7 +66,7 @@ def find_held(sock: socket.socket | None, peers: Peers, identity: str) -> Held |
 
 
 def load_held(
-    sock: socket.socket | None,
+    sock: Conversation | None,
     held: Held,
     shards: Sequence[TensorShard],
     peers: Peers,
@@ -95,28 +79,26 @@ def load_held(
 
     `accept`, `complete`: as for `loader.load`.
     """
-    snapshots: dict[int, tuple[memoryview, service_protocol.Message]] = {}
+    snapshots: dict[int, tuple[memoryview, Opened, bytes]] = {}
 
-    def open_image(rank: int) -> tuple[memoryview, service_protocol.Message]:
+    def open_image(rank: int) -> tuple[memoryview, Opened, bytes]:
         if rank not in snapshots:
             assert sock is not None, "a process without a service holds no snapshot"
-            message = ask(sock, {"do": "open", "rank": rank, "generation": held.generation})
-            handle = message.handles[0]
+            message = sock.ask(Open(rank, held.generation))
+            (handle,), index = sock.files, bytes(sock.body)
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            view = memoryview(mmap.mmap(handle, message["size"], shared, mmap.PROT_READ))
+            view = memoryview(mmap.mmap(handle, message.size, shared, mmap.PROT_READ))
             os.close(handle)
-            snapshots[rank] = (view, message)
+            snapshots[rank] = (view, message, index)
         return snapshots[rank]
 
     problem, parts, state = None, {}, "{}"
     try:
         for rank, members in enumerate(held.holders):
             if members[0] == peers.rank:
-                _, message = open_image(rank)
-                index = CheckpointIndex.from_bytes(bytes(message.body)).committed(
-                    "", np.array(message["crcs"], np.uint32)
-                )
-                parts[rank] = (index.to_bytes(), message["state"] if rank == 0 else "")
+                _, message, table = open_image(rank)
+                index = CheckpointIndex.from_bytes(table).committed("", np.array(message.crcs, np.uint32))
+                parts[rank] = (index.to_bytes(), message.state if rank == 0 else "")
     except OSError as error:
         problem = str(error)
     answers = peers.exchange((problem, parts))
@@ -129,7 +111,7 @@ def load_held(
     holders = {f"-{data_file(rank)}": members for rank, members in enumerate(held.holders)}
 
     def read(file: str, start: int, stop: int) -> memoryview:
-        view, _ = open_image(int(file.removeprefix("-").split(".")[0]))
+        view, _, _ = open_image(int(file.removeprefix("-").split(".")[0]))
         return view[start:stop]
 
     name = f"memory, step {held.step}"

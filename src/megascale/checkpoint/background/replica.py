@@ -13,10 +13,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from megascale.checkpoint.background import service_protocol
+from megascale.checkpoint.background.service_protocol import COPIES, INDEX, Replicate, Replicated, Staged
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Slot, StagingMemory
+from megascale.services.conversation import Conversation, prove
+from megascale.services.reception import PROOF_SECONDS, Reception
 
 log = logging.getLogger("megascale.checkpoint.background.replica")
 
@@ -64,48 +66,51 @@ class Replicas:
             self._token = token
             if self._listener is None:
                 self._listener = socket.create_server((address, 0))
-                threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+                reception = Reception(self._listener, self._meet, self._take)
+                threading.Thread(target=reception.serve, args=(lambda: False,), daemon=True).start()
             return int(self._listener.getsockname()[1])
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            sock, _ = listener.accept()
-            threading.Thread(target=self._take, args=(sock,), daemon=True).start()
+    def _meet(self, sock: socket.socket) -> Conversation:
+        sender = Conversation(sock, COPIES, COPIES)
+        with sender.within(PROOF_SECONDS):
+            prove(sender, self._token, "replicas", "server")
+        sender.timeout = _TIMEOUT
+        return sender
 
-    def _take(self, sock: socket.socket) -> None:
-        with sock, contextlib.suppress(EOFError, OSError, ValueError, KeyError):
-            sock.settimeout(_TIMEOUT)
-            service_protocol.prove(sock, self._token, server=True)
-            message = service_protocol.receive(sock, max_body=1 << 30)
-            index = CheckpointIndex.from_bytes(bytes(message.body))
+    def _take(self, sender: Conversation) -> None:
+        with contextlib.suppress(ValueError, KeyError):
+            message = sender.receive(attached=INDEX)
+            if not isinstance(message, Replicate):
+                return
+            index, crcs = CheckpointIndex.from_bytes(bytes(sender.body)), list(message.crcs)
             slot = self._room(message, index)
             try:
-                service_protocol.receive_into(sock, slot.memory.view[: message["size"]])
-                whole = _checked(slot, message["crcs"])
+                sender.receive_into(slot.memory.view[: message.size])
+                whole = _checked(slot, crcs)
                 if whole:
-                    slot.become(message, message["crcs"])
+                    slot.become(message, crcs)
             finally:
                 slot.busy.release()
-            service_protocol.send(sock, {"whole": whole})
+            sender.send(Replicated(whole))
 
-    def _room(self, message: dict[str, Any], index: CheckpointIndex) -> Slot:
+    def _room(self, message: Replicate, index: CheckpointIndex) -> Slot:
         """Memory for a copy, its lock held.
 
         Each slot of a process has its own copy, so that a copy is given up only where the snapshot is; of a single slot
         there are two, the older of which is overwritten. What a run began from stays until it has made one itself.
         OSError while another copy comes into that memory, of a sender that has died.
         """
-        size, count, number = max(message["size"], 1), max(2, message["slots"]), message["slot"]
+        size, count, number = max(message.size, 1), max(2, message.slots), message.slot
         with self._lock:
-            slots = self._slots.setdefault(message["rank"], [])
+            slots = self._slots.setdefault(message.rank, [])
             if [slot.memory.size for slot in slots] != [size] * count:
                 for slot in slots:
                     slot.memory.close()
                 slots[:] = [Slot(StagingMemory(size), index) for _ in range(count)]
-            if message["slots"] == 1:
+            if message.slots == 1:
                 number = min(range(count), key=lambda i: slots[i].generation)
-            begun = any(slot.generation[9:] == message["generation"][9:] for slot in slots)
-            origin = not begun and slots[number].generation.startswith(f"{message['above']:08d}-")
+            begun = any(slot.generation[9:] == message.generation[9:] for slot in slots)
+            origin = not begun and slots[number].generation.startswith(f"{message.above:08d}-")
             place = (number + 1) % count if origin else number
             slot = slots[place]
             if not slot.busy.acquire(blocking=False):
@@ -124,20 +129,33 @@ def _checked(slot: Slot, crcs: Sequence[int]) -> bool:
     return len(crcs) == len(index)
 
 
-def push(host: str, port: int, token: bytes, whose: dict[str, int], slot: Slot) -> None:
+def push(host: str, port: int, token: bytes, staged: Staged, slots: int, slot: Slot) -> None:
     """Copy a snapshot to a peer; OSError if it did not arrive complete.
 
-    whose: rank, slot (its number), slots (how many that process has), size of the snapshot in bytes, and above, the
-    number of the save that the run began from (0: none).
+    staged: where it lies in this host's service; slots: how many its process has there.
     """
-    with socket.create_connection((host, port), timeout=_TIMEOUT) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        service_protocol.prove(sock, token, server=False)
-        service_protocol.send(sock, {**whose, "crcs": slot.crcs, **slot.label()}, slot.index.to_bytes())
-        sock.sendall(slot.memory.view[: whose["size"]])
+    with Conversation(socket.create_connection((host, port), timeout=_TIMEOUT), COPIES, COPIES) as peer:
+        peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.timeout = _TIMEOUT
+        prove(peer, token, "replicas", "client")
+        message = Replicate(
+            staged.rank,
+            staged.slot,
+            slots,
+            staged.size,
+            staged.above,
+            slot.step,
+            slot.generation,
+            slot.identity,
+            slot.state,
+            slot.ranks,
+            tuple(slot.crcs),
+        )
         try:
-            answer = service_protocol.receive(sock)
+            peer.send(message, slot.index.to_bytes())
+            peer.send_bytes(slot.memory.view[: staged.size])
+            answer = peer.answer(attached=0)
         except EOFError:
             raise ConnectionError("the peer hung up") from None
-        if not answer["whole"]:
+        if not isinstance(answer, Replicated) or not answer.whole:
             raise ConnectionError("the copy arrived damaged")

@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import logging
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,17 +22,43 @@ from typing import Any
 from megascale.checkpoint.background import replica, service_protocol
 from megascale.checkpoint.background.commit_writer import Writer
 from megascale.checkpoint.background.pending_saves import Failed
+from megascale.checkpoint.background.service_protocol import (
+    FROM_SERVICE,
+    TO_SERVICE,
+    Allocate,
+    Allocated,
+    Fill,
+    Goodbye,
+    HeldSnapshot,
+    HeldSnapshots,
+    ListHeld,
+    Open,
+    Opened,
+    Plan,
+    Pruned,
+    Register,
+    Registered,
+    Released,
+    Staged,
+    Wait,
+)
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Progress, Slot, StagingMemory, frame
 from megascale.errors import TrainingError
+from megascale.services import host_service
+from megascale.services.conversation import Conversation, Done, ErrorReply
+from megascale.services.host_service import Launch, Ready, ServiceFailed
+from megascale.services.reception import Reception
 
 log = logging.getLogger("megascale.checkpoint.background.service")
 
-_SOCKET, _LOCK = "checkpoint.sock", "checkpoint.lock"
+_COME_UP = 30.0  # seconds
 
 
 class CheckpointService:
     """State shared by the connections. One lock guards the tables; slots have their own."""
+
+    reception: Reception
 
     def __init__(self, linger: float) -> None:
         self.name = os.urandom(8).hex()
@@ -46,62 +68,49 @@ class CheckpointService:
         self.layouts: dict[int, CheckpointIndex] = {}
         self.writer = Writer(self._work, self._deserted)
         self.changed = threading.Condition()
-        self.connections = 0
         self.working = 0
-        self.last_left = time.monotonic()
         self.goodbye = False
 
     def done(self) -> bool:
         """Whether to end: nobody connected for a while (or all said goodbye) and nothing left to do."""
         with self.changed:
-            idle = not self.connections and not self.working
+            idle = not self.reception.here and not self.working
             return idle and (self.goodbye or self._deserted())
 
     def _deserted(self) -> bool:
         """Whether no trainer has been here for longer than the service waits for one."""
-        return not self.connections and time.monotonic() - self.last_left > self.linger
+        return self.reception.deserted(self.linger)
 
-    def talk(self, sock: socket.socket) -> None:
+    def talk(self, sock: Conversation) -> None:
         """Serve one trainer until it leaves."""
         with self.changed:
-            self.connections += 1
             self.goodbye = False
-        try:
-            while True:
-                message = service_protocol.receive(sock)
-                try:
-                    getattr(self, f"on_{message['do']}")(sock, message)
-                except (OSError, Failed, TrainingError, ValueError, KeyError) as error:
-                    log.exception("%s failed", message["do"])
-                    service_protocol.send(sock, {"error": str(error), "kind": type(error).__name__})
-        except (EOFError, ConnectionError, BrokenPipeError):
-            pass
-        finally:
-            sock.close()
-            with self.changed:
-                self.connections -= 1
-                self.last_left = time.monotonic()
+        while True:
+            message = sock.receive(attached=1 << 40)
+            try:
+                getattr(self, f"on_{message.do}")(sock, message)
+            except EOFError:
+                raise
+            except (OSError, Failed, TrainingError, ValueError, KeyError, IndexError) as error:
+                log.exception("%s failed", message.do)
+                sock.send(ErrorReply(str(error)[:2000], type(error).__name__))
 
-    def on_ping(self, sock: socket.socket, message: service_protocol.Message) -> None:
-        """Here."""
-        service_protocol.send(sock, {})
-
-    def on_hello(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_register(self, sock: Conversation, message: Register) -> None:
         """Who this is, and the port where it takes replicas."""
-        token = bytes.fromhex(message["token"]) if message.get("token") else b""
-        port = self.replicas.listen(message.get("listen", "127.0.0.1"), token) if token else 0
-        service_protocol.send(sock, {"service": self.name, "pid": os.getpid(), "port": port})
+        token = bytes.fromhex(message.token)
+        port = self.replicas.listen(message.listen, token) if token else 0
+        sock.send(Registered(self.name, os.getpid(), port))
 
-    def on_goodbye(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_goodbye(self, sock: Conversation, message: Goodbye) -> None:
         """The run is over: end as soon as the work is done."""
         with self.changed:
             self.goodbye = True
-        service_protocol.send(sock, {})
+        sock.send(Done())
 
-    def on_allocate(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_allocate(self, sock: Conversation, message: Allocate) -> None:
         """Memory for one process's snapshots; the same memory again if its size has not changed."""
-        rank, size, count = message["rank"], message["size"], message["slots"]
-        index = CheckpointIndex.from_bytes(bytes(message.body))
+        rank, size, count = message.rank, message.size, message.slots
+        index = CheckpointIndex.from_bytes(bytes(sock.body))
         with self.changed:
             slots = self.slots.get(rank, [])
         for slot in slots:
@@ -113,95 +122,92 @@ class CheckpointService:
             slots = [Slot(StagingMemory(size), index) for _ in range(count)]
         with self.changed:
             self.slots[rank], self.layouts[rank] = slots, index
-        service_protocol.send(
-            sock, {"held": [s.generation for s in slots]}, handles=[slot.memory.handle for slot in slots]
-        )
+        sock.send(Allocated(tuple(s.generation for s in slots)), files=[slot.memory.handle for slot in slots])
 
-    def on_fill(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_fill(self, sock: Conversation, message: Fill) -> None:
         """The trainer is about to overwrite a slot: from here on its snapshot is not complete."""
-        slot = self.slots[message["rank"]][message["slot"]]
+        slot = self.slots[message.rank][message.slot]
         slot.generation = ""
-        service_protocol.send(sock, {})
+        sock.send(Done())
 
-    def on_staged(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_staged(self, sock: Conversation, message: Staged) -> None:
         """A slot is filled, or with "follow" is being filled: complete it, copy it to the peer, write it meanwhile.
 
         Answers when the snapshot is complete here and at the peer, and again when the slot may be filled anew.
         """
         started = time.monotonic()
-        rank = message["rank"]
-        slot = self.slots[rank][message["slot"]]
+        rank = message.rank
+        slot = self.slots[rank][message.slot]
         with self._work(), slot.busy:
             slot.index = self.layouts[rank]
-            staged = _staged(sock, len(slot.index), message.get("follow", False))
-            writing = self.writer.start(message, slot) if message["persist"] else None
+            staged = _staged(sock, len(slot.index), message.follow)
+            writing = self.writer.start(message, slot) if message.persist else None
             progress = writing.progress if writing else Progress()
             crc = problem = None
             try:
                 try:
-                    crcs, crc = frame(slot.memory.view[: message["size"]], slot.index, staged, progress)
+                    crcs, crc = frame(slot.memory.view[: message.size], slot.index, staged, progress)
                 finally:
                     for _ in staged:  # the trainer's next question comes after these
                         pass
                 slot.become(message, crcs.tolist())
-                if message.get("peer"):
+                if message.peer:
                     problem = self._replicate(message, slot)
                 with contextlib.suppress(OSError):  # copies and files are made without the trainer too
-                    service_protocol.send(sock, {})
+                    sock.send(Done())
             finally:
                 if writing:
                     writing.finish(crc)
-        service_protocol.send(sock, {"seconds": time.monotonic() - started, "replica": problem})
+        sock.send(Released(time.monotonic() - started, problem))
 
-    def _replicate(self, message: service_protocol.Message, slot: Slot) -> str | None:
-        host, port = message["peer"]
+    def _replicate(self, message: Staged, slot: Slot) -> str | None:
+        assert message.peer is not None
+        host, port = message.peer
         try:
-            whose = {name: message[name] for name in ("rank", "slot", "size", "above")}
-            whose["slots"] = len(self.slots[message["rank"]])
-            replica.push(host, port, bytes.fromhex(message["token"]), whose, slot)
+            replica.push(host, port, bytes.fromhex(message.token), message, len(self.slots[message.rank]), slot)
         except OSError as error:
-            log.warning("the copy of process %s to %s:%s failed: %s", message["rank"], host, port, error)
-            return f"{host}:{port}: {error}"
+            log.warning("the copy of process %s to %s:%s failed: %s", message.rank, host, port, error)
+            return f"{host}:{port}: {error}"[:2000]
         return None
 
-    def on_plan(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_plan(self, sock: Conversation, message: Plan) -> None:
         """The whole plan and torch's form of it, from the first process: sent once, used for every save."""
-        size = message["index_bytes"]
-        self.writer.plans = {message["plan"]: (bytes(message.body[:size]), bytes(message.body[size:]))}
-        service_protocol.send(sock, {})
+        size = message.index_bytes
+        self.writer.plans = {message.plan: (bytes(sock.body[:size]), bytes(sock.body[size:]))}
+        sock.send(Done())
 
-    def on_pruned(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_pruned(self, sock: Conversation, message: Pruned) -> None:
         """Answer when the checkpoints that a commit made superfluous are gone."""
         with self.writer.pruned():
-            service_protocol.send(sock, {})
+            sock.send(Done())
 
-    def on_wait(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_wait(self, sock: Conversation, message: Wait) -> None:
         """Answer when a save is committed or given up."""
-        service_protocol.send(sock, self.writer.wait(message["generation"], lambda: service_protocol.alive(sock)))
+        sock.send(self.writer.wait(message.generation, sock.alive))
 
-    def on_list(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_listheld(self, sock: Conversation, message: ListHeld) -> None:
         """What lies in memory here: own snapshots and replicas of other hosts'."""
         with self.changed:
             own = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
-        found = [
-            {"rank": rank, "replica": copy, **s.label(), "state": ""}
+        found = tuple(
+            HeldSnapshot(rank, copy, s.step, s.generation, s.identity, s.ranks)
             for copy, items in ((False, own), (True, self.replicas.held()))
             for rank, s in items
             if s.generation
-        ]
-        service_protocol.send(sock, {"held": found, "service": self.name})
+        )
+        sock.send(HeldSnapshots(found, self.name))
 
-    def on_open(self, sock: socket.socket, message: service_protocol.Message) -> None:
+    def on_open(self, sock: Conversation, message: Open) -> None:
         """One snapshot: its memory, its chunks with their checksums, the state saved with it."""
         with self.changed:
-            own = list(self.slots.get(message["rank"], []))
-        copies = [slot for rank, slot in self.replicas.held() if rank == message["rank"]]
+            own = list(self.slots.get(message.rank, []))
+        copies = [slot for rank, slot in self.replicas.held() if rank == message.rank]
         for slot in own + copies:
-            if slot.generation == message["generation"]:
-                header = {"state": slot.state, "crcs": slot.crcs, "step": slot.step, "size": slot.memory.size}
-                service_protocol.send(sock, header, slot.index.to_bytes(), [slot.memory.handle])
+            if slot.generation == message.generation:
+                opened = Opened(slot.state, tuple(slot.crcs), slot.step, slot.memory.size)
+                sock.send(opened, slot.index.to_bytes(), [slot.memory.handle])
                 return
-        raise KeyError(f"no snapshot of process {message['rank']} and {message['generation']}")
+        raise KeyError(f"no snapshot of process {message.rank} and {message.generation}")
 
     @contextlib.contextmanager
     def _work(self) -> Any:
@@ -212,123 +218,48 @@ class CheckpointService:
         finally:
             with self.changed:
                 self.working -= 1
-                self.last_left = time.monotonic()
+            self.reception.touch()
 
 
-def _staged(sock: socket.socket, count: int, follow: bool) -> Iterator[int]:
+def _staged(sock: Conversation, count: int, follow: bool) -> Iterator[int]:
     """How many chunks of a snapshot have their elements, as the trainer tells it; EOFError if it ends before."""
     rows = count if not follow else -1
     while rows < count:
-        rows = service_protocol.receive(sock)["rows"]
+        rows = sock.receive().rows
         yield rows
     if not follow:
         yield count
 
 
-def serve(folder: Path, linger: float) -> None:
+def serve(folder: Path, linger: float, ready: Ready | None = None) -> None:
     """Serve until there is nothing left to do. Returns at once if another service already has the folder."""
-    lock = _take(folder, create=True)
-    if lock is None:
-        return
-    path = folder / _SOCKET
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    listener.listen(128)
-    listener.settimeout(0.2)
     service = CheckpointService(linger)
-    while not service.done():
-        with contextlib.suppress(TimeoutError):
-            sock, _ = listener.accept()
-            sock.settimeout(None)
-            threading.Thread(target=service.talk, args=(sock,), daemon=True).start()
-    _leave(folder, lock)
-    listener.close()
-    # Those that were killed could not tidy up.
-    for other in folder.parent.glob(f"*/{_LOCK}"):
-        with contextlib.suppress(OSError):
-            if (left := _take(other.parent, create=False)) is not None:
-                _leave(other.parent, left)
+    place = service_protocol.place(folder)
+    schemas, ready = (FROM_SERVICE, TO_SERVICE), ready or Ready(None, None)
+    owned = host_service.own(place, lambda: service.talk, schemas, ready, make_folder=True)
+    if owned is None:
+        return
+    service.reception = owned.reception
+    owned.reception.serve(service.done)
+    place.leave(owned.lock)
+    owned.reception.stop()
+    place.sweep()
 
 
-def _take(folder: Path, create: bool) -> int | None:
-    """The lock of a service's folder, None if a service has it (or, without `create`, if there is none)."""
-    path = folder / _LOCK
-    while True:
-        if create:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
-        except FileNotFoundError:
-            if create:
-                continue  # a service that ended has just removed the folder
-            return None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), os.stat(path)):
-                return lock
-        except BlockingIOError:
-            os.close(lock)
-            return None
-        except FileNotFoundError:
-            pass
-        # Its holder has ended between our two calls, and removed it: what we hold keeps nobody out.
-        os.close(lock)
-
-
-def _leave(folder: Path, lock: int) -> None:
-    """Remove what a service leaves, while nobody else can come, and let go."""
-    for name in (_SOCKET, _LOCK):
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # there is more in it, or somebody comes just now
-        folder.rmdir()
-    os.close(lock)
-
-
-def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> socket.socket:
-    """A connection to the service of `folder` (see service_protocol.private_folder), which is started if none runs.
+def connect(folder: Path, linger: float = 60.0, log_file: Path | None = None) -> Conversation:
+    """A conversation with the service of `folder` (see service_protocol.private_folder), started if none runs.
 
     Raises TrainingError if it does not come up.
     """
-    deadline = time.monotonic() + 30
-    child: subprocess.Popen | None = None
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.connect(str(folder / _SOCKET))
-            # One that is just ending, or was killed, may still take connections: only an answer counts.
-            sock.settimeout(max(deadline - time.monotonic(), 0.1))
-            service_protocol.send(sock, {"do": "ping"})
-            service_protocol.receive(sock)
-            sock.settimeout(None)
-            return sock
-        except (OSError, EOFError):
-            sock.close()
-        if child is None or child.poll() is not None:
-            child = _start(folder, linger, log_file)
-        if time.monotonic() > deadline:
-            raise TrainingError(
-                f"the checkpoint service does not answer on {str(folder / _SOCKET)!r}; "
-                f"look into {str(log_file or folder)!r}, or set checkpoint.background=false"
-            )
-        time.sleep(0.02)
-
-
-def _start(folder: Path, linger: float, log_file: Path | None) -> subprocess.Popen:
-    """Start the service in a session of its own: it must survive the trainer and the terminal's interrupt."""
-    if log_file is not None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_file or os.devnull, "ab") as out:
-        command = [
-            sys.executable,
-            "-m",
-            "megascale.checkpoint.background.service",
-            str(folder),
-            "--linger",
-            str(linger),
-        ]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    place = service_protocol.place(folder)
+    launch = Launch("megascale.checkpoint.background.service", [str(folder), "--linger", str(linger)], log_file)
+    try:
+        return host_service.connect(place, launch, TO_SERVICE, FROM_SERVICE, seconds=_COME_UP, make_folder=True)
+    except (OSError, ServiceFailed) as error:
+        raise TrainingError(
+            f"the checkpoint service does not answer on {str(place.address)!r} ({error}); "
+            f"look into {str(log_file or folder)!r}, or set checkpoint.background=false"
+        ) from None
 
 
 def main() -> None:
@@ -336,9 +267,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Checkpoint service of one host.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--linger", type=float, default=60.0, help="seconds to wait for trainers before ending")
+    parser.add_argument("--ready", type=int, help="open file to tell when ready")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    serve(arguments.folder, arguments.linger)
+    serve(arguments.folder, arguments.linger, Ready(arguments.ready, None))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from megascale.checkpoint.background import replica, service, service_protocol
-from megascale.checkpoint.background.load_from_memory import ask, receive_reply
 from megascale.checkpoint.background.pending_saves import BLANK
+from megascale.checkpoint.background.service_protocol import (
+    Allocate,
+    Fill,
+    Goodbye,
+    Plan,
+    Pruned,
+    Register,
+    Rows,
+    Staged,
+    Wait,
+)
 from megascale.checkpoint.background.staging import Copy, SaveOutcome, Staging, next_slot, own_index
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
@@ -30,8 +41,9 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree, cut
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.core.shared_token import new_token
 from megascale.errors import FitError, TrainingError
+from megascale.services.conversation import Conversation
+from megascale.services.shared_token import new_token
 
 # Seconds within which the service answers short questions; else it counts as gone.
 _GRACE_PERIOD = 30.0
@@ -137,31 +149,30 @@ class Snapshots:
         slot = self._slots[number]
         slot.whole = False
         try:
-            ask(self._sock, {"do": "fill", "rank": self.peers.rank, "slot": number})
+            self._sock.ask(Fill(self.peers.rank, number))
         except OSError:
             self._broken = True  # found by the slot's thread too, which reports it
         self.generation = folders.next_generation(self.generation)
-        message = {
-            "do": "staged",
-            "rank": self.peers.rank,
-            "slot": number,
-            "step": step,
-            "generation": self.generation,
-            "identity": self.identity,
-            "state": json.dumps(state),
-            "ranks": self.peers.size,
-            "size": self.part.size,
-            "persist": persist,
-            "storage": self.storage.url,
-            "needed": self.needed,
-            "keep": self.keep,
-            "above": self._above,
-            "local": self._local,
-            "leader": self.peers.rank == 0,
-            "plan": self._plan_name,
-            "peer": self._peer,
-            "token": self._token,
-        }
+        message = Staged(
+            rank=self.peers.rank,
+            slot=number,
+            step=step,
+            generation=self.generation,
+            identity=self.identity,
+            state=json.dumps(state),
+            ranks=self.peers.size,
+            size=self.part.size,
+            persist=persist,
+            storage=self.storage.url,
+            needed=self.needed,
+            keep=self.keep,
+            above=self._above,
+            local=tuple(self._local),
+            leader=self.peers.rank == 0,
+            plan=self._plan_name,
+            peer=self._peer,
+            token=self._token,
+        )
         copy = Copy(SaveOutcome(step, bytes=self.needed), message, begun)
         slot.free.clear()
         slot.filled = self.generation
@@ -223,7 +234,7 @@ class Snapshots:
             slot.close()
         if goodbye and not self._broken:
             with contextlib.suppress(OSError):  # it has ended already
-                ask(self._sock, {"do": "goodbye"})
+                self._sock.ask(Goodbye())
         self._sock.close()
         return self.poll()
 
@@ -233,9 +244,9 @@ class Snapshots:
         me, problem = ("", "", 0, ""), None
         try:
             self._sock = service.connect(self._place, self._linger, self._log)
-            self._sock.settimeout(_GRACE_PERIOD)
-            hello = ask(self._sock, {"do": "hello", "token": token, "listen": _address(self._listen)})
-            me = (hello["service"], _address(self._listen), hello["port"], self._domain)
+            self._sock.timeout = _GRACE_PERIOD
+            told = self._sock.ask(Register(token, _address(self._listen)))
+            me = (told.service, _address(self._listen), told.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
         answers = self.peers.exchange((problem, me))
@@ -248,7 +259,8 @@ class Snapshots:
         if self._replicas and len(hosts) > 1:
             by_host = {other[0]: other for other in everyone}
             partner = replica.partners([by_host[name][3] or name for name in hosts])[hosts.index(me[0])]
-            self._peer = list(by_host[hosts[partner]][1:3])
+            _, address, port, _ = by_host[hosts[partner]]
+            self._peer = (address, port)
         if problem := self._allocate():
             return problem
         self._threads = [self._spawn(self._look_after, slot) for slot in self._slots]
@@ -259,20 +271,20 @@ class Snapshots:
     def _allocate(self) -> str | None:
         """Memory for this process's snapshots, and on the first process the plan's way to the service."""
         size = max(self.part.size, PAGE)
-        header = {"do": "allocate", "rank": self.peers.rank, "size": size, "slots": self.slots_wanted}
+        question = Allocate(self.peers.rank, size, self.slots_wanted)
         self._plan_name = secrets.token_hex(4)
         problem = None
         try:
             if self._plan is not None:
                 plan, metadata = self._plan
-                ask(self._sock, {"do": "plan", "plan": self._plan_name, "index_bytes": len(plan)}, plan + metadata)
+                self._sock.ask(Plan(self._plan_name, len(plan)), plan + metadata)
             everyone = size * self.slots_wanted * len(self._local)
-            self._sock.settimeout(_GRACE_PERIOD + _GRACE_PERIOD_PER_GB * everyone / 1e9)
-            answer = ask(self._sock, header, self._index.to_bytes())
-            self._sock.settimeout(_GRACE_PERIOD)
+            self._sock.timeout = _GRACE_PERIOD + _GRACE_PERIOD_PER_GB * everyone / 1e9
+            answer = self._sock.ask(question, self._index.to_bytes())
+            self._sock.timeout = _GRACE_PERIOD
             self._slots = [
                 Staging(handle, self.part.size, self._index, self._chunks, self._device, held)
-                for handle, held in zip(answer.handles, answer["held"], strict=True)
+                for handle, held in zip(self._sock.files, answer.held, strict=True)
             ]
         except OSError as error:
             problem = (
@@ -309,30 +321,30 @@ class Snapshots:
 
     def _look_after(self, slot: Staging) -> None:
         """Copy (on the CPU), then tell the service and wait until it has done with the slot."""
-        sock: socket.socket | None = None
+        sock: Conversation | None = None
         while (copy := slot.work.get()) is not None:
             try:
                 if sock is None:
                     sock = service.connect(self._place, self._linger, self._log)
                 if copy.event is not None:
                     copy.event.synchronize()
-                    service_protocol.send(sock, copy.message)
+                    sock.send(copy.message)
                 else:
                     # The service may begin with what is there.
-                    service_protocol.send(sock, copy.message | {"follow": True})
+                    sock.send(msgspec.structs.replace(copy.message, follow=True))
                     for rows in slot.copy():
-                        service_protocol.send(sock, {"rows": rows})
+                        sock.send(Rows(rows))
                 copy.copied.set()
-                receive_reply(sock)
+                sock.answer()
                 slot.whole = True
-                copy.outcome.replica = receive_reply(sock)["replica"]
+                copy.outcome.replica = sock.answer().replica
             except (OSError, TrainingError) as error:
                 copy.outcome.why = str(error)
                 self._broken = self._broken or isinstance(error, ConnectionError | TrainingError)
             copy.copied.set()
             slot.free.set()
-            if copy.message["persist"] and self.peers.rank == 0 and not copy.outcome.why:
-                self._watches.put((copy, copy.message["generation"]))
+            if copy.message.persist and self.peers.rank == 0 and not copy.outcome.why:
+                self._watches.put((copy, copy.message.generation))
             else:
                 self._report(copy)
         if sock is not None:
@@ -344,15 +356,15 @@ class Snapshots:
         while (item := self._watches.get()) is not None:
             copy, generation = item
             try:
-                answer = ask(sock, {"do": "wait", "generation": generation})
-                copy.outcome.committed = answer["committed"]
-                copy.outcome.bytes = answer.get("bytes", copy.outcome.bytes)
-                copy.outcome.why = answer.get("why", "")
+                answer = sock.ask(Wait(generation))
+                copy.outcome.committed = answer.committed
+                copy.outcome.bytes = answer.bytes or copy.outcome.bytes
+                copy.outcome.why = answer.why
             except OSError as error:
                 copy.outcome.why = copy.outcome.why or str(error)
             self._report(copy)
             with contextlib.suppress(OSError):
-                ask(sock, {"do": "pruned"})
+                sock.ask(Pruned())
         sock.close()
 
     def _report(self, copy: Copy) -> None:

@@ -11,11 +11,11 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
+from megascale.checkpoint.background.service_protocol import Staged
 from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex
@@ -57,7 +57,7 @@ class Copy:
     """A copy under way."""
 
     outcome: SaveOutcome
-    message: dict[str, Any]
+    message: Staged
     started: float
     copied: threading.Event = field(default_factory=threading.Event)
     event: torch.cuda.Event | None = None

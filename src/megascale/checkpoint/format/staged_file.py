@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -51,6 +51,21 @@ class StagingMemory:
             self.handle = -1
 
 
+class Label(Protocol):
+    """What a snapshot is, as messages say it; see `Slot`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def generation(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+
+
 @dataclass
 class Slot:
     """Memory for one snapshot of one process. `generation` is empty while what it holds is not complete."""
@@ -65,16 +80,11 @@ class Slot:
     ranks: int = 0
     busy: threading.Lock = field(default_factory=threading.Lock)
 
-    def label(self) -> dict[str, Any]:
-        """What this snapshot is, for messages."""
-        names = ("step", "generation", "state", "identity", "ranks")
-        return {name: getattr(self, name) for name in names}
-
-    def become(self, label: dict[str, Any], crcs: list[int]) -> None:
+    def become(self, label: Label, crcs: list[int]) -> None:
         """It is complete now, and this."""
-        self.crcs, self.step, self.ranks = crcs, label["step"], label["ranks"]
-        self.state, self.identity = label["state"], label["identity"]
-        self.generation = label["generation"]
+        self.crcs, self.step, self.ranks = crcs, label.step, label.ranks
+        self.state, self.identity = label.state, label.identity
+        self.generation = label.generation
 
 
 class Progress:

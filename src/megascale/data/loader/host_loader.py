@@ -8,21 +8,15 @@ others wait."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import logging
 import os
 import secrets
 import select
 import shutil
 import signal
-import socket
-import struct
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,18 +26,21 @@ from numpy.typing import NDArray
 
 from megascale import errors
 from megascale.config import Config
-from megascale.core.private_folder import private_base
 from megascale.data.loader import ring as rings
 from megascale.data.loader.host_layout import HostPlan, plan_host
-from megascale.data.loader.loader_service import MESSAGE, PLAN, SEGMENT, SOCKET
+from megascale.data.loader.loader_messages import FROM_LOADER, FROM_READER, NAME, Attach, Bye, Seated
+from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
 from megascale.errors import MegascaleError, TrainingError
+from megascale.services import host_service
+from megascale.services.conversation import Conversation, ErrorReply, peer
+from megascale.services.host_service import Launch, Place, ServiceFailed
+from megascale.services.private_folder import private_base
 
 log = logging.getLogger("megascale.data.loader")
 
 VARIABLE = "MEGASCALE_LOADER"
 LOG = "log"  # name of a link to the log
-STARTING = "start.lock"  # held by who starts a loader until it answers
 HANG_SECONDS = 60.0  # without any work while readers wait; then the loader is killed and replaced
 _COME_UP = 60.0
 _GO_DOWN = 5.0  # seconds to keep what was learnt of text
@@ -94,10 +91,7 @@ def start(config: Config, *, world: int, first_rank: int, ranks: int) -> Started
     if not plan.wanted(gpus=False):
         return None  # or the ranks start one, who know their device
     folder = prepare(plan)
-    with open(folder / STARTING, "ab") as lock:
-        # The child inherits the lock and drops it when it is ready: readers wait for it instead of starting another.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return Started(folder, _spawn(folder, lock.fileno()))
+    return Started(folder, host_service.start(Place(folder, NAME), _launch(folder)))
 
 
 def prepare(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
@@ -138,77 +132,32 @@ def _private(token: str) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def connect(folder: Path) -> socket.socket:
-    """A connection to the folder's loader, which is started if none runs. Raises what kept it from starting."""
-    deadline = time.monotonic() + _COME_UP
-    while True:
-        with _locked(folder / STARTING):
-            sock = _try(folder)
-            if sock is not None:
-                return sock
-            process = _spawn(folder)
-            assert process.stdout is not None
-            line = process.stdout.readline()  # "ready", what is wrong, or the end if another holds the folder
-            if line.startswith(b"{"):
-                process.wait()
-                raise failure(json.loads(line))
-            sock = _try(folder)
-            if sock is not None:
-                return sock
-            process.poll()
-        if time.monotonic() > deadline:
-            raise TrainingError(
-                f"the data loader of this host does not come up (socket {folder / SOCKET}); its last words in "
-                f"{os.path.realpath(folder / LOG)}: {last_words(folder)}; --data.loader=local does without it"
-            )
-        time.sleep(0.05)
-
-
-def _try(folder: Path) -> socket.socket | None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def connect(folder: Path) -> Conversation:
+    """A conversation with the folder's loader, which is started if none runs. Raises what kept it from starting."""
+    place = Place(folder, NAME)
     try:
-        sock.connect(str(folder / SOCKET))
-        return sock
-    except OSError:
-        sock.close()
-        return None
+        return host_service.connect(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
+    except ServiceFailed as error:
+        raise failure(error.kind, str(error)) from None
+    except OSError as error:
+        raise TrainingError(
+            f"the data loader of this host does not come up ({error}); its last words in "
+            f"{os.path.realpath(folder / LOG)}: {last_words(folder)}; --data.loader=local does without it"
+        ) from None
 
 
-def _spawn(folder: Path, lock: int | None = None) -> subprocess.Popen[bytes]:
-    """A loader in a session of its own: a terminal's interrupt is for the trainers, who tell it when they end."""
-    command = [sys.executable, "-m", "megascale.data.loader.loader_service", str(folder), "--parent", str(os.getpid())]
-    with open(folder / LOG, "ab") as out:
-        return subprocess.Popen(
-            command if lock is None else [*command, "--lock", str(lock)],
-            pass_fds=() if lock is None else (lock,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=out,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
+def _launch(folder: Path) -> Launch:
+    return Launch(
+        "megascale.data.loader.loader_service",
+        [str(folder), "--parent", str(os.getpid())],
+        folder / LOG,
+        {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )
 
 
 def owner(folder: Path) -> int | None:
     """Process id of the folder's loader, None if none runs."""
-    sock = _try(folder)
-    if sock is None:
-        return None
-    with sock:
-        return _peer(sock)
-
-
-def _peer(sock: socket.socket) -> int:
-    """Who listens at the other end."""
-    size = struct.calcsize("3i")
-    return struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0]
+    return Place(folder, NAME).owner()
 
 
 def end(folder: Path) -> None:
@@ -222,10 +171,10 @@ def end(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def failure(told: dict[str, str]) -> MegascaleError:
+def failure(kind: str, words: str) -> MegascaleError:
     """The error that a loader tells of."""
-    kind = getattr(errors, told["kind"], TrainingError)
-    return kind(told["error"])
+    found = getattr(errors, kind, None)
+    return found(words) if isinstance(found, type) and issubclass(found, MegascaleError) else TrainingError(words)
 
 
 def last_words(folder: Path) -> str:
@@ -285,32 +234,28 @@ class LoaderReader:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
-        self._sock = self._join()
+        self._loader = self._join()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
     # the connection ---------------------------------------------------------------------------------------------
 
-    def _join(self) -> socket.socket:
+    def _join(self) -> Conversation:
         """Connect, map the segment, say how far this rank is. Raises what keeps the loader from serving."""
         for _ in range(_DEATHS):
-            sock = connect(self.folder)
+            loader = connect(self.folder)
             try:
-                hello = {"do": "attach", "rank": self.rank, "base": self.base, "generation": self.generation}
-                socket.send_fds(sock, [json.dumps(hello).encode()], [self._bell])
-                data, handles, _, _ = socket.recv_fds(sock, MESSAGE, 4)
-                if not data:
-                    raise ConnectionResetError
-                answer = json.loads(data)
-                if "error" in answer:
-                    sock.close()
-                    raise failure(answer)
-                self._map(handles)
-                self.generation = answer["generation"]
-                sock.send(json.dumps({"do": "ready", "base": self.base}).encode())
-                return sock
-            except OSError:
-                sock.close()  # it died in the meantime
+                loader.send(Attach(self.rank, self.base, self.generation), files=[self._bell])
+                answer = loader.receive()
+                if isinstance(answer, ErrorReply):
+                    loader.close()
+                    raise failure(answer.kind, answer.error)
+                self._map(loader.files)
+                self.generation = answer.generation
+                loader.send(Seated(self.base))
+                return loader
+            except (OSError, EOFError):
+                loader.close()  # it died in the meantime
         raise TrainingError(
             f"the data loader of this host died {_DEATHS} times in a row; its log is "
             f"{os.path.realpath(self.folder / LOG)}: {last_words(self.folder)}"
@@ -332,17 +277,16 @@ class LoaderReader:
     def _watch(self) -> None:
         """Sleep until the loader says something: it does so only when it fails or dies."""
         while not self._closing:
-            try:
-                data = self._sock.recv(MESSAGE)
-            except OSError:
-                data = b""
+            told = None
+            with contextlib.suppress(OSError, EOFError):
+                told = self._loader.receive()
             if self._closing:
                 return
             try:
-                if data:
-                    raise failure(json.loads(data))
-                self._sock.close()
-                self._sock = self._join()
+                if isinstance(told, ErrorReply):
+                    raise failure(told.kind, told.error)
+                self._loader.close()
+                self._loader = self._join()
                 log.warning("rank %d reads from generation %d of the data loader", self.rank, self.generation)
             except MegascaleError as error:
                 self._failure = error
@@ -383,17 +327,24 @@ class LoaderReader:
             if self.ring.full(self.stream):
                 continue  # the loader waits too, for a rank that is behind
             # Nothing for seconds: slow is one thing, a process that does not run at all another.
-            now = _worked(_peer(self._sock)) if self._sock.fileno() >= 0 else -1.0
+            now = self._progress()
             idle = 0.0 if now != work else idle + min(5.0, self._hang_seconds)
             work = now
             if idle >= self._hang_seconds:
                 self._replace()
                 idle = 0.0
 
+    def _progress(self) -> float:
+        """What the loader's process has done so far; -1 if it is not there."""
+        try:
+            return _worked(peer(self._loader.sock)[0])
+        except OSError:  # the watcher is about to start another
+            return -1.0
+
     def _replace(self) -> None:
         """Kill a loader that hangs; the watcher starts another."""
         with contextlib.suppress(OSError):
-            pid = _peer(self._sock)
+            pid, _ = peer(self._loader.sock)
             log.warning("the data loader (process %d) did nothing for %g seconds: killed", pid, self._hang_seconds)
             os.kill(pid, signal.SIGKILL)
 
@@ -413,10 +364,10 @@ class LoaderReader:
         """Leave for good."""
         self._closing = True
         with contextlib.suppress(OSError):
-            self._sock.send(json.dumps({"do": "bye"}).encode())
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self._loader.send(Bye())
+        self._loader.hang_up()
         self._watcher.join(5.0)
-        self._sock.close()
+        self._loader.close()
 
 
 def _worked(pid: int) -> float:

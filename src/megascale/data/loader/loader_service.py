@@ -1,6 +1,6 @@
 """The loader process of a host: fills the ring ahead of its readers. No torch.
 
-One thread answers the readers, one fills the ring. Neither polls: readers and loader ring each other's bell (an
+A thread a reader answers, one fills the ring. None polls: readers and loader ring each other's bell (an
 eventfd). The loader keeps nothing that cannot be had again: sample order is a function of (seed, number), and how far
 everybody is stands in the segment, so another process goes on where a killed one stopped.
 
@@ -11,44 +11,54 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
-import json
 import logging
 import os
-import selectors
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megascale.data.dataset.samples import SampleSource, hash_ids
 from megascale.data.loader import ring as rings
 from megascale.data.loader.host_layout import HostPlan, index_folder
+from megascale.data.loader.loader_messages import (
+    FROM_LOADER,
+    FROM_READER,
+    NAME,
+    Attach,
+    Attached,
+    Seated,
+)
 from megascale.errors import MegascaleError
+from megascale.services import host_service
+from megascale.services.conversation import Conversation, ErrorReply
+from megascale.services.host_service import Place, Ready
+from megascale.services.reception import Reception
 
 log = logging.getLogger("megascale.data.loader")
 
-SOCKET, LOCK, PLAN, SEGMENT = "loader.sock", "loader.lock", "plan.json", "segment"
-MESSAGE = 1 << 16
+PLAN, SEGMENT = "plan.json", "segment"
 _NOBODY_YET = 900.0  # seconds to wait for the first reader
 _LINGER = 2.0  # seconds after the last one has gone without a word
 
 
 @dataclass
 class Seat:
-    """A reader's place: its bell once it is here, `gone` after it has left or died."""
+    """A reader's place: its bell and its conversation once it is here, `gone` after it has left or died."""
 
     bell: int = -1
+    reader: Conversation | None = None
     gone: bool = False
 
 
 class LoaderService:
     """The loader of one host and start of a run; `parent` is the process that started this one."""
+
+    reception: Reception
 
     def __init__(self, folder: Path, parent: int) -> None:
         self.folder, self.parent = folder, parent
@@ -65,14 +75,11 @@ class LoaderService:
             log.info("going on at micro-batches %s", [self.ring.produced(i) for i in range(len(shape.readers))])
         self.source = SampleSource(self.plan.config, index_folder(self.plan.config))
         self.seats = [[Seat() for _ in ranks] for ranks in shape.readers]
-        self.connections: dict[socket.socket, tuple[int, int] | None] = {}
-        self.failure: dict[str, str] | None = None
+        self.failure: ErrorReply | None = None
         self.work = os.eventfd(0, os.EFD_CLOEXEC)  # there may be something to fill
-        self.attention = os.eventfd(0, os.EFD_CLOEXEC)  # the filling thread has something to say
-        self.lock = threading.Lock()  # what both threads change: seats, and where a stream goes on
+        self.lock = threading.RLock()  # what several threads change: seats, and where a stream goes on
         self.filler: threading.Thread | None = None
         self.came = self.ending = False
-        self.left_at = time.monotonic()
         self._step: tuple[int, int, float] = (-1, 0, 0.0)
 
     # filling ----------------------------------------------------------------------------------------------------
@@ -97,8 +104,13 @@ class LoaderService:
 
     def _fail(self, text: str, kind: str) -> None:
         log.error("%s", text)
-        self.failure = {"error": text, "kind": kind}
-        os.eventfd_write(self.attention, 1)
+        with self.lock:
+            self.failure = ErrorReply(text[:2000], kind)
+            for seats in self.seats:
+                for seat in seats:
+                    if seat.reader is not None:
+                        with contextlib.suppress(OSError):
+                            seat.reader.send(self.failure)
 
     def _next_stream(self) -> int | None:
         """The stream with the fewest micro-batches ready, None if all are full or nobody has come."""
@@ -139,17 +151,12 @@ class LoaderService:
 
     # readers ----------------------------------------------------------------------------------------------------
 
-    def serve(self, listener: socket.socket) -> None:
+    def serve(self, reception: Reception) -> None:
         """Answer readers until all have left."""
+        self.reception = reception
         self.filler = threading.Thread(target=self.fill, daemon=True)
         self.filler.start()
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ, self._welcome)
-            selector.register(self.attention, selectors.EVENT_READ, self._tell)
-            while not self._done():
-                # Readers at work keep it asleep; only with none here does time matter.
-                for key, _ in selector.select(None if self.connections else 0.2):
-                    key.data(selector, key.fileobj)
+        reception.serve(self._done)
 
     def close(self) -> None:
         """Keep what was learnt of text; after the last reader nothing of this start is left on the host."""
@@ -158,132 +165,111 @@ class LoaderService:
         if self.filler is not None:
             self.filler.join(5.0)
         self.source.close()
-        if not self.connections:
+        if not self.reception.here:
             self.segment.unlink(missing_ok=True)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _done(self) -> bool:
-        waited = time.monotonic() - self.left_at
-        if all(seat.gone for seats in self.seats for seat in seats):
-            return not self.connections
-        if self.connections:
+        if self.reception.here:
             return False
+        if all(seat.gone for seats in self.seats for seat in seats):
+            return True
         if self.came:
-            return waited > _LINGER
+            return self.reception.deserted(_LINGER)
         # Before the first reader the loader is its starter's; after that it is theirs.
-        return os.getppid() != self.parent or waited > _NOBODY_YET
+        return os.getppid() != self.parent or self.reception.deserted(_NOBODY_YET)
 
-    def _welcome(self, selector: selectors.BaseSelector, listener: Any) -> None:
-        sock, _ = listener.accept()
-        self.connections[sock] = None
-        selector.register(sock, selectors.EVENT_READ, self._receive)
-
-    def _tell(self, selector: selectors.BaseSelector, attention: Any) -> None:
-        """Tell all readers what went wrong."""
-        os.eventfd_read(attention)
-        for sock, place in self.connections.items():
-            if place is not None and self.failure:
-                with contextlib.suppress(OSError):
-                    sock.send(json.dumps(self.failure).encode())
-
-    def _receive(self, selector: selectors.BaseSelector, sock: Any) -> None:
+    def talk(self, reader: Conversation) -> None:
+        """Serve one reader until it leaves or dies: then nobody waits for it."""
         try:
-            data, handles, _, _ = socket.recv_fds(sock, MESSAGE, 4)
-        except OSError:
-            data, handles = b"", []
-        if not data:
-            self._leave(selector, sock)
-            return
-        message = json.loads(data)
-        try:
-            getattr(self, f"_on_{message['do']}")(sock, message, handles)
-        except (OSError, ValueError, KeyError) as error:
-            with contextlib.suppress(OSError):
-                sock.send(json.dumps({"error": str(error), "kind": "TrainingError"}).encode())
+            while True:
+                message = reader.receive()
+                try:
+                    if isinstance(message, Attach):
+                        self._attach(reader, message)
+                    elif isinstance(message, Seated):
+                        self._seated(reader, message)
+                    else:
+                        self._leave(reader)
+                except (ValueError, LookupError) as error:
+                    reader.send(ErrorReply(str(error)[:2000], "TrainingError"))
+        finally:
+            self._leave(reader)
+            os.eventfd_write(self.work, 1)
 
-    def _on_attach(self, sock: socket.socket, message: dict[str, Any], handles: list[int]) -> None:
+    def _attach(self, reader: Conversation, message: Attach) -> None:
         """A reader sits down: it gets the segment and the loader's bell."""
-        rank, base = message["rank"], message["base"]
-        stream, j = self.plan.shape.place(rank)
-        header = self.ring.header
-        if int(header["base"]) not in (-1, base):
-            raise ValueError(
-                f"rank {rank} wants to go on after {base} samples and others of this host after {int(header['base'])}: "
-                "the ranks have not loaded the same checkpoint; start the run again"
-            )
-        if message["generation"] >= int(header["generation"]):
-            header["generation"] = message["generation"] + 1  # the segment with the count was lost
-        self.connections[sock] = (stream, j)
-        seat = self.seats[stream][j]
+        (bell,) = reader.files
+        stream, j = self.plan.shape.place(message.rank)
         with self.lock:
+            header = self.ring.header
+            if int(header["base"]) not in (-1, message.base):
+                raise ValueError(
+                    f"rank {message.rank} wants to go on after {message.base} samples and others of this host after "
+                    f"{int(header['base'])}: the ranks have not loaded the same checkpoint; start the run again"
+                )
+            if message.generation >= int(header["generation"]):
+                header["generation"] = message.generation + 1  # the segment with the count was lost
+            seat = self.seats[stream][j]
             if seat.bell >= 0:
                 os.close(seat.bell)
-            seat.bell = handles[0]
-        if self.failure:
-            sock.send(json.dumps(self.failure).encode())
-            return
-        answer = {"generation": int(header["generation"]), "pid": os.getpid()}
-        socket.send_fds(sock, [json.dumps(answer).encode()], [self.ring.handle, self.work])
+            seat.bell, seat.reader = bell, reader
+            if self.failure is not None:
+                reader.send(self.failure)
+                return
+            answer = Attached(int(header["generation"]), os.getpid())
+            reader.send(answer, files=[self.ring.handle, self.work])
 
-    def _on_ready(self, sock: socket.socket, message: dict[str, Any], handles: list[int]) -> None:
+    def _seat(self, reader: Conversation) -> tuple[int, int] | None:
+        places = ((i, j) for i, seats in enumerate(self.seats) for j, seat in enumerate(seats) if seat.reader is reader)
+        return next(places, None)
+
+    def _seated(self, reader: Conversation, message: Seated) -> None:
         """A reader has mapped the segment and written how far it is."""
-        place = self.connections[sock]
-        assert place is not None
-        stream, j = place
         with self.lock:
+            place = self._seat(reader)
+            if place is None:
+                raise ValueError("a reader that has no seat")
+            stream, j = place
             taken, produced = self.ring.taken(stream, j), self.ring.produced(stream)
             # Only where the segment was lost under a running job: begin where its readers are.
             if (produced < taken and not self.came) or (taken < produced and not self.ring.ready(stream, taken)):
                 self.ring.rewind(stream, taken)
             self.seats[stream][j].gone = False
-        self.came = True
-        if int(self.ring.header["base"]) < 0:
-            self.ring.header["base"] = message["base"]
+            self.came = True
+            if int(self.ring.header["base"]) < 0:
+                self.ring.header["base"] = message.base
         os.eventfd_write(self.work, 1)
 
-    def _on_bye(self, sock: socket.socket, message: dict[str, Any], handles: list[int]) -> None:
-        """A reader is done with the run."""
-        place = self.connections[sock]
-        if place is not None:
-            self.seats[place[0]][place[1]].gone = True
-
-    def _leave(self, selector: selectors.BaseSelector, sock: Any) -> None:
-        """A reader has left or died: nobody waits for it."""
-        selector.unregister(sock)
-        place = self.connections.pop(sock)
-        sock.close()
-        self.left_at = time.monotonic()
-        if place is not None:
-            self.seats[place[0]][place[1]].gone = True
-            os.eventfd_write(self.work, 1)
+    def _leave(self, reader: Conversation) -> None:
+        with self.lock:
+            place = self._seat(reader)
+            if place is not None:
+                seat = self.seats[place[0]][place[1]]
+                seat.gone, seat.reader = True, None
 
 
-def serve(folder: Path, parent: int, starting: int | None = None) -> None:
+def serve(folder: Path, parent: int, ready: Ready) -> None:
     """Serve until all readers have left. Returns at once if another process already serves the folder.
 
     Args:
         parent: who started this process (it may be dead by now, so getppid cannot tell).
-        starting: an open lock to let go of when readers can connect.
+        ready: told when readers can connect.
     """
-    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    made: list[LoaderService] = []
+
+    def begin() -> Callable[[Conversation], None]:
+        made.append(LoaderService(folder, parent))
+        return made[0].talk
+
+    owned = host_service.own(Place(folder, NAME), begin, (FROM_LOADER, FROM_READER), ready)
+    if owned is None:
         return
-    service = LoaderService(folder, parent)
-    path = folder / SOCKET
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
-    listener.listen(256)
-    with contextlib.suppress(BrokenPipeError):  # who started this has died meanwhile
-        print("ready", flush=True)
-    if starting is not None:
-        os.close(starting)
+    (service,) = made
     try:
-        service.serve(listener)
+        service.serve(owned.reception)
     finally:
-        listener.close()
+        owned.reception.stop()
         service.close()
 
 
@@ -292,14 +278,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Data loader of one host.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process that starts this one")
-    parser.add_argument("--lock", type=int, help="open file to close when ready")
+    parser.add_argument("--ready", type=int, help="open file to tell when ready")
+    parser.add_argument("--starting", type=int, help="open lock to let go of when ready")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    ready = Ready(arguments.ready, arguments.starting)
     try:
-        serve(arguments.folder, arguments.parent, arguments.lock)
+        serve(arguments.folder, arguments.parent, ready)
     except MegascaleError as error:
-        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+        ready.say(ErrorReply(str(error)[:2000], type(error).__name__))
         sys.exit(error.exit_code)
 
 

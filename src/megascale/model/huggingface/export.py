@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megascale.config import ModelConfig
+from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError
 from megascale.model.huggingface.import_model import INDEX, SINGLE
 from megascale.model.huggingface.settings import Family
-from megascale.model.huggingface.tensor_names import Weight, join, logical_shapes
+from megascale.model.huggingface.tensor_names import Weight, join
 
 # Given logical names, the whole tensors, of any float type.
 Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megascale.config import ModelConfig
+from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError
 from megascale.model.huggingface.gpt2 import GPT2
 from megascale.model.huggingface.gpt_neox import GPT_NEOX
 from megascale.model.huggingface.gptj import GPTJ
 from megascale.model.huggingface.llama import LLAMA, MISTRAL, QWEN2
 from megascale.model.huggingface.settings import Family
-from megascale.model.huggingface.tensor_names import logical_shapes
 
 FAMILIES = {family.name: family for family in (GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2)}
 

@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megascale.config import ModelConfig, from_tree
+from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
 from megascale.model.huggingface.settings import Family, Keys
-from megascale.model.huggingface.tensor_names import Weight, logical_shapes, split
+from megascale.model.huggingface.tensor_names import Weight, split
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"float64", "float32", "bfloat16", "float16"}

@@ -11,44 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megascale.config import ModelConfig
-
-
-def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every logical tensor of a model, in model order."""
-    h, d, vocab = model.hidden, model.head_size, model.vocab
-    shapes: dict[str, tuple[int, ...]] = {"embedding.token.weight": (vocab, h)}
-    if model.positions == "learned":
-        shapes["embedding.position.weight"] = (model.sequence_length, h)
-    for layer in range(model.layers):
-        name = f"layers.{layer}"
-        shapes |= _norm(model, f"{name}.norm1")
-        if model.block == "serial" or model.parallel_norms == 2:
-            shapes |= _norm(model, f"{name}.norm2")
-        for part, rows in (("query", model.heads * d), ("key", model.kv * d), ("value", model.kv * d)):
-            shapes |= _linear(f"{name}.attention.{part}", rows, h, model.attention_bias)
-        shapes |= _linear(f"{name}.attention.output", h, model.heads * d, model.out_bias)
-        if model.gated:
-            shapes |= _linear(f"{name}.mlp.gate", model.ffn, h, model.mlp_bias)
-        shapes |= _linear(f"{name}.mlp.in", model.ffn, h, model.mlp_bias)
-        shapes |= _linear(f"{name}.mlp.out", h, model.ffn, model.mlp_bias)
-    shapes |= _norm(model, "norm")
-    if not model.tied_embeddings:
-        shapes["head.weight"] = (vocab, h)
-    if model.head_bias:
-        shapes["head.bias"] = (vocab,)
-    return shapes
-
-
-def _norm(model: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
-    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (model.hidden,)}
-    return weight if model.norm == "rmsnorm" else weight | {f"{name}.bias": (model.hidden,)}
-
-
-def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
-    return weight | {f"{name}.bias": (rows,)} if bias else weight
-
 
 @dataclass(frozen=True)
 class Weight:

@@ -72,7 +72,7 @@ def library_path(maps: str = "/proc/self/maps") -> str:
             return path
     raise TrainingError(
         "train.linear_precision='float8' needs the cuBLASLt that torch with CUDA loads, and this process has none; "
-        "install a torch with CUDA or set --train.linear_precision=bf16"
+        "install a torch with CUDA or set --train.linear_precision=default"
     )
 
 

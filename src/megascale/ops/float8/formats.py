@@ -73,7 +73,7 @@ def check_operands(M: int, N: int, K: int, a: torch.dtype, b: torch.dtype) -> No
     if K % ALIGNED or N % ALIGNED or not M * N * K:
         raise FitError(
             f"train.linear_precision='float8': a GEMM [{M}, {K}] x [{N}, {K}]^T has a size that is not a multiple "
-            f"of {ALIGNED}, which float8 tensor cores need; change the sizes or set --train.linear_precision=bf16"
+            f"of {ALIGNED}, which float8 tensor cores need; change the sizes or set --train.linear_precision=default"
         )
     if a == b == torch.float8_e5m2:
         raise FitError(

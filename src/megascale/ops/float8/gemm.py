@@ -34,7 +34,7 @@ def check_device(device: torch.device | int) -> None:
         raise ConfigError(
             "train.linear_precision='float8' needs a device of compute capability 8.9 or higher (Ada, Hopper, "
             f"Blackwell), and {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; "
-            "set --train.linear_precision=bf16"
+            "set --train.linear_precision=default"
         )
 
 
@@ -48,7 +48,7 @@ def check_shape(layer: str, tokens: int, inputs: int, outputs: int) -> None:
             raise FitError(
                 f"train.linear_precision='float8': {layer} has {size} {name} on a rank, and float8 tensor cores take "
                 f"multiples of {ALIGNED}; change the sizes or the layout so that it divides, or set "
-                "--train.linear_precision=bf16"
+                "--train.linear_precision=default"
             )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -32,8 +31,19 @@ from megascale.resilience.agent.logs import LogFilter
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.agent_messages import (
+    REPORT,
+    Diagnose,
+    HeldTrainers,
+    Order,
+    Refuse,
+    Start,
+    Stop,
+    Welcome,
+)
 from megascale.resilience.protocol.contact import read_contact, read_token
 from megascale.resilience.protocol.heartbeat import Heartbeat, fit
+from megascale.services.framing import ProtocolError
 
 log = logging.getLogger("megascale.agent")
 RETRY = 0.25  # seconds between attempts to reach a driver
@@ -93,7 +103,6 @@ class Agent:
                 EOFError,
                 ValueError,
                 TimeoutError,
-                agent_channel.HandshakeRefused,
                 MegascaleError,
             ) as error:
                 log.info("no driver: %s", error or type(error).__name__)
@@ -115,7 +124,7 @@ class Agent:
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
                 hello: dict[str, Any] = {"job": self.job, "node": self.node, "address": self.address, "pod": self.pod}
                 hello |= {"boot": self.boot, "epoch": self.epoch, "attempt": self.trainers.attempt}
-                hello |= self._held()
+                hello["held"] = self._held()
                 hello |= {
                     "pid": os.getpid(),
                     "version": agent_channel.VERSION,
@@ -123,30 +132,28 @@ class Agent:
                     "versions": self.facts[1],
                 }
                 channel.send_message(do="hello", **hello)
-                _, text = await channel.receive()
+                welcome = await channel.receive()
             except BaseException:
                 writer.close()
                 raise
-        welcome = json.loads(text)
-        if welcome.get("do") != "welcome":
+        if not isinstance(welcome, Welcome):
             channel.close()
-            raise agent_channel.HandshakeRefused(f"the driver refused this node: {welcome.get('why')}")
-        if welcome.get("version") != agent_channel.VERSION:
+            why = welcome.why if isinstance(welcome, Refuse) else f"it said {welcome.do!r} first"
+            raise ProtocolError(f"the driver refused this node: {why}")
+        if welcome.version != agent_channel.VERSION:
             channel.close()
-            theirs = welcome.get("version") or "an older version"
-            raise agent_channel.HandshakeRefused(
-                f"the driver is of MegaScale {theirs}, this agent of {agent_channel.VERSION}"
-            )
-        self._accept(welcome["epoch"])
+            raise ProtocolError(f"the driver is of MegaScale {welcome.version}, this agent of {agent_channel.VERSION}")
+        self._accept(welcome.epoch)
         self.channel = channel
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self.beat_soon()
         watch = asyncio.create_task(self._newer(channel))
         try:
             while True:
-                _, text = await channel.receive()
-                order = json.loads(text)
-                self._accept(order["epoch"])
+                order = await channel.receive()
+                if not isinstance(order, Order):
+                    raise ProtocolError(f"the driver said {order.do!r} amid its orders")
+                self._accept(order.epoch)
                 await self._obey(order)
         finally:
             watch.cancel()
@@ -167,9 +174,7 @@ class Agent:
     def _accept(self, epoch: int) -> None:
         """Obey the newest driver only: an older one has been replaced, whatever it still believes."""
         if epoch < self.epoch:
-            raise agent_channel.HandshakeRefused(
-                f"a driver of epoch {epoch}, but epoch {self.epoch} is known: it has been replaced"
-            )
+            raise ProtocolError(f"a driver of epoch {epoch}, but epoch {self.epoch} is known: it has been replaced")
         if epoch > self.epoch:
             self.epoch = epoch
             try:
@@ -177,49 +182,46 @@ class Agent:
             except OSError as error:  # a full disk keeps nobody from obeying; an agent started anew knows less then
                 log.warning("the epoch %d could not be written down: %s", epoch, error)
 
-    async def _obey(self, order: dict[str, Any]) -> None:
-        what = order["do"]
-        if what == "stop":
+    async def _obey(self, order: Order) -> None:
+        if isinstance(order, Stop):
             self.state = ""
             if self._doing is not None:
                 self._doing.cancel()
             self._doing = asyncio.create_task(self._stop(order))
-        elif what == "start":
+        elif isinstance(order, Start):
             self._start(order)
-        elif what == "diagnose":
+        elif isinstance(order, Diagnose):
             self._doing = asyncio.create_task(self._diagnose(order))
-        elif what == "leave":
-            self.ended.set()
         else:
-            log.warning("the driver said %r, which this agent does not know", what)
+            self.ended.set()
 
-    async def _stop(self, order: dict[str, Any]) -> None:
+    async def _stop(self, order: Stop) -> None:
         """End the trainers, then say so with a port that is free for the next attempt's store."""
-        await self.trainers.stop(order["how"], order["grace_period"])
-        if order.get("forget"):
+        await self.trainers.stop(order.how, order.grace_period)
+        if order.forget:
             log.info("memory is not trusted: ended checkpoint services %s", end_services(self.run_folder, self.node))
         codes = {w.rank: w.code for w in self.trainers.workers()}
         port = free_port(self.address, self._offered)
         self._offered.append(port)  # where it was taken by the time of its use, the next is another one
-        self._send(do="stopped", attempt=self.trainers.attempt, order=order["order"], port=port, codes=codes)
+        self._send(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
 
-    def _start(self, order: dict[str, Any]) -> None:
-        if order["attempt"] <= self.trainers.attempt:
+    def _start(self, order: Start) -> None:
+        if order.attempt <= self.trainers.attempt:
             return  # sent twice
         if self.trainers.running():
-            self._send(do="failed", attempt=order["attempt"], why="trainers of an older attempt still run")
+            self._send(do="failed", attempt=order.attempt, why="trainers of an older attempt still run")
             return
         try:
             self.trainers.start(order, self.address)
         except OSError as error:
             why = f"could not start the trainers: {error}"
-            self._send(do="failed", attempt=order["attempt"], why=why, errno=errno_of(error))
+            self._send(do="failed", attempt=order.attempt, why=fit(why), errno=errno_of(error))
             return
-        self.forward, self.state = order.get("forward"), str(order.get("state", ""))
+        self.forward, self.state = order.forward, order.state
         self.logs.follow({t.rank: (t.log, t.log_start) for t in self.trainers.trainers.values()})
         self.beat_soon()
 
-    async def _diagnose(self, order: dict[str, Any]) -> None:
+    async def _diagnose(self, order: Diagnose) -> None:
         """Run the self-checks in a process of their own and pass the report on."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -232,25 +234,24 @@ class Agent:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(order["grace_period"]):
+            async with asyncio.timeout(order.grace_period):
                 out, said = await process.communicate()
-            report = {"code": process.returncode, "report": out.decode(errors="replace")[-100_000:]}
+            report = {"code": process.returncode, "report": out.decode(errors="replace")[-REPORT:]}
             report["said"] = fit(said.decode(errors="replace"))
         except TimeoutError:
-            report = {"code": 1, "report": "", "said": f"no result within {order['grace_period']:g} seconds"}
+            report = {"code": 1, "report": "", "said": f"no result within {order.grace_period:g} seconds"}
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        self._send(do="diagnosed", order=order["order"], **report)
+        self._send(do="diagnosed", order=order.order, **report)
 
-    def _held(self) -> dict[str, Any]:
-        """What a driver must know to go on with the trainers, should its journal be lost (driver/adoption.py)."""
+    def _held(self) -> HeldTrainers | None:
         if not self.state:
-            return {}
+            return None
         stages = self.trainers.stages().values()
         stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
-        return {"held": {"state": self.state, "stepped": stepped}}
+        return HeldTrainers(self.state, stepped)
 
     def _send(self, **message: Any) -> None:
         if self.channel is not None:
@@ -274,7 +275,7 @@ class Agent:
                 continue
             try:
                 self._pass_lines()
-                self.channel.send(agent_channel.HEARTBEAT, self.heartbeat().to_json())
+                self.channel.send(self.heartbeat())
             except (ConnectionError, ValueError) as error:
                 log.warning("a heartbeat was not sent: %s", error)
 

@@ -1,10 +1,8 @@
 """The fork server of a node: imports everything a trainer needs once, then forks one process a rank when asked.
 
-It speaks JSON lines over a socket that its agent hands it. The agent says {"do": "fork", ...}; the server answers
-{"forked": rank, "pid": N} and, when a child ends, {"ended": pid, "status": wait status, "errno": N, "error": TEXT}: a
-child that ends with an exception tells its number and words through a pipe, which needs no disk. A server that cannot
-import what trainers need says {"broken": TEXT, "errno": N, "tail": TRACEBACK}. It holds no thread and no device, so
-that a fork is safe, and it ends (and its children with it) when the agent does.
+It takes orders from a socket that its agent hands it (protocol/fork_messages.py) and tells of children that end: one
+that ends with an exception tells its number and words through a pipe, which needs no disk. It holds no thread and no
+device, so that a fork is safe, and it ends (and its children with it) when the agent does.
 
 Run as `python -m megascale.resilience.agent.fork_server FD MODULE...` by the agent, never by people.
 """
@@ -12,27 +10,32 @@ Run as `python -m megascale.resilience.agent.fork_server FD MODULE...` by the ag
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
-import json
 import os
 import select
 import signal
 import socket
 import sys
-from typing import Any
 
 from megascale.core.failure import errno_of, words_of
+from megascale.resilience.protocol.fork_messages import (
+    FROM_CHILD,
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    Broken,
+    Ended,
+    Fork,
+    Forked,
+    ForkServerReady,
+    Frames,
+    LastWords,
+    framed,
+)
+from megascale.services.host_service import die_with_parent
+from megascale.services.messages import Message
 
 ENTRY = "megascale.cli.main"
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends; end now if it is gone already (Linux)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def serve(sock: socket.socket, modules: list[str]) -> None:
@@ -43,38 +46,43 @@ def serve(sock: socket.socket, modules: list[str]) -> None:
     except BaseException as error:
         import traceback
 
-        _say(sock, {"broken": words_of(error), "errno": errno_of(error), "tail": traceback.format_exc()[-4000:]})
+        tail = _text(traceback.format_exc()[-4000:])
+        _say(sock, Broken(_text(words_of(error)[:2000]), errno_of(error), tail))
         raise
     gc.collect()
     gc.freeze()  # what is imported stays shared between the children
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     report_read, report_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    last_words: dict[int, dict[str, Any]] = {}
+    last_words: dict[int, LastWords] = {}
+    orders, reports = Frames(TO_FORK_SERVER), Frames(FROM_CHILD)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    _say(sock, {"ready": os.getpid()})
-    buffer = b""
+    _say(sock, ForkServerReady(os.getpid()))
     while True:
         readable, _, _ = select.select([sock.fileno(), wake_read], [], [])
         if wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            _reap(sock, report_read, last_words)
+            _reap(sock, report_read, reports, last_words)
         if sock.fileno() in readable:
             data = sock.recv(65536)
             if not data:
                 return
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                _fork(sock, json.loads(line), (wake_read, wake_write, report_read), report_write)
+            for order in orders.feed(data):
+                _fork(sock, order, (wake_read, wake_write, report_read), report_write)
 
 
-def _say(sock: socket.socket, message: dict[str, Any]) -> None:
-    sock.sendall(json.dumps(message).encode() + b"\n")
+def _say(sock: socket.socket, message: Message) -> None:
+    sock.sendall(framed(FROM_FORK_SERVER, message))
 
 
-def _reap(sock: socket.socket, reports: int, last_words: dict[int, dict[str, Any]]) -> None:
-    """Report children that have ended. `reports`: where they write their exception; kept in `last_words` by pid."""
+def _text(text: str) -> str:
+    """Text with "?" for bytes that are none, such as in names of files."""
+    return text.encode(errors="replace").decode()
+
+
+def _reap(sock: socket.socket, pipe: int, reports: Frames, last_words: dict[int, LastWords]) -> None:
+    """Report children that have ended. `pipe`: where they write their exception; kept in `last_words` by pid."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -83,18 +91,18 @@ def _reap(sock: socket.socket, reports: int, last_words: dict[int, dict[str, Any
         if not pid:
             return
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(reports, 65536):  # each message was written at once, and before its writer ended
-                for line in data.splitlines():
-                    message = json.loads(line)
-                    last_words[message.pop("pid")] = message
-        _say(sock, {"ended": pid, "status": status} | last_words.pop(pid, {}))
+            while data := os.read(pipe, 65536):  # each message was written at once, and before its writer ended
+                for words in reports.feed(data):
+                    last_words[words.pid] = words
+        words = last_words.pop(pid, LastWords(pid, 0, ""))
+        _say(sock, Ended(pid, status, words.errno, words.error))
 
 
-def _fork(sock: socket.socket, order: dict[str, Any], pipes: tuple[int, ...], reports: int) -> None:
+def _fork(sock: socket.socket, order: Fork, pipes: tuple[int, ...], reports: int) -> None:
     server = os.getpid()
     pid = os.fork()
     if pid:
-        _say(sock, {"forked": order["rank"], "attempt": order["attempt"], "pid": pid})
+        _say(sock, Forked(order.rank, order.attempt, pid))
         return
     code = 1
     try:
@@ -119,11 +127,11 @@ def _fork(sock: socket.socket, order: dict[str, Any], pipes: tuple[int, ...], re
         os._exit(code)
 
 
-def _become(order: dict[str, Any]) -> None:
+def _become(order: Fork) -> None:
     """Environment, arguments and log of the rank."""
-    os.environ.update(order["env"])
-    sys.argv = ["megascale", *order["words"]]
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.environ.update(order.env)
+    sys.argv = ["megascale", *order.words]
+    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
@@ -135,13 +143,11 @@ def _become(order: dict[str, Any]) -> None:
 
 def _report(reports: int, error: BaseException) -> None:
     """Say which exception ends this process."""
-    for limit in (1000, 300):  # a character takes up to 12 bytes
-        message = {"pid": os.getpid(), "errno": errno_of(error), "error": words_of(error)[:limit]}
-        line = json.dumps(message).encode() + b"\n"
-        if len(line) <= select.PIPE_BUF:  # so that it is written as a whole
-            break
+    words = LastWords(os.getpid(), errno_of(error), _text(words_of(error)[:1000]))
+    data = framed(FROM_CHILD, words)
+    assert len(data) <= select.PIPE_BUF, "it must be written as a whole"
     with contextlib.suppress(OSError):
-        os.write(reports, line)
+        os.write(reports, data)
 
 
 def _call(reports: int) -> int:

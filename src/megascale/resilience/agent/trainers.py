@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -19,7 +18,20 @@ from typing import Any, Literal
 
 from megascale.core.failure import room
 from megascale.core.status import read_status
+from megascale.resilience.protocol.agent_messages import Start
+from megascale.resilience.protocol.fork_messages import (
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    Broken,
+    Ended,
+    Fork,
+    Forked,
+    ForkServerReady,
+    Frames,
+    framed,
+)
 from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
+from megascale.services.messages import Message
 
 # Imported once by the fork server; by name, as this package does not know the trainer's.
 PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "megascale.train.rank_info")
@@ -73,7 +85,7 @@ class Trainers:
         self._sock: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
         self._ready = False
-        self._broken: dict[str, Any] = {}  # what the fork server said that cannot start
+        self._broken: Broken | None = None  # what the fork server said that cannot start
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -93,7 +105,7 @@ class Trainers:
                 start_new_session=True,
             )
         theirs.close()
-        self._sock, self._ready, self._broken = mine, False, {}
+        self._sock, self._ready, self._broken = mine, False, None
         self._reading = asyncio.get_running_loop().create_task(self._listen(mine))
 
     def end_server(self) -> None:
@@ -110,12 +122,11 @@ class Trainers:
         self._server = self._sock = self._reading = None
 
     async def _listen(self, sock: socket.socket) -> None:
-        loop, buffer = asyncio.get_running_loop(), b""
+        loop, frames = asyncio.get_running_loop(), Frames(FROM_FORK_SERVER)
         with contextlib.suppress(OSError):
             while data := await loop.sock_recv(sock, 65536):
-                *lines, buffer = (buffer + data).split(b"\n")
-                for line in lines:
-                    self._received(json.loads(line))
+                for message in frames.feed(data):
+                    self._received(message)
         # The server is gone by itself, and its children with it. Have a new one ready, unless it cannot even start.
         self._reading = None
         self._server_ended()
@@ -127,9 +138,8 @@ class Trainers:
     def _server_ended(self) -> None:
         """The ranks ended for what ended the fork server; that they were killed with it says nothing."""
         if self._broken:
-            error, tail = str(self._broken["broken"]), str(self._broken["tail"])
             for trainer in self.running():
-                trainer.end(1 << 8, errno=self._broken["errno"], error=error, tail=tail)
+                trainer.end(1 << 8, errno=self._broken.errno, error=self._broken.error, tail=self._broken.tail)
         elif self._server is not None and self.running():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(1.0)
@@ -139,50 +149,48 @@ class Trainers:
                 error = f"its fork server (process {self._server.pid}) ended with {how}"
                 trainer.end(signal.SIGKILL, by_agent=True, error=error)
 
-    def _received(self, message: dict[str, Any]) -> None:
-        if "ready" in message:
+    def _received(self, message: Message) -> None:
+        if isinstance(message, ForkServerReady):
             self._ready = True
-        elif "broken" in message:
+        elif isinstance(message, Broken):
             self._broken = message
-        elif "forked" in message and message["attempt"] == self.attempt:
-            self.trainers[message["forked"]].pid = message["pid"]
-        elif "ended" in message:
+        elif isinstance(message, Forked) and message.attempt == self.attempt:
+            self.trainers[message.rank].pid = message.pid
+        elif isinstance(message, Ended):
             for trainer in self.trainers.values():
-                if trainer.pid == message["ended"]:
-                    about = {name: message[name] for name in ("errno", "error") if name in message}
-                    trainer.end(message["status"], **about)
+                if trainer.pid == message.pid:
+                    trainer.end(message.status, errno=message.errno, error=message.error)
         self._changed()
 
     # an attempt -----------------------------------------------------------------------------------------------------
 
-    def start(self, order: dict[str, Any], address: str) -> None:
-        """Fork the ranks of an attempt. `order`: as the driver sends it (see driver.start_order)."""
+    def start(self, order: Start, address: str) -> None:
+        """Fork the ranks of an attempt. `order`: as the driver sends it."""
         assert not self.running(), "the attempt before must have ended"
-        self.attempt = order["attempt"]
-        if order.get("fresh") or self._sock is None:
+        self.attempt = order.attempt
+        if order.fresh or self._sock is None:
             self.serve()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.trainers = {}
-        for local, rank in enumerate(order["ranks"]):
+        for local, rank in enumerate(order.ranks):
             log = logs / f"rank-{rank}.log"
             start = log.stat().st_size if log.exists() else 0
             self.trainers[rank] = TrainerProcess(rank, log, start, changed=time.monotonic())
-            env = order["env"] | {
+            env = order.env | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(len(order["ranks"])),
-                "WORLD_SIZE": str(order["world"]),
-                "MASTER_ADDR": order["master"][0],
-                "MASTER_PORT": str(order["master"][1]),
-                "MEGASCALE_JOB": order["job"],
+                "LOCAL_WORLD_SIZE": str(len(order.ranks)),
+                "WORLD_SIZE": str(order.world),
+                "MASTER_ADDR": order.master[0],
+                "MASTER_PORT": str(order.master[1]),
+                "MEGASCALE_JOB": order.job,
                 "MEGASCALE_ATTEMPT": str(self.attempt),
                 "MEGASCALE_NODE": self.folder.name,
                 "MEGASCALE_NODE_ADDRESS": address,
             }
-            request = {"rank": rank, "attempt": self.attempt, "env": env, "words": order["words"], "log": str(log)}
             assert self._sock is not None
-            self._send(json.dumps(request).encode() + b"\n")
+            self._send(framed(TO_FORK_SERVER, Fork(rank, self.attempt, env, order.words, str(log))))
 
     def _send(self, data: bytes) -> None:
         assert self._sock is not None

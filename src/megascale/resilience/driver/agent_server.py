@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any, Protocol
 
 from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.protocol.heartbeat import Heartbeat
+from megascale.services.framing import ProtocolError
+from megascale.services.messages import Message
 
 PROOF_SECONDS = 5.0
 STRANGERS = 4096  # connections that have not yet proved themselves
@@ -16,13 +18,13 @@ STRANGERS = 4096  # connections that have not yet proved themselves
 class Listener(Protocol):
     """What the driver offers to the agent server."""
 
-    def joined(self, channel: agent_channel.AgentChannel, hello: dict[str, Any]) -> str:
+    def joined(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
         """A node came: welcome it on the channel and return ""; or why it is refused."""
         ...
 
     def beat(self, node: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None: ...
 
-    def received(self, node: str, channel: agent_channel.AgentChannel, message: dict[str, Any]) -> None: ...
+    def received(self, node: str, channel: agent_channel.AgentChannel, message: Message) -> None: ...
 
     def left(self, node: str, channel: agent_channel.AgentChannel) -> None: ...
 
@@ -79,22 +81,22 @@ class AgentServer:
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 channel = await agent_channel.open_channel(reader, writer, self._token, driver=True)
-                _, text = await channel.receive()
-            hello = _hello(text)
-        except (agent_channel.HandshakeRefused, ValueError, RecursionError) as error:
+                hello = await channel.receive()
+            if not isinstance(hello, Hello):
+                raise ProtocolError(f"it said {hello.do!r} before it had greeted")
+        except ProtocolError as error:
             return self._listener.refused(peer, node, str(error))
         except (TimeoutError, OSError, EOFError):
             return self._listener.refused(peer, node, "said nothing in time")
         finally:
             self._strangers -= 1
-        node = hello["node"]
-        if hello["job"] != self._job:
-            why = f"an agent of job {hello['job'][:100]!r}; this driver runs {self._job!r}"
-        elif hello.get("version") != agent_channel.VERSION:
-            theirs = str(hello.get("version") or "before 0.1.0 (form 2)")[:100]
+        node = hello.node
+        if hello.job != self._job:
+            why = f"an agent of job {hello.job[:100]!r}; this driver runs {self._job!r}"
+        elif hello.version != agent_channel.VERSION:
             why = (
-                f"node {node} has an agent of MegaScale {theirs}, this driver is {agent_channel.VERSION}; install "
-                "the same version on both: until then the node is not used"
+                f"node {node} has an agent of MegaScale {hello.version[:100]}, this driver is {agent_channel.VERSION}; "
+                "install the same version on both: until then the node is not used"
             )
         else:
             why = self._listener.joined(channel, hello)
@@ -103,7 +105,7 @@ class AgentServer:
             return self._listener.refused(peer, node, why)
         try:
             await self._receive(channel, node)
-        except (agent_channel.HandshakeRefused, ValueError, RecursionError) as error:
+        except ProtocolError as error:
             self._listener.refused(peer, node, str(error))
         except (OSError, EOFError):
             pass
@@ -114,29 +116,13 @@ class AgentServer:
     async def _receive(self, channel: agent_channel.AgentChannel, node: str) -> None:
         sequence = 0
         while True:
-            kind, text = await channel.receive()
-            if kind == agent_channel.HEARTBEAT:
-                heartbeat = Heartbeat.from_json(text)
-                if (heartbeat.job, heartbeat.node) != (self._job, node):
-                    raise ValueError(f"a heartbeat in the name of {heartbeat.node[:100]!r} of {heartbeat.job[:100]!r}")
-                if heartbeat.sequence <= sequence:
-                    raise ValueError(f"heartbeat {heartbeat.sequence} after {sequence}: an old one again")
-                sequence = heartbeat.sequence
-                self._listener.beat(node, channel, heartbeat)
-            else:
-                message = json.loads(text)
-                if type(message) is not dict or type(message.get("do")) is not str:
-                    raise ValueError("a message that says nothing to do")
+            message = await channel.receive()
+            if not isinstance(message, Heartbeat):
                 self._listener.received(node, channel, message)
-
-
-def _hello(text: bytes) -> dict[str, Any]:
-    hello = json.loads(text)
-    wanted = {"job": str, "node": str, "address": str, "pod": str, "boot": str, "epoch": int, "attempt": int}
-    wanted |= {"hardware": dict, "versions": dict}
-    for name, kind in wanted.items():
-        if type(hello) is not dict or type(hello.get(name)) is not kind:
-            raise ValueError(f"a greeting without {name}")
-        if kind is str and len(hello[name]) > 200:
-            raise ValueError(f"a greeting whose {name} is too long")
-    return hello
+                continue
+            if (message.job, message.node) != (self._job, node):
+                raise ProtocolError(f"a heartbeat in the name of {message.node[:100]!r} of {message.job[:100]!r}")
+            if message.sequence <= sequence:
+                raise ProtocolError(f"heartbeat {message.sequence} after {sequence}: an old one again")
+            sequence = message.sequence
+            self._listener.beat(node, channel, message)

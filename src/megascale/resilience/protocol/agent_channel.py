@@ -1,88 +1,78 @@
-"""The channel between driver and agents: framed messages over TCP, each authenticated, in order, of bounded size.
+"""The channel between driver and agents: messages of a schema over TCP, each authenticated, in order, of bounded size.
 
-Both ends prove that they know the job's token without sending it (HMAC over fresh random numbers of both), and
-derive a key for this connection. Every frame carries an HMAC over direction, running number and contents: a frame
-that is forged, repeated, left out or brought from another connection ends the connection. Contents are not
-encrypted; nothing secret travels here.
-
-    frame = length (4 bytes, big endian) | HMAC-SHA-256 cut to 16 bytes | kind (1 byte) | JSON
+Both ends prove that they know the job's token without sending it (HMAC over fresh random numbers of both), and derive
+a key for this connection, which seals every frame (services/framing.py). Contents are not encrypted; nothing secret
+travels here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import json
-import struct
 from typing import Any
 
 import megascale
-from megascale.core.shared_token import NONCE_BYTES, PROOF_BYTES, TokenProof, same
-from megascale.resilience.protocol.heartbeat import MAX_BYTES
+from megascale.resilience.protocol.agent_messages import FROM_AGENT, FROM_DRIVER
+from megascale.services.framing import (
+    FORM,
+    GREETING_BYTES,
+    HEAD,
+    SEAL_BYTES,
+    ProtocolError,
+    Seal,
+    greeting,
+    head,
+    read_greeting,
+    read_head,
+)
+from megascale.services.messages import Message
+from megascale.services.shared_token import PROOF_BYTES, TokenProof
 
-_LENGTH = struct.Struct(">I")
-_NUMBER = struct.Struct(">cQ")
-_MAC = 16
-LIMIT = MAX_BYTES + 1024
-
-# What both ends must be of: a release, and the form of greetings, orders and heartbeats (counted up with each change).
-FORM = 3
+# What both ends must be of: a release, and the form of frames and messages.
 VERSION = f"{megascale.__version__} (form {FORM})"
-
-HEARTBEAT = b"H"
-MESSAGE = b"M"
-
-
-class HandshakeRefused(Exception):
-    """The other side broke the rules of the channel; the message says how."""
 
 
 class AgentChannel:
-    """One authenticated connection. Only one task may receive at a time; sending never interleaves."""
+    """One authenticated connection. Only one task may receive at a time; sending never interleaves.
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, driver: bool, limit: int = LIMIT
-    ) -> None:
-        self._reader, self._writer, self._key, self._limit = reader, writer, key, limit
-        self._out, self._in = (b"D", b"A") if driver else (b"A", b"D")
-        self._sent = self._received = 0
+    Args:
+        key: of this connection.
+        driver: whether this end is the driver's.
+    """
 
-    def send(self, kind: bytes, text: str) -> None:
-        """Queue one frame; ConnectionError if the connection is closing or the other side has long stopped reading."""
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, driver: bool) -> None:
+        self._reader, self._writer, self._seal = reader, writer, Seal(key, driver)
+        self._out, self._in = (FROM_DRIVER, FROM_AGENT) if driver else (FROM_AGENT, FROM_DRIVER)
+
+    def send(self, message: Message) -> None:
+        """Queue one message.
+
+        ValueError if the other side would refuse it; ConnectionError if the connection is closing or the other side
+        has long stopped reading.
+        """
         if self._writer.is_closing():
             raise ConnectionError("the connection is closed")
-        body = kind + text.encode()
-        if len(body) > self._limit:
-            raise ValueError(f"a message of {len(body)} bytes is over the limit of {self._limit}")
-        if self._writer.transport.get_write_buffer_size() > 4 * self._limit:
+        data = self._out.encode(message)
+        if self._writer.transport.get_write_buffer_size() > 4 * self._out.limit:
             self.close()
             raise ConnectionError("the other side does not read")
-        self._writer.write(_LENGTH.pack(len(body)) + self._mac(self._out, self._sent, body) + body)
-        self._sent += 1
+        self._writer.write(head(len(data)) + self._seal.make(data) + data)
 
-    def send_message(self, **message: Any) -> None:
-        """Queue one JSON message."""
-        self.send(MESSAGE, json.dumps(message, separators=(",", ":")))
+    def send_message(self, *, do: str, **fields: Any) -> None:
+        """As `send`, of the kind `do`."""
+        self.send(self._out.make(do, fields))
 
-    async def receive(self) -> tuple[bytes, bytes]:
-        """The next (kind, JSON text). Refused: a frame too large, forged or repeated; EOFError at the end."""
+    async def receive(self) -> Any:
+        """The next message. ProtocolError: one too large, forged, repeated or malformed; EOFError at the end."""
         try:
-            head = await self._reader.readexactly(_LENGTH.size)
-            (size,) = _LENGTH.unpack(head)
-            if not 1 <= size <= self._limit:
-                raise HandshakeRefused(f"a message of {size} bytes; at most {self._limit} are allowed")
-            data = await self._reader.readexactly(_MAC + size)
+            size, _, files = read_head(await self._reader.readexactly(HEAD.size), self._in.limit)
+            data = await self._reader.readexactly(SEAL_BYTES + size)
         except asyncio.IncompleteReadError:
             raise EOFError from None
-        mac, body = data[:_MAC], data[_MAC:]
-        if not same(mac, self._mac(self._in, self._received, body)):
-            raise HandshakeRefused("a message that is forged, repeated or out of order")
-        self._received += 1
-        return body[:1], body[1:]
-
-    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
-        return hmac.digest(self._key, _NUMBER.pack(direction, number) + body, "sha256")[:_MAC]
+        if files:
+            raise ProtocolError("open files do not travel over a network")
+        self._seal.check(data[:SEAL_BYTES], data[SEAL_BYTES:])
+        return self._in.decode(data[SEAL_BYTES:])
 
     async def drain(self) -> None:
         """Wait until what was queued is on its way."""
@@ -101,16 +91,16 @@ class AgentChannel:
 
 
 async def open_channel(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, *, driver: bool, limit: int = LIMIT
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, *, driver: bool
 ) -> AgentChannel:
-    """Prove the token both ways; Refused if the other side does not know it. The caller sets a time limit."""
+    """Prove the token both ways; ProtocolError if the other side does not know it. The caller sets a time limit."""
     proof = TokenProof(token, "agents", "server" if driver else "client")
-    writer.write(proof.nonce)
+    writer.write(greeting(proof.nonce))
     try:
-        writer.write(proof.answer(await reader.readexactly(NONCE_BYTES)))
+        writer.write(proof.answer(read_greeting(await reader.readexactly(GREETING_BYTES))))
         answer = await reader.readexactly(PROOF_BYTES)
     except asyncio.IncompleteReadError:
-        raise HandshakeRefused("left before it had shown that it knows the job's token") from None
+        raise ProtocolError("left before it had shown that it knows the job's token") from None
     if not proof.accepts(answer):
-        raise HandshakeRefused("does not know the job's token")
-    return AgentChannel(reader, writer, proof.key(), driver, limit)
+        raise ProtocolError("does not know the job's token")
+    return AgentChannel(reader, writer, proof.key(), driver)

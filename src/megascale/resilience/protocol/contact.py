@@ -7,8 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megascale.core import shared_token
 from megascale.errors import DataError
+from megascale.services import shared_token
 
 
 @dataclass(frozen=True)

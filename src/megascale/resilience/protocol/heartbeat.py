@@ -1,26 +1,25 @@
 """The heartbeat: what an agent sends the driver about its node: workers, logs, devices, traffic.
 
-Plain data with a strict JSON form. It comes over a network, so reading it checks every type and size before
-anything else sees it, and a driver reads thousands a second, so the checks are written out field by field.
+It comes over a network, so every type, range and length is checked as it is read (services/messages.py), and a driver
+keeps many, so names that all of them say are kept once.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from megascale.services.messages import Count, Facts, Finite, Given, Message, Name, Part, Text, Whole
 
 MAX_BYTES = 256 * 1024
 TAIL = 4000  # characters of stderr_tail
-_TEXT = 2000
-_ITEMS = 256
+_ITEMS = Meta(max_length=256)
+Tail = Annotated[str, Meta(max_length=TAIL)]
+Rank = Annotated[int, Meta(ge=0, lt=10**9)]
 
 
-@dataclass(frozen=True, slots=True)  # a driver keeps many
-class Worker:
+class Worker(Part, frozen=True):
     """One trainer process as its agent sees it.
 
     Attributes:
@@ -39,55 +38,52 @@ class Worker:
         by_agent: its agent ended it, or what the agent started it from did; it did not end by itself.
     """
 
-    rank: int
-    pid: int
+    rank: Count
+    pid: Count
     state: Literal["running", "exited", "signalled"]
-    code: int = 0
-    phase: str = ""
-    step: int = 0
-    action: str = ""
-    microbatch: int = -1
-    status_age: float = 0.0
-    message: str = ""
-    rss: int = 0
-    cpu_seconds: float = 0.0
-    stderr_tail: str = ""
-    errno: int = 0
-    error: str = ""
-    ended_age: float = 0.0
+    code: Whole = 0
+    phase: Name = ""
+    step: Whole = 0
+    action: Name = ""
+    microbatch: Whole = -1
+    status_age: Finite = 0.0
+    message: Text = ""
+    rss: Count = 0
+    cpu_seconds: Finite = 0.0
+    stderr_tail: Tail = ""
+    errno: Count = 0
+    error: Text = ""
+    ended_age: Finite = 0.0
     by_agent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LogMatch:
+class LogMatch(Part, frozen=True):
     """A line of a trainer's log that matched a pattern since the last heartbeat. age: seconds since it was seen."""
 
-    rank: int
-    pattern: str
-    line: str
-    age: float = 0.0
+    rank: Count
+    pattern: Name
+    line: Text
+    age: Finite = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class GpuReport:
+class GpuReport(Part, frozen=True):
     """Health of one device. temperature in degrees Celsius; ecc_errors: uncorrected since boot.
 
     xid: the last error that the agent was notified of, one that a machine does not outlive (core/xid.py) before others;
     0: none. recovery: what its driver says that it needs, such as "reset"; "": nothing.
     """
 
-    index: int
-    name: str
-    temperature: float = 0.0
-    power_watts: float = 0.0
-    ecc_errors: int = 0
-    xid: int = 0
+    index: Count
+    name: Name
+    temperature: Finite = 0.0
+    power_watts: Finite = 0.0
+    ecc_errors: Count = 0
+    xid: Count = 0
     throttled: bool = False
-    recovery: str = ""
+    recovery: Name = ""
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkTraffic:
+class NetworkTraffic(Part, frozen=True):
     """One network interface since the last heartbeat, from samples some milliseconds apart.
 
     Attributes:
@@ -97,19 +93,18 @@ class NetworkTraffic:
         samples: how many there were.
     """
 
-    interface: str
-    rx_bytes_per_s: float = 0.0
-    tx_bytes_per_s: float = 0.0
-    rx_min: float = 0.0
-    rx_max: float = 0.0
-    tx_min: float = 0.0
-    tx_max: float = 0.0
-    errors: int = 0
-    samples: int = 0
+    interface: Name
+    rx_bytes_per_s: Finite = 0.0
+    tx_bytes_per_s: Finite = 0.0
+    rx_min: Finite = 0.0
+    rx_max: Finite = 0.0
+    tx_min: Finite = 0.0
+    tx_max: Finite = 0.0
+    errors: Count = 0
+    samples: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Message, frozen=True):
     """A node's state.
 
     Attributes:
@@ -125,213 +120,25 @@ class Heartbeat:
         disks: folder -> bytes that may still be written to its disk; looked at when a worker has ended badly.
     """
 
-    job: str
-    attempt: int
-    node: str
-    sequence: int
-    sent_ns: int
-    address: str = ""
-    pod: str = ""
-    hardware: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    workers: tuple[Worker, ...] = ()
-    logs: tuple[LogMatch, ...] = ()
-    gpus: tuple[GpuReport, ...] = ()
-    traffic: tuple[NetworkTraffic, ...] = ()
-    checksums: dict[str, str] = field(default_factory=dict)
-    step_seconds: dict[int, float] = field(default_factory=dict)
-    disks: dict[str, float] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """One line of JSON; cut nothing, so the agent must keep within the limits (see `fit`)."""
-        record = _plain(self)
-        for name in ("workers", "logs", "gpus", "traffic"):
-            record[name] = [_plain(item) for item in record[name]]
-        return json.dumps(record, separators=(",", ":"), allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Heartbeat:
-        """Read what `to_json` wrote. Raises ValueError with the reason for anything else."""
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"a heartbeat of {len(text)} bytes is over the {MAX_BYTES} allowed")
-        try:
-            record = json.loads(text, parse_constant=_no_constant)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        return _heartbeat(record)
+    job: Given
+    attempt: Count
+    node: Given
+    sequence: Count
+    sent_ns: Count
+    address: Name = ""
+    pod: Name = ""
+    hardware: Facts = field(default_factory=dict)
+    versions: Facts = field(default_factory=dict)
+    workers: Annotated[tuple[Worker, ...], _ITEMS] = ()
+    logs: Annotated[tuple[LogMatch, ...], _ITEMS] = ()
+    gpus: Annotated[tuple[GpuReport, ...], _ITEMS] = ()
+    traffic: Annotated[tuple[NetworkTraffic, ...], _ITEMS] = ()
+    checksums: Facts = field(default_factory=dict)
+    step_seconds: Annotated[dict[Rank, Finite], _ITEMS] = field(default_factory=dict)
+    disks: Annotated[dict[Name, Finite], _ITEMS] = field(default_factory=dict)
 
 
-def _plain(item: Any) -> dict[str, Any]:
-    return {name: getattr(item, name) for name in item.__slots__}
-
-
-def fit(text: str, limit: int = _TEXT) -> str:
-    """`text` cut to what a heartbeat may hold, keeping its end."""
+def fit(text: str, limit: int = 2000) -> str:
+    """`text` cut to what a heartbeat may hold, keeping its end; bytes that are no text (of a file's name) as "?"."""
+    text = text.encode(errors="replace").decode()
     return text if len(text) <= limit else "..." + text[len(text) - limit + 3 :]
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number that a heartbeat may hold")
-
-
-_BIG = 1 << 63
-Check = Callable[[Any, str], Any]
-
-
-def _int(value: Any, name: str) -> int:
-    if type(value) is not int or not -_BIG <= value < _BIG:
-        raise ValueError(f"{name} is not a whole number of 64 bits")
-    return value
-
-
-def _count(value: Any, name: str) -> int:
-    if type(value) is not int or not 0 <= value < _BIG:
-        raise ValueError(f"{name} is not a whole number from 0")
-    return value
-
-
-def _float(value: Any, name: str) -> float:
-    if type(value) is float and math.isfinite(value):
-        return value
-    if type(value) is int and -_BIG <= value < _BIG:
-        return float(value)
-    raise ValueError(f"{name} is not a finite number")
-
-
-def _bool(value: Any, name: str) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"{name} is neither true nor false")
-    return value
-
-
-def _text(limit: int, least: int = 0) -> Check:
-    def check(value: Any, name: str) -> str:
-        if type(value) is not str or not least <= len(value) <= limit:
-            raise ValueError(f"{name} is not a text of {least} to {limit} characters")
-        return value
-
-    return check
-
-
-def _one_of(*known: str) -> Check:
-    def check(value: Any, name: str) -> str:
-        if type(value) is not str or value not in known:
-            raise ValueError(f"{name} is none of {', '.join(known)}")
-        return value
-
-    return check
-
-
-def _table(key: Check, value: Check) -> Check:
-    def check(found: Any, name: str) -> dict[Any, Any]:
-        if type(found) is not dict or len(found) > _ITEMS:
-            raise ValueError(f"{name} is not a table of at most {_ITEMS} entries")
-        return {key(k, name): value(v, name) for k, v in found.items()}
-
-    return check
-
-
-def _rank_key(value: Any, name: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) < 10):
-        raise ValueError(f"{name} has a key that is no rank")
-    return int(value)
-
-
-def _record(make: type[Any], **checks: Check) -> Check:
-    expected = checks.keys()
-    plan = tuple(checks.items())
-
-    def check(found: Any, name: str) -> Any:
-        if type(found) is not dict or found.keys() != expected:
-            wrong = sorted(found.keys() ^ expected) if type(found) is dict else type(found).__name__
-            raise ValueError(f"{name} does not have exactly the expected fields: {str(wrong)[:200]}")
-        return make(*[test(found[field_name], field_name) for field_name, test in plan])
-
-    return check
-
-
-def _list(item: Check) -> Check:
-    def check(found: Any, name: str) -> tuple[Any, ...]:
-        if type(found) is not list or len(found) > _ITEMS:
-            raise ValueError(f"{name} is not a list of at most {_ITEMS} items")
-        return tuple([item(part, name) for part in found])
-
-    return check
-
-
-def _name(value: Any, name: str) -> str:
-    if type(value) is not str or len(value) > 200:
-        raise ValueError(f"{name} is not a text of 0 to 200 characters")
-    return sys.intern(value)  # "train", "mlx5_0": thousands of heartbeats say the same few words
-
-
-_short = _name
-_long = _text(_TEXT)
-
-_worker = _record(
-    Worker,
-    rank=_count,
-    pid=_count,
-    state=_one_of("running", "exited", "signalled"),
-    code=_int,
-    phase=_short,
-    step=_int,
-    action=_short,
-    microbatch=_int,
-    status_age=_float,
-    message=_long,
-    rss=_count,
-    cpu_seconds=_float,
-    stderr_tail=_text(TAIL),
-    errno=_count,
-    error=_long,
-    ended_age=_float,
-    by_agent=_bool,
-)
-_log = _record(LogMatch, rank=_count, pattern=_short, line=_long, age=_float)
-_gpu = _record(
-    GpuReport,
-    index=_count,
-    name=_short,
-    temperature=_float,
-    power_watts=_float,
-    ecc_errors=_count,
-    xid=_count,
-    throttled=_bool,
-    recovery=_short,
-)
-_traffic = _record(
-    NetworkTraffic,
-    interface=_short,
-    rx_bytes_per_s=_float,
-    tx_bytes_per_s=_float,
-    rx_min=_float,
-    rx_max=_float,
-    tx_min=_float,
-    tx_max=_float,
-    errors=_count,
-    samples=_count,
-)
-_fields = _record(
-    Heartbeat,
-    job=_text(200, 1),
-    attempt=_count,
-    node=_text(200, 1),
-    sequence=_count,
-    sent_ns=_count,
-    address=_short,
-    pod=_short,
-    hardware=_table(_short, _short),
-    versions=_table(_short, _short),
-    workers=_list(_worker),
-    logs=_list(_log),
-    gpus=_list(_gpu),
-    traffic=_list(_traffic),
-    checksums=_table(_short, _short),
-    step_seconds=_table(_rank_key, _float),
-    disks=_table(_short, _float),
-)
-
-
-def _heartbeat(record: Any) -> Heartbeat:
-    return _fields(record, "the heartbeat")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megascale.config import Config
-from megascale.core import flops
+from megascale.core import flops, inventory
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import MemoryEstimate, stage_memory, stage_parameters
 from megascale.core.replay import Graph, Timeline, replay
@@ -31,7 +31,7 @@ _WORTH = 0.005  # of a step: less is not worth a setting
 
 def window_time(sequence: int, window: int) -> float:
     """Time of attention in a window of `window` tokens, as a share of full attention's; both by the fastest kernel."""
-    return flops.window_share(sequence, window) * (1 + WINDOW_OVERHEAD / window)
+    return inventory.window_share(sequence, window) * (1 + WINDOW_OVERHEAD / window)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.core.private_folder import make_private
-from megascale.core.shared_token import PROOF_BYTES, TokenProof, make_token, read_token
 from megascale.errors import DataError
+from megascale.services.private_folder import make_private
+from megascale.services.shared_token import PROOF_BYTES, TokenProof, make_token, read_token
 
 TOKENS = st.binary(min_size=1, max_size=80)
 

@@ -1,0 +1,61 @@
+"""The parts of a model that settings name, with the facts about them that need no torch.
+
+What runs stands under the same name in a registry beside the code: ops/activation.py, model/norm.py,
+model/attention.py, model/mlp.py, model/block.py, parallel/linear.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megascale.config.registry import Registry
+
+
+@dataclass(frozen=True)
+class ActivationFacts:
+    """gated: whether it takes two input projections, [gate | up], and gives one."""
+
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class NormFacts:
+    """bias: whether it has one beside its weight, and takes the mean away."""
+
+    bias: bool
+
+
+@dataclass(frozen=True)
+class PartFacts:
+    """about: one line for people."""
+
+    about: str
+
+
+ACTIVATIONS: Registry[ActivationFacts] = Registry(
+    "model.activation",
+    {"gelu": ActivationFacts(), "gelu_tanh": ActivationFacts(), "swiglu": ActivationFacts(gated=True)},
+)
+NORMS: Registry[NormFacts] = Registry(
+    "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}
+)
+ATTENTIONS: Registry[PartFacts] = Registry(
+    "model.attention", {"causal": PartFacts("grouped queries, full or in a sliding window")}
+)
+MLPS: Registry[PartFacts] = Registry("model.mlp", {"dense": PartFacts("one or (gated) two matrices in, one out")})
+BLOCKS: Registry[PartFacts] = Registry(
+    "model.block",
+    {
+        "serial": PartFacts("x + MLP(LN(x + Attn(LN x)))"),
+        "parallel": PartFacts("x + Attn(LN x) + MLP(LN x)"),
+    },
+)
+LINEAR_PRECISIONS: Registry[PartFacts] = Registry(
+    "train.linear_precision", {"default": PartFacts("GEMMs in the type of train.precision")}
+)
+
+# All of them, by the setting that names them.
+PARTS: dict[str, Registry[Any]] = {
+    registry.key: registry for registry in (ACTIVATIONS, NORMS, ATTENTIONS, MLPS, BLOCKS, LINEAR_PRECISIONS)
+}

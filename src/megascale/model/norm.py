@@ -1,0 +1,96 @@
+"""The norm in front of a part: LayerNorm or RMSNorm over hidden, with the residual sum before it in the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megascale.config import ModelConfig
+from megascale.config.parts import NORMS, NormFacts
+from megascale.config.registry import Registry
+from megascale.core.inventory import LogicalTensor
+from megascale.model.fusion import Flow, recomputes
+from megascale.ops.norm import add_norm, layer_norm, rms_norm
+from megascale.parallel.parameters import local_parameter
+from megascale.parallel.tensor import ColumnLinear
+
+
+@dataclass(frozen=True)
+class NormOperators:
+    """What model.norm names.
+
+    Attributes:
+        norm: (x, weight, bias or None, eps) -> the norm of x [..., H].
+        add_norm: (x, residual, weight, bias or None, eps, x_bias or None) -> residual + x + x_bias, and the norm of it,
+            in one pass; None: one after the other.
+    """
+
+    norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+    add_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, Tensor | None], tuple[Tensor, Tensor]] | None = (
+        None
+    )
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    assert bias is not None
+    return layer_norm(x, weight, bias, eps)
+
+
+KINDS: Registry[NormOperators] = Registry(
+    NORMS.key,
+    {
+        "layernorm": NormOperators(
+            _layer_norm,
+            lambda x, residual, weight, bias, eps, x_bias: add_norm(
+                x, residual, weight, bias, eps, "layernorm", x_bias
+            ),
+        ),
+        "rmsnorm": NormOperators(
+            lambda x, weight, bias, eps: rms_norm(x, weight, eps),
+            lambda x, residual, weight, bias, eps, x_bias: add_norm(x, residual, weight, bias, eps, "rmsnorm", x_bias),
+        ),
+    },
+)
+
+
+def register(name: str, operators: NormOperators, bias: bool) -> None:
+    """Let `model.norm` be `name`. bias: whether it has one beside its weight."""
+    NORMS.register(name, NormFacts(bias))
+    KINDS.register(name, operators)
+
+
+class Norm(nn.Module):
+    """A norm over hidden, on this rank's part of the sequence."""
+
+    def __init__(self, model: ModelConfig, tensors: Sequence[LogicalTensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps, self._operators = model.norm_eps, KINDS[model.norm]
+        weight, *bias = tensors
+        self.weight = local_parameter([weight], 0, 1, dtype)
+        self.bias = local_parameter(bias, 0, 1, dtype) if bias else None
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        return self._operators.norm(x_SBH, self.weight, self.bias, self.eps)
+
+    def of(self, x: Flow) -> tuple[Tensor, Tensor]:
+        """x and the norm of it; a sum that is still to be taken is taken and normed in one pass each way."""
+        if isinstance(x, Tensor):
+            return x, self(x)
+        if self._operators.add_norm is None:
+            total = x.total()
+            return total, self(total)
+        return self._operators.add_norm(x.y_SBH, x.residual_SBH, self.weight, self.bias, self.eps, x.bias)
+
+
+def norm_and_project(
+    norm: Norm, projection: ColumnLinear | None, x: Flow, recompute: str, fused_bias_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The residual stream as it enters, and the projection of its norm; without a projection the norm itself."""
+    if projection is not None and recomputes(recompute, "norms"):
+        x_SBH = x if isinstance(x, Tensor) else x.total()
+        return x_SBH, projection(x_SBH, norm, fused_bias_gradient)
+    x_SBH, normed = norm.of(x)
+    return x_SBH, normed if projection is None else projection(normed, None, fused_bias_gradient)

@@ -1,0 +1,91 @@
+"""The seam of all linear layers: how their GEMMs are done, and when a weight's gradient is made.
+
+Column-, row- and vocabulary-parallel layers (parallel/tensor.py, parallel/vocabulary.py) call nothing else. An
+operand is a tuple of tensors of which the first is cut along the sequence and travels between tensor-parallel ranks, be
+it in float8; scales that all ranks agree on are further tensors, those of rows lie within the first. What
+`train.linear_precision` names is registered in LINEARS (and its name in config/parts.py): a subclass that does GEMMs
+otherwise, or makes weight gradients later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megascale.config.parts import LINEAR_PRECISIONS, PartFacts
+from megascale.config.registry import Registry
+from megascale.ops import dispatch, side_stream
+from megascale.ops.linear import ComputeType, Gemms, Operand
+from megascale.ops.reduce import finish
+from megascale.parallel.collectives import ALONE, Axis
+
+
+class LinearPrecision(ComputeType):
+    """GEMMs in the compute type, each weight's gradient made in its layer's backward. Others override what differs.
+
+    Args:
+        axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale.
+    """
+
+    def __init__(self, axis: Axis = ALONE) -> None:
+        self.axis = axis
+
+    @property
+    def logits(self) -> Gemms:
+        """The GEMMs of the vocabulary's matrix, which may be more precise than all others."""
+        return self
+
+    def keep(self, x: Operand) -> Operand:
+        """What backward needs of forward's operand: it is gathered once more, where tensor parallelism cut it."""
+        return x
+
+    def wgrad(
+        self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
+    ) -> Tensor | None:
+        """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` takes it.
+
+        `main_grad` is a float32 (or float64) view into a gradient buffer. The gradient is added there, or written where
+        `overwrite_main_grad` says that it holds nothing yet, on the side stream (ops/side_stream.py) from the event
+        `after` on; then `weight.grad_ready()` is called. x may be a function that waits. A layer whose weight gradient
+        is made later calls `accumulate_gradient` later.
+        """
+        if getattr(weight, "main_grad", None) is None:
+            wide = weight.new_empty(weight.shape, dtype=_accumulation_dtype(weight))
+            self.accumulate(wide, dy, x() if callable(x) else x, True)
+            return wide.to(weight.dtype)
+        self.accumulate_gradient(weight, dy, x, after)
+        return None
+
+    def accumulate_gradient(
+        self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
+    ) -> None:
+        """Make the gradient of a weight that has a `main_grad`, and say so."""
+        main: Tensor = weight.main_grad  # type: ignore[attr-defined]
+        overwrite: bool = getattr(weight, "overwrite_main_grad", False)
+        weight.overwrite_main_grad = False  # type: ignore[attr-defined]  # that it has one says that a GEMM makes it
+        side_stream.current.run(lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite), after)
+        finish(weight)
+
+
+def _accumulation_dtype(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+Linears = Callable[[Axis], LinearPrecision]
+LINEARS: Registry[Linears] = Registry(LINEAR_PRECISIONS.key, {"default": LinearPrecision})
+PLAIN = LinearPrecision()
+
+
+def register(name: str, made: Linears, about: str = "") -> None:
+    """Let `train.linear_precision` be `name`; made(tensor axis) is called once a rank, before the first step."""
+    LINEAR_PRECISIONS.register(name, PartFacts(about))
+    LINEARS.register(name, made)
+
+
+def make_linears(name: str, axis: Axis) -> LinearPrecision:
+    """What `train.linear_precision` names, for this rank; ConfigError with the names there are if it is none."""
+    made = LINEARS[name](axis)
+    dispatch.note("linear layers", name if name != "default" else "GEMMs in the type of train.precision")
+    return made

@@ -1,0 +1,179 @@
+"""What driver and agents say to each other, besides heartbeats: greetings, orders and what came of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat, Rank
+from megascale.services.messages import (
+    Count,
+    Facts,
+    Finite,
+    Given,
+    Message,
+    Name,
+    Part,
+    Path,
+    Port,
+    Schema,
+    Text,
+    Whole,
+)
+
+LIMIT = MAX_BYTES + 1024
+STATE = 200_000  # characters of a job's state
+REPORT = 50_000  # characters of a self-check's report
+_State = Annotated[str, Meta(max_length=STATE)]
+_MANY = Meta(max_length=4096)
+
+
+# From an agent ----------------------------------------------------------------------------------------------------
+
+
+class HeldTrainers(Part, frozen=True):
+    """What a driver must know to go on with the trainers that run, should its journal be lost (driver/adoption.py).
+
+    Attributes:
+        state: the job as the trainers were started (JobState.to_json).
+        stepped: whether they have done a step.
+    """
+
+    state: _State
+    stepped: bool = False
+
+
+class Hello(Message, frozen=True):
+    """An agent comes, or comes again.
+
+    Attributes:
+        version: of MegaScale and its protocol (agent_channel.VERSION).
+        boot: names one life of the agent.
+        epoch: newest driver that it has obeyed.
+        attempt: of which it holds processes.
+    """
+
+    job: Given
+    node: Given
+    version: Name
+    address: Name
+    boot: Name
+    pod: Name = ""
+    epoch: Count = 0
+    attempt: Count = 0
+    pid: Count = 0
+    hardware: Facts = field(default_factory=dict)
+    versions: Facts = field(default_factory=dict)
+    held: HeldTrainers | None = None
+
+
+class Stopped(Message, frozen=True):
+    """Stop order `order` is carried out; `port` is free for the next attempt's store. codes: exit code of each rank."""
+
+    order: Count
+    attempt: Count
+    port: Port
+    codes: Annotated[dict[Rank, Whole], _MANY] = field(default_factory=dict)
+
+
+class StartFailed(Message, frozen=True, tag="failed"):
+    """An attempt could not be started; errno: of the system call that it is about, 0: none."""
+
+    attempt: Count
+    why: Text
+    errno: Count = 0
+
+
+class Diagnosed(Message, frozen=True):
+    """Result of the self-checks that order `order` asked for. code: their exit code; report: JSON; said: in words."""
+
+    order: Count
+    code: Whole
+    report: Annotated[str, Meta(max_length=REPORT)] = ""
+    said: Text = ""
+
+
+class Lines(Message, frozen=True):
+    """New lines of a rank's log."""
+
+    rank: Count
+    lines: Annotated[tuple[Text, ...], Meta(max_length=200)]
+
+
+# From the driver, each with its epoch -----------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """The agent is in; version: of the driver, as in `Hello`."""
+
+    epoch: Count
+    version: Name
+
+
+class Refuse(Message, frozen=True):
+    """The agent is not wanted."""
+
+    why: Text
+
+
+class Start(Message, frozen=True):
+    """Start the ranks of an attempt.
+
+    Attributes:
+        ranks: of this node; local rank i is the i-th.
+        master: (host, port) of the job's store.
+        words: the command line behind `megascale`.
+        env: added to the trainers' environment.
+        fresh: with a new fork server.
+        forward: rank whose log is passed on, None: none here.
+        state: the job, for `HeldTrainers`.
+    """
+
+    epoch: Count
+    attempt: Count
+    job: Given
+    ranks: Annotated[tuple[Rank, ...], _MANY]
+    world: Count
+    master: tuple[Name, Port]
+    words: Annotated[tuple[Path, ...], _MANY]
+    env: Annotated[dict[Name, Path], Meta(max_length=256)] = field(default_factory=dict)
+    fresh: bool = False
+    forward: Count | None = None
+    state: _State = ""
+
+
+class Stop(Message, frozen=True):
+    """End the trainers and say `Stopped`.
+
+    Attributes:
+        how: let them save first, or not.
+        grace_period: seconds that they have for it.
+        forget: end this node's checkpoint services too: what they hold in memory is not trusted.
+    """
+
+    epoch: Count
+    order: Count
+    how: Literal["save", "kill"]
+    grace_period: Finite
+    forget: bool = False
+
+
+class Diagnose(Message, frozen=True):
+    """Run the self-checks for at most `grace_period` seconds and say `Diagnosed`."""
+
+    epoch: Count
+    order: Count
+    grace_period: Finite
+
+
+class Leave(Message, frozen=True):
+    """The job is over, or the node is not needed any more."""
+
+    epoch: Count
+
+
+Order = Start | Stop | Diagnose | Leave
+
+FROM_AGENT = Schema(Hello, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, limit=LIMIT)
+FROM_DRIVER = Schema(Welcome, Refuse, Start, Stop, Diagnose, Leave, limit=LIMIT)

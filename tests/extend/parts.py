@@ -1,0 +1,195 @@
+"""Parts as somebody outside the package would write them; each registers under a name of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megascale.config import ModelConfig
+from megascale.core.inventory import MLP_PARTS, Kept, LogicalTensor, PartInventory, out_std
+from megascale.core.inventory import linear as linear_tensors
+from megascale.model import mlp
+from megascale.model.context import LayerSetup
+from megascale.model.fusion import Branch
+from megascale.ops import activation
+from megascale.ops.linear import Gemms, Operand
+from megascale.parallel import linear
+from megascale.parallel.collectives import all_reduce
+from megascale.parallel.linear import PLAIN, LinearPrecision
+from megascale.parallel.parameters import local_parameter
+from megascale.parallel.tensor import ColumnLinear, RowLinear
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """So et al. 2021."""
+    return torch.relu(x) ** 2
+
+
+class ScaledMlp(mlp.DenseMlp):
+    """A dense MLP whose input columns are scaled by a learnt vector: a part with a tensor of its own."""
+
+    def __init__(self, at: LayerSetup) -> None:
+        super().__init__(at)
+        scale, self.columns = self.columns[-1], self.columns[:-1]
+        self.scale = local_parameter([scale], at.axis.rank, at.axis.size, at.dtype)
+
+    def forward(self, inner: Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
+        """As DenseMlp."""
+        return super().forward(inner * self.scale, projection, recompute)
+
+
+class GatherMlp(nn.Module):
+    """A part that names no columns: it gets the norm and makes its own GEMMs, as an expert layer would."""
+
+    columns: tuple[()] = ()
+    residual_bias = None
+
+    def __init__(self, at: LayerSetup) -> None:
+        super().__init__()
+        into, out = at.tensors.mlp
+        self.into = ColumnLinear([into], at.linears, at.dtype)
+        self.out = RowLinear([out], at.linears, at.dtype)
+
+    def fuses_bias_gradient(self, x: Tensor) -> bool:
+        """It has no bias."""
+        return False
+
+    def forward(self, normed_SBH: Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
+        """[s/t, b, h] -> its share of the output."""
+        assert projection is None
+        return Branch(torch.tanh(self.into(normed_SBH)), self.out.weight)
+
+
+DENSE = MLP_PARTS["dense"]
+
+
+def scaled_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
+    """Those of a dense MLP, and the scale."""
+    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, value=0.5)]
+
+
+def scaled_keeps(model: ModelConfig) -> list[Kept]:
+    """What a dense MLP keeps, and what is scaled."""
+    return [Kept("mlp_projection", model.ffn, "columns", gradient=True), *DENSE.keeps(model)]
+
+
+def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
+    """Two matrices without biases."""
+    into = linear_tensors(f"{name}.mlp.in", model.ffn, model.hidden, 0, False, model.init_std)
+    return into + linear_tensors(f"{name}.mlp.out", model.hidden, model.ffn, 1, False, out_std(model))
+
+
+def gather_keeps(model: ModelConfig) -> list[Kept]:
+    """The result of tanh, which is what its gradient and the GEMM behind it need."""
+    return [Kept("mlp_activation", model.ffn, "columns", gradient=True)]
+
+
+class EightBit(LinearPrecision):
+    """Operands of eight bits with one scale, agreed over the tensor axis: a matrix travels as its bytes.
+
+    Attributes:
+        calls: how often each GEMM was made.
+        sent: type of the tensors that GEMMs read.
+    """
+
+    calls: ClassVar[Counter[str]] = Counter()
+    sent: ClassVar[set[torch.dtype]] = set()
+
+    @property
+    def logits(self) -> Gemms:
+        """The vocabulary's matrix stays as it is."""
+        return PLAIN
+
+    def _cast(self, x: Tensor) -> Operand:
+        scale = all_reduce(x.detach().abs().amax(), self.axis, torch.distributed.ReduceOp.MAX).wait() / 127
+        return (x.detach() / scale).round().to(torch.int8), scale
+
+    def _wide(self, x: Operand) -> Tensor:
+        self.sent.add(x[0].dtype)
+        return x[0] * x[1]
+
+    def input(self, x: Tensor, weight: Tensor, given: Any = None) -> Operand:
+        """See Gemms."""
+        self.calls["input"] += 1
+        return self._cast(x)
+
+    def gradient(self, dy: Tensor, weight: Tensor) -> Operand:
+        """See Gemms."""
+        self.calls["gradient"] += 1
+        return self._cast(dy)
+
+    def forward(
+        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """See Gemms."""
+        self.calls["forward"] += 1
+        return super().forward((self._wide(x),), weight, bias, out, add)
+
+    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+        """See Gemms."""
+        self.calls["dgrad"] += 1
+        return super().dgrad((self._wide(dy),), weight, out, add)
+
+    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        """See Gemms."""
+        self.calls["wgrad"] += 1
+        super().accumulate(main, (self._wide(dy),), (self._wide(x),), overwrite)
+
+
+class Deferred(LinearPrecision):
+    """Weight gradients made after all of a backward pass, as a schedule that fills the pipeline with them would.
+
+    Attributes:
+        most: how many waited at once.
+    """
+
+    most = 0
+
+    def __init__(self, axis: Any = PLAIN.axis) -> None:
+        super().__init__(axis)
+        self._later: list[Callable[[], None]] = []
+
+    def accumulate_gradient(
+        self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
+    ) -> None:
+        """See LinearPrecision."""
+        if not self._later:
+            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+        self._later.append(lambda: super(Deferred, self).accumulate_gradient(weight, dy, x))
+        Deferred.most = max(Deferred.most, len(self._later))
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Make them."""
+        later, self._later = self._later, []
+        for make in later:
+            make()
+
+
+def register() -> None:
+    """All parts of this file, once a process."""
+    if "eight_bit" not in linear.LINEARS:
+        activation.register("squared_relu", activation.Activation(squared_relu, "squared relu"))
+        mlp.register(
+            "scaled", ScaledMlp, PartInventory(scaled_tensors, scaled_keeps), "a dense MLP with a learnt scale"
+        )
+        mlp.register("gather", GatherMlp, PartInventory(gather_tensors, gather_keeps), "makes its own GEMMs")
+        linear.register("eight_bit", EightBit, "eight bits a number")
+        linear.register("deferred", Deferred, "weight gradients at the end of a backward pass")
+
+
+def unregister() -> None:
+    """Forget them."""
+    activation.ACTIVATIONS.remove("squared_relu")
+    activation.KINDS.remove("squared_relu")
+    for name in ("scaled", "gather"):
+        mlp.MLPS.remove(name)
+        mlp.KINDS.remove(name)
+        MLP_PARTS.remove(name)
+    for name in ("eight_bit", "deferred"):
+        linear.LINEAR_PRECISIONS.remove(name)
+        linear.LINEARS.remove(name)

@@ -1,0 +1,138 @@
+"""Parts of the model registered from outside the package, and training with them, on one process and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.core.flops import layer_flops, parameters
+from megascale.core.inventory import logical_shapes
+from megascale.core.memory import chunk_parameters, saved_by_layer
+from megascale.errors import ConfigError
+from megascale.model.transformer import Chunk
+from megascale.ops import dispatch
+from megascale.parallel.collectives import Axis
+from megascale.parallel.parameters import spec_of
+from tests.exact.cases import case
+from tests.exact.compare import differences
+from tests.exact.training import Told, train
+from tests.extend import parts
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+STEPS = 2
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    parts.register()
+    yield
+    parts.unregister()
+
+
+def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, int], set[torch.dtype], int, str]:
+    """A worker's training with the parts registered, and what the precisions counted."""
+    parts.register()
+    try:
+        parts.EightBit.calls.clear()
+        parts.EightBit.sent.clear()
+        parts.Deferred.most = 0
+        told = train(rank, world, tree, STEPS)
+        layers = dispatch.active()["linear layers"]
+        return told, dict(parts.EightBit.calls), set(parts.EightBit.sent), parts.Deferred.most, layers
+    finally:
+        parts.unregister()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"activation": "squared_relu"},
+        {"activation": "squared_relu", "block": "parallel"},
+        {"mlp": "scaled"},
+        {"mlp": "scaled", "block": "parallel"},
+        {"mlp": "gather"},
+        {"mlp": "gather", "block": "parallel", "parallel_norms": 2},
+    ],
+)
+def test_a_part_from_outside_trains_the_same_on_two_ranks(model, recompute, pool):
+    one, two = (
+        case(tensor, microbatches=2, model={**model, "layers": LAYERS}, parallel={"recompute": recompute}).tree
+        for tensor in (1, 2)
+    )
+    reference, plain = pool.run(run, 1, one)[0][0], pool.run(train, 1, case(microbatches=2).tree, STEPS)[0]
+    found = [told for told, *_ in pool.run(run, 2, two)]
+    assert reference.losses[-1] < reference.losses[0] * 1.5
+    assert reference.losses != plain.losses
+    assert max(differences(reference, found, from_tree(two).model).values()) < 1e-10
+
+
+@pytest.mark.parametrize("mlp", ["scaled", "gather"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
+    model = from_tree(case(tensor, microbatches=1, model={"mlp": mlp, "layers": LAYERS}).tree).model
+    chunk = Chunk(model, range(LAYERS), first=True, last=True, axis=Axis(size=tensor))
+    held = sum(p.numel() for p in chunk.parameters())
+    assert held == chunk_parameters(model, range(LAYERS), 0, 1, tensor)
+    names = {piece.name for p in chunk.parameters() for piece in spec_of(p).pieces}
+    assert names == set(logical_shapes(model))
+    assert ("layers.1.mlp.scale" in names) == (mlp == "scaled")
+    assert parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())
+    assert layer_flops(model, 0).mlp == 2 * 2 * model.hidden * model.ffn
+    kept = [saved.name for saved in saved_by_layer(model, tensor, 1, "float32")]
+    assert ("mlp_projection" in kept) == (mlp == "scaled")
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_precision_from_outside_does_every_gemm_of_a_real_step(block, recompute, pool):
+    def tree(tensor: int, precision: str) -> dict[str, Any]:
+        options = {"model": {"block": block, "layers": LAYERS}, "parallel": {"recompute": recompute}}
+        return case(tensor, microbatches=2, train={"linear_precision": precision}, **options).tree
+
+    [(one, calls, sent, _, name)] = pool.run(run, 1, tree(1, "eight_bit"))
+    both = pool.run(run, 2, tree(2, "eight_bit"))
+    assert name == both[0][-1] == "eight_bit"
+    # Serial: four matrices a layer; parallel: the fused one and two that share a sum.
+    passes, matrices = STEPS * 2 * LAYERS, 4 if block == "serial" else 3
+    again = 2 if recompute == "full" else 1
+    assert calls["dgrad"] == calls["wgrad"] == passes * matrices
+    assert calls["forward"] == passes * matrices * again
+    # What forward quantised is kept for backward; only what backward recomputes is quantised again.
+    made_again = {"none": 0, "full": passes * matrices, "selective": passes * (3 if block == "serial" else 2)}[
+        recompute
+    ]
+    assert calls["input"] == passes * matrices + made_again
+    assert calls["gradient"] == passes * (matrices if block == "serial" else 2)
+    for told, counted, travelled, _, _ in both:
+        # Two ranks: each multiplies its own part while the other's is on its way, and then that.
+        assert counted["wgrad"] == calls["wgrad"]
+        assert counted["input"] == calls["input"]
+        assert counted["forward"] > calls["forward"]
+        assert travelled == sent == {torch.int8}
+        assert told.losses == pytest.approx(one.losses, rel=1e-10)
+    assert one.losses != pool.run(train, 1, tree(1, "default"), STEPS)[0].losses
+
+
+def test_weight_gradients_can_be_made_later(pool):
+    def tree(tensor: int, precision: str) -> dict[str, Any]:
+        return case(tensor, microbatches=2, model={"layers": LAYERS}, train={"linear_precision": precision}).tree
+
+    for tensor in (1, 2):
+        now = pool.run(train, tensor, tree(tensor, "default"), STEPS)
+        later = pool.run(run, tensor, tree(tensor, "deferred"))
+        for (told, _, _, most, _), other in zip(later, now, strict=True):
+            assert most == 4 * LAYERS
+            assert (told.losses, told.norms) == (other.losses, other.norms)
+
+
+def test_a_name_is_taken_once():
+    with pytest.raises(ConfigError, match=r"model\.mlp='scaled' is registered already"):
+        parts.mlp.register("scaled", parts.ScaledMlp, parts.DENSE)

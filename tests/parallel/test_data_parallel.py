@@ -1,0 +1,84 @@
+"""What runs is what the schedule says: when buckets leave, on two data-parallel ranks, seen by the record of calls."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megascale.core import calls
+from megascale.optim import optimizer
+from megascale.parallel.data_parallel import DataParallel
+from tests.exact.cases import case
+from tests.exact.conftest import pool  # noqa: F401 - a fixture
+from tests.exact.training import Told, make_engine, run_step
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+class Log(calls.NoCalls):
+    """Notes where the schedule stands and what is sent, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def begin(self, group: str, op: str, size: int) -> int:
+        if group != "world":
+            self.lines.append(op)
+        return 0
+
+    def at(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
+        self.lines.append(f"{action.decode()} {chunk} {microbatch}")
+
+
+def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]:
+    """The third of three steps, with a line for each contribution to a gradient and each update of a shard, and how
+    many buckets each chunk has."""
+    log, told = Log(), Told()
+    mark, apply = DataParallel._mark, optimizer.adamw_apply
+
+    def marked(self: DataParallel, buckets: Any, number: int) -> None:
+        log.lines.append("gradient")
+        mark(self, buckets, number)
+
+    def updated(*args: Any, **kwargs: Any) -> None:
+        log.lines.append("update")
+        apply(*args, **kwargs)
+
+    calls.install(log)
+    with mock.patch.object(DataParallel, "_mark", marked), mock.patch.object(optimizer, "adamw_apply", updated):
+        engine = make_engine(rank, world, tree)
+        run_step(engine, 1, told)
+        log.lines.clear()
+        run_step(engine, 2, told)
+    calls.install(calls.NoCalls())
+    engine.synchronize()
+    return log.lines, len(engine.flats[0].shards)
+
+
+def between(lines: list[str], first: str, stop: str) -> list[str]:
+    start = lines.index(first)
+    return lines[start : lines.index(stop, start)]
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_buckets_leave_within_the_backward_that_fills_them_and_under_the_update(virtual, pool):  # noqa: F811
+    rounds = {"micro_batch_group_size": 3} if virtual > 1 else {}
+    one = case(data=2, virtual=virtual, microbatches=3, parallel={"bucket_elements": 900, **rounds})
+    for lines, buckets in pool.run(logged, 2, one.tree):
+        assert buckets > 3
+        last, after = "backward 0 2", "reduce -1 -1"
+        assert lines.index("reduce_grads 0 -1") == lines.index(last) - 1
+        inside = between(lines, last, after)
+        sent = [n for n, line in enumerate(inside) if line == "reduce_scatter"]
+        # All of the chunk's buckets, each once, and none is left for the end: gradients come after most of them.
+        assert len(sent) == buckets
+        assert inside[sent[0] :].count("gradient") > buckets
+        assert "reduce_scatter" not in between(lines, after, "optimizer -1 -1")
+        # Micro-batches before the last reduce nothing.
+        assert "reduce_scatter" not in between(lines, "backward 0 1", "reduce_grads 0 -1")
+        # The next step's first gather is armed: a bucket leaves behind each of the first chunk's updates.
+        update = lines[lines.index("optimizer -1 -1") + 1 :]
+        assert update[: 2 * buckets] == ["update", "all_gather"] * buckets
+        assert set(update[2 * buckets :]) <= {"update"}

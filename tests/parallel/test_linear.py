@@ -1,0 +1,85 @@
+"""The seam of linear layers: gradients where buffers want them, whatever the implementation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.errors import ConfigError
+from megascale.ops.linear import Operand
+from megascale.parallel.collectives import ALONE
+from megascale.parallel.linear import LINEARS, LinearPrecision, make_linears
+from megascale.parallel.tensor import gather_linear, linear_scatter
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_linear_accumulates_into_main_grad(dtype):
+    x, w, b = randn(3, 2, 8).to(dtype), randn(5, 8, seed=1).to(dtype), randn(5, seed=2).to(dtype)
+    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
+    plain = gather_linear(x, w, b)
+    assert torch.equal(plain, torch.nn.functional.linear(x, w, b))
+    dy = randn(3, 2, 5, seed=3).to(dtype)
+    want = torch.autograd.grad(plain, (x, w, b), dy)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    called = []
+    for p in (w, b):
+        p.main_grad = torch.ones(p.shape, dtype=wide)
+        p.grad_ready = lambda p=p: called.append(p.shape)
+    for _ in range(2):
+        gather_linear(x, w, b).backward(dy)
+    assert called == [w.shape, b.shape] * 2
+    assert w.grad is None
+    assert b.grad is None
+    exact_w = 1 + 2 * dy.double().flatten(0, 1).T @ x.detach().double().flatten(0, 1)
+    exact_b = 1 + 2 * dy.double().flatten(0, 1).sum(0)
+    rtol = 1e-6 if dtype != torch.float64 else 1e-12  # bfloat16 too: the sum is never rounded to it
+    torch.testing.assert_close(w.main_grad.double(), exact_w, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(b.main_grad.double(), exact_b, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(x.grad, 2 * want[0])
+    # What an unset gradient holds is undefined: the first GEMM writes it, the next one adds.
+    w.main_grad.fill_(float("nan"))
+    w.overwrite_main_grad = True
+    for _ in range(2):
+        gather_linear(x, w, b).backward(dy)
+    torch.testing.assert_close(w.main_grad.double(), exact_w - 1, rtol=rtol, atol=rtol)
+
+
+def test_an_unknown_precision_is_told_with_those_there_are():
+    for refuse in (lambda: from_tree({"train": {"linear_precision": "defualt"}}), lambda: make_linears("x", ALONE)):
+        with pytest.raises(ConfigError, match=r"train.linear_precision='\w+' is not known; .*choose among 'default'"):
+            refuse()
+    assert LINEARS.names() == ["default"]
+
+
+class _Given(LinearPrecision):
+    """Takes note of what it is given, and keeps for backward another tensor than forward read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[object] = []
+
+    def input(self, x: torch.Tensor, weight: torch.Tensor, given: object = None) -> Operand:
+        self.given.append(given)
+        return x, x.detach() * 2
+
+    def keep(self, x: Operand) -> Operand:
+        return (x[1] / 2,)
+
+
+def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_that_backward_has():
+    linears, held = _Given(), []
+    x, w, v = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, 2, 8), (5, 8), (4, 5)]))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        y = linear_scatter(linears, gather_linear(x, w, None, linears, given="of x"), v, given=["of y"])
+    assert linears.given == ["of x", "of y"]
+    assert [t.shape for t in held] == [x.shape, (3, 2, 5)]
+    assert all(t.data_ptr() != x.data_ptr() for t in held)
+    plain = torch.nn.functional.linear(torch.nn.functional.linear(x, w), v)
+    torch.testing.assert_close(y, plain)
+    for found, wanted in zip(*(torch.autograd.grad(z.sum(), (x, w, v)) for z in (y, plain)), strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -1,0 +1,195 @@
+"""The life of a service: found or started by whoever comes, one a folder, deaf to strangers, gone at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megascale.services import conversation as talking
+from megascale.services import host_service, reception
+from megascale.services.conversation import Conversation, prove
+from megascale.services.framing import HEAD, ProtocolError, greeting, head
+from megascale.services.host_service import Launch, Place, ServiceFailed
+from megascale.services.reception import Reception
+from tests.services.echo_service import SCHEMA, Echo, talk
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path / "echo", "echo")
+    yield place
+    if pid := place.owner():
+        os.kill(pid, signal.SIGKILL)
+
+
+def launch(place: Place, word: str = "60") -> Launch:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return Launch(
+        "tests.services.echo_service", [str(place.folder), word], place.folder.parent / "log", {"PYTHONPATH": path}
+    )
+
+
+def connect(place: Place, word: str = "60", seconds: float = 60.0) -> Conversation:
+    return host_service.connect(place, launch(place, word), SCHEMA, SCHEMA, seconds=seconds, make_folder=True)
+
+
+def until(found) -> None:
+    deadline = time.monotonic() + 30
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_service_is_started_once_found_again_replaced_when_killed_and_gone_at_the_end(place: Place) -> None:
+    with connect(place, "0.3") as one, connect(place, "0.3") as two:
+        assert talking.peer(one.sock)[0] == talking.peer(two.sock)[0] == place.owner()
+        with open(place.folder / "file", "w+") as file:
+            (place.folder / "file").unlink()
+            one.send(Echo("a"), b"body", [file.fileno()])
+            assert one.receive(attached=10) == Echo("a")
+            assert one.body == b"body"
+            os.write(one.files[0], b"the same file")
+            os.close(one.files[0])
+            assert os.pread(file.fileno(), 99, 0) == b"the same file"
+        before = talking.peer(one.sock)[0]
+        os.kill(before, signal.SIGKILL)
+        with pytest.raises(EOFError):
+            two.receive()
+    with connect(place, "0.3") as again:
+        assert again.ask(Echo("b")) == Echo("b")
+        assert talking.peer(again.sock)[0] != before
+    until(lambda: not place.folder.exists())
+
+
+def test_what_keeps_a_service_from_starting_is_told(place: Place) -> None:
+    with pytest.raises(ServiceFailed, match="no data") as failed:
+        connect(place, "no data")
+    assert failed.value.kind == "DataError"
+
+
+def test_a_service_that_is_stopped_keeps_nobody_waiting_for_ever(place: Place) -> None:
+    connect(place).close()
+    os.kill(place.owner(), signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match=r"nothing answers|another process"):
+        connect(place, seconds=0.5)
+    os.kill(place.owner(), signal.SIGCONT)
+    with connect(place) as late:
+        assert late.ask(Echo("b")) == Echo("b")
+
+
+def test_a_folder_that_is_gone_is_not_made_again_where_it_tells_what_to_serve(place: Place) -> None:
+    with pytest.raises(FileNotFoundError):
+        host_service.connect(place, launch(place), SCHEMA, SCHEMA)
+
+
+def test_a_process_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = socket.socketpair()
+    assert talking.peer(one) == (os.getpid(), os.getuid())
+    talking.check_peer(one)
+    monkeypatch.setattr(talking, "peer", lambda sock: (1, os.getuid() + 1))
+    with pytest.raises(ProtocolError, match="user"):
+        talking.check_peer(one)
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """Where a reception over TCP listens that takes those who know the token."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def meet(sock: socket.socket) -> Conversation:
+        who = Conversation(sock, SCHEMA, SCHEMA)
+        with who.within(reception.PROOF_SECONDS):
+            prove(who, b"token", "echo", "server")
+        return who
+
+    here, ended = Reception(listener, meet, talk, strangers=8), threading.Event()
+    thread = threading.Thread(target=here.serve, args=(ended.is_set,))
+    thread.start()
+    yield listener.getsockname()
+    ended.set()
+    here.wake()
+    thread.join()
+    here.stop()
+
+
+def friend(where: tuple[str, int], token: bytes = b"token") -> Conversation:
+    who = Conversation(socket.create_connection(where), SCHEMA, SCHEMA)
+    with who.within(20.0):
+        prove(who, token, "echo", "client")
+    return who
+
+
+def test_a_flood_of_silent_strangers_keeps_nobody_out(echo) -> None:
+    before = friend(echo)
+    silent = [socket.create_connection(echo) for _ in range(100)]
+    with friend(echo) as who:
+        assert who.ask(Echo("here")) == Echo("here")
+    assert before.ask(Echo("still here")) == Echo("still here")
+    silent[0].settimeout(20)
+    greeted = silent[0].recv(1000)
+    assert not greeted or not silent[0].recv(1000)  # the first to come is the first to go
+    for sock in [*silent, before]:
+        sock.close()
+
+
+def test_a_stranger_has_one_deadline_however_it_sends(echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "PROOF_SECONDS", 0.3)
+    with socket.create_connection(echo) as slow:
+        slow.settimeout(20)
+        sent, began = 0, time.monotonic()
+        with contextlib.suppress(OSError):
+            for byte in greeting(bytes(32)) * 99:
+                slow.send(bytes([byte]))
+                sent += 1
+                if select.select([slow], [], [], 0.05)[0] and not slow.recv(1 << 16):
+                    break
+        assert sent < 32, "a byte at a time, it should have been cut off"
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "first", [bytes(1 << 16), head(1 << 30) + bytes(1 << 16), HEAD.pack(b"MS", 3, 0, 32, 0) + bytes(1 << 16)]
+)
+def test_what_is_no_greeting_is_not_read_on(echo, first: bytes) -> None:
+    with socket.create_connection(echo) as sock:
+        sock.settimeout(20)
+        with contextlib.suppress(OSError):
+            sock.sendall(first + bytes(1 << 16))
+            while sock.recv(1 << 16):
+                pass
+    with pytest.raises((ProtocolError, EOFError, OSError)):
+        friend(echo, b"wrong")
+    with friend(echo) as who:
+        assert who.ask(Echo("here")) == Echo("here")
+
+
+def test_no_descriptor_left_is_survived(place: Place) -> None:
+    """The service may open 40 files; 200 connect and say nothing."""
+    with connect(place) as before:
+        pid = talking.peer(before.sock)[0]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (40, 40))
+        silent = []
+        for _ in range(200):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(str(place.address))
+            silent.append(sock)
+        assert before.ask(Echo("still here")) == Echo("still here")
+        with connect(place) as late:
+            assert talking.peer(late.sock)[0] == pid
+            assert late.ask(Echo("here")) == Echo("here")
+        for sock in silent:
+            sock.close()
