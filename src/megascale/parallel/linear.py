@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megascale.config.parts import LINEAR_PRECISIONS, PartFacts
 from megascale.config.registry import Registry
-from megascale.ops import dispatch, side_stream
+from megascale.ops import dispatch
 from megascale.ops.linear import ComputeType, Gemms, Operand
 from megascale.ops.reduce import finish
 from megascale.parallel.collectives import ALONE, Axis
@@ -26,7 +26,7 @@ class LinearPrecision(ComputeType):
     """GEMMs in the compute type, each weight's gradient made in its layer's backward. Others override what differs.
 
     Args:
-        axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale.
+        axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale. It carries the runtime.
     """
 
     def __init__(self, axis: Axis = ALONE) -> None:
@@ -65,7 +65,7 @@ class LinearPrecision(ComputeType):
         main: Tensor = weight.main_grad  # type: ignore[attr-defined]
         overwrite: bool = getattr(weight, "overwrite_main_grad", False)
         weight.overwrite_main_grad = False  # type: ignore[attr-defined]  # that it has one says that a GEMM makes it
-        side_stream.current.run(lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite), after)
+        self.axis.runtime.stream.run(lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite), after)
         finish(weight)
 
 

@@ -13,7 +13,6 @@ from megascale import checkpoint
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.object_collectives import Peers
 from megascale.config import Config
-from megascale.core import calls
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
@@ -135,7 +134,9 @@ class Trainer:
     def _run(self, life: contextlib.ExitStack) -> TrainResult:
         train, place = self.config.train, self.place
         self.folder.create()
-        self.telemetry = Telemetry(self.folder.status, self.folder.flight, place.rank, place.world, self.groups)
+        self.telemetry = Telemetry(
+            self.folder.status, self.folder.flight, place.rank, place.world, self.groups, self.engine.runtime
+        )
         life.callback(self.telemetry.close)
         self.status = self.ending.status = self.telemetry.status
         self._resume()
@@ -239,9 +240,10 @@ class Trainer:
         read = self.feed.batches(first)
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            calls.current.reads()
+            calls = self.engine.runtime.calls
+            calls.reads()
             found = read(i)
-            calls.current.has_read()
+            calls.has_read()
             return found
 
         return batch
