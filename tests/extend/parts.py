@@ -16,6 +16,7 @@ from megascale.model import mlp
 from megascale.model.context import LayerSetup
 from megascale.model.fusion import Branch
 from megascale.ops import activation
+from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel import linear
 from megascale.parallel.collectives import all_reduce
@@ -154,12 +155,12 @@ class Deferred(LinearPrecision):
         self._later: list[Callable[[], None]] = []
 
     def accumulate_gradient(
-        self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
+        self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
         """See LinearPrecision."""
         if not self._later:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self._later.append(lambda: super(Deferred, self).accumulate_gradient(weight, dy, x))
+        self._later.append(lambda: super(Deferred, self).accumulate_gradient(sink, dy, x))
         Deferred.most = max(Deferred.most, len(self._later))
 
     @torch.no_grad()

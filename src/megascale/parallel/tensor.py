@@ -113,7 +113,7 @@ class _GatherLinear(torch.autograd.Function):
             ctx.save_for_backward(*linears.keep(operand))
         else:
             ctx.save_for_backward(x)
-        # The parameters themselves, not saved copies: they carry main_grad.
+        # The parameters themselves, not saved copies: they have the sinks.
         ctx.weight, ctx.bias, ctx.linears, ctx.recompute_fn = weight, bias, linears, recompute_fn
         return _gathered_gemm(operand, weight, bias, linears, x)
 
