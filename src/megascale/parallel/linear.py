@@ -62,9 +62,8 @@ class LinearPrecision(ComputeType):
         self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
         """Put a weight's gradient into its sink, and say so."""
-        main, overwrite = sink.main, sink.take_overwrite()
-        work = lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite)
-        self.axis.runtime.stream.run(work, after)
+        main, overwrite, stream = sink.main, sink.take_overwrite(), self.axis.runtime.stream
+        stream.run(lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite), after)
         sink.ready()
 
 
