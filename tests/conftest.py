@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["MEGASCALE_STRICT_TRANSITIONS"] = "1"  # what a driver's state machine does not have is an error here
 
 TINY = """
 [model]

@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from megascale.config import ResilienceConfig
 from megascale.core import capacity
-from megascale.resilience.driver import recovery
-from megascale.resilience.driver.nodes import Node, NodeState
+from megascale.resilience.driver import nodes
+from megascale.resilience.driver.job import Job
+from megascale.resilience.driver.job_state import JobState, NodeState
+from megascale.resilience.driver.lasting_journal import LastingJournal
+from megascale.resilience.driver.loop_tasks import LoopTasks
+from megascale.resilience.driver.transitions import NodeEvent
 from megascale.train import launcher
 
 LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2);"
@@ -133,18 +138,17 @@ def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path, monkeyp
     assert (tmp_path / "runs" / "tiny" / "checkpoints").is_dir()
 
 
-class _Nodes(recovery.Recovery):
-    """Starts agents that come a few turns of the loop later."""
+class _Agents:
+    """A cluster whose agents come a few turns of the loop after their start."""
 
-    def __init__(self, dead: set[str]) -> None:
-        self.nodes, self.dead, self.cluster = {}, dead, self
-        self.there: set[str] = set()
+    def __init__(self, run: Path, dead: set[str]) -> None:
+        journal, _ = LastingJournal.take(run, 0.05)
+        job, limits = Job(JobState("a"), journal), ResilienceConfig()
+        self.table = nodes.Nodes(job, self, LoopTasks(), limits, lambda kind, **about: None)
+        self.dead, self.there = dead, set()
         self.most = self.number = 0
 
-    def set_state(self, node: Node, state: NodeState, why: str) -> None:
-        node.state = state
-
-    async def start_agent(self, name: str) -> bool:  # type: ignore[override]
+    async def start_agent(self, name: str) -> bool:
         self.there.add(name)
         self.most = max(self.most, len(self.there))
         if name in self.dead:
@@ -161,42 +165,42 @@ class _Nodes(recovery.Recovery):
 
     def _come(self, name: str) -> None:
         self.there.discard(name)
-        self.nodes.setdefault(name, Node(name)).state = NodeState.UP
+        self.table.change(name, NodeEvent.CAME)
 
 
-def test_agents_start_in_waves(monkeypatch):
-    monkeypatch.setattr(recovery, "WAVE", 3)
+def test_agents_start_in_waves(monkeypatch, tmp_path):
+    monkeypatch.setattr(nodes, "WAVE", 3)
 
-    async def begin() -> _Nodes:
-        nodes = _Nodes({"n4"})
+    async def begin() -> _Agents:
+        agents = _Agents(tmp_path, {"n4"})
+        table = agents.table
         for number in range(10):
-            name = f"n{number}"
-            nodes.nodes[name] = Node(name)
-        nodes._requests = 4
-        works = [nodes._start_agent(node) for node in list(nodes.nodes.values())]
-        await asyncio.wait_for(asyncio.gather(*works, *(nodes._request() for _ in range(4))), 60)
-        return nodes
+            table.known(f"n{number}")
+        table.requests = 4
+        works = [table.start_now(node) for node in table.all()]
+        await asyncio.wait_for(asyncio.gather(*works, *(table.request() for _ in range(4))), 60)
+        return agents
 
-    nodes = asyncio.run(begin())
-    assert nodes.most <= 3
-    assert nodes._on_their_way == nodes._requests == 0
-    assert [name for name, node in nodes.nodes.items() if node.state is not NodeState.UP] == ["n4"]
-    assert nodes.nodes["n4"].deadline == 0.0
+    agents = asyncio.run(begin())
+    assert agents.most <= 3
+    assert agents.table._on_their_way == agents.table.requests == 0
+    assert [node.name for node in agents.table.all() if node.state is not NodeState.UP] == ["n4"]
+    assert agents.table["n4"].deadline == 0.0
 
 
-def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch):
-    monkeypatch.setattr(recovery, "WAVE", 1)
+def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch, tmp_path):
+    monkeypatch.setattr(nodes, "WAVE", 1)
 
     async def begin() -> None:
-        nodes = _Nodes(set())
-        node = nodes.nodes["n0"] = Node("n0")
-        monkeypatch.setattr(nodes, "_come", lambda name: None)  # the first never comes
-        first = asyncio.create_task(nodes._start_agent(node))
-        while not nodes.there:
+        agents = _Agents(tmp_path, set())
+        node = agents.table.known("n0")
+        monkeypatch.setattr(agents, "_come", lambda name: None)  # the first never comes
+        first = asyncio.create_task(agents.table.start_now(node))
+        while not agents.there:
             await asyncio.sleep(0)
-        node.deadline = float("inf")  # as Recovery.start_agent leaves it
+        node.deadline = float("inf")  # as Nodes.start leaves it
         monkeypatch.undo()
-        await asyncio.wait_for(asyncio.gather(first, nodes._start_agent(node)), 60)
+        await asyncio.wait_for(asyncio.gather(first, agents.table.start_now(node)), 60)
         assert node.state is NodeState.UP
 
     asyncio.run(begin())

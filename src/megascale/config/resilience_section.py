@@ -19,6 +19,11 @@ class ResilienceConfig(Section):
         description="steps between checksums of the weights, compared between data-parallel copies; 0: none",
     )
     faults: bool = Field(False, description="let `megascale faults inject` break this run's trainers from inside")
+    cluster: str = Field(
+        "local",
+        min_length=1,
+        description="where nodes come from: local (processes of this machine) or a registered one",
+    )
     nodes: int = Field(
         1, ge=1, le=30_000, description="nodes that hold ranks; on one machine a node is a few processes"
     )

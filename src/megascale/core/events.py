@@ -41,6 +41,7 @@ class Event(StrEnum):
     NODE_REQUESTED = "node_requested"
     NODE_DIAGNOSED = "node_diagnosed"
     MESSAGE_REFUSED = "message_refused"
+    TRANSITION_REFUSED = "transition_refused"  # something happened that the driver's state machine does not have
     ATTEMPT_STARTED = "attempt_started"
     FIRST_STEP = "first_step"
     PROCESS_EXIT = "process_exit"

@@ -81,6 +81,7 @@ class Scenario:
                 config.train.micro_batch,
                 config.train.precision,
                 config.gemms_on_side_stream,
+                config.optimizer.name,
             ).total
             for s in stages
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +9,7 @@ from megascale.config import ResilienceConfig, from_tree
 from megascale.core.events import Event
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.escalation import RECOVERY_ACTIONS, Situation, Use, choose, data_sizes, give_back
-from megascale.resilience.driver.job_state import ENDED, FOLLOWS, JobState, Phase
+from megascale.resilience.driver.job_state import JobState, Phase
 from megascale.resilience.driver.journal import Journal
 
 CONFIG = ResilienceConfig(retries=2, respawns=1, replacements=2, budget_seconds=100, replenish_wait=10)
@@ -116,21 +115,9 @@ def test_data_parallelism_does_not_shrink_below_what_is_allowed():
     assert data_sizes(_config(1, 1, 1, 8, least=2), 1, 5) == [(4, 4), (2, 2)]
 
 
-def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
-    for phase in Phase:
-        seen, frontier = {phase}, [phase]
-        while frontier:
-            frontier = [n for p in frontier for n in FOLLOWS[p] if n not in seen and not seen.add(n)]
-        assert (seen & ENDED) if phase not in ENDED else seen == {phase}
-    # No way from one attempt to the next but through STOPPING: two never overlap.
-    assert all(Phase.STARTING not in FOLLOWS[p] for p in Phase if p is not Phase.STOPPING)
-
-
-def test_a_job_survives_the_journal_and_refuses_impossible_moves():
+def test_a_job_survives_the_journal():
     job = JobState("a", Phase.RUNNING, 3, ("n1", "n0"), 2, 4, ("127.0.0.1", 5), fresh=("n1",), step=7)
     assert JobState.from_json(job.to_json()) == job
     assert job.ranks("n0") == (2, 3)
     assert job.ranks("n7") == ()
     assert job.world == 4
-    with pytest.raises(ValueError, match="running cannot become starting"):
-        job.move(Phase.STARTING)

@@ -20,9 +20,9 @@ from megascale.config import Config, load
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver import http_api
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.job_state import JobState, Phase
+from megascale.resilience.driver.job_state import JobState, NodeState, Phase
 from megascale.resilience.driver.lasting_journal import LastingJournal
-from megascale.resilience.driver.nodes import Node, NodeState
+from megascale.resilience.driver.transitions import NodeEvent
 from megascale.resilience.protocol import contact
 from megascale.resilience.protocol.agent_messages import Diagnosed
 
@@ -47,7 +47,7 @@ class Served:
         job = JobState("job", self.phase, 1, ("n0",), 1, 1)
         self.driver = Driver(self.run, config, LocalCluster(self.run), [], journal, job)
         for name in ("n0", "n1"):
-            self.driver.nodes[name] = Node(name, state=NodeState.UP)
+            self.driver.nodes.change(name, NodeEvent.CAME)
         self.url, end = await http_api.serve(self.driver, "127.0.0.1", 0)
         self.ready.set()
         while not self.over.is_set():
@@ -96,7 +96,7 @@ def test_orders_do_what_they_say_and_refuse_what_cannot_be(served):
     assert served.ask("/v1/job")[1]["phase"] == "paused"
     assert served.ask("/v1/nodes/n9/cordon", {})[0] == 404
     assert served.ask("/v1/nodes/n1/cordon", {"why": "loud"})[0] == 200
-    assert served.driver.nodes["n1"].cordoned
+    assert served.driver.nodes["n1"].record.cordoned
     assert served.ask("/v1/job/pause", {})[0] == 409
     assert served.ask("/v1/job/restart", {})[0] == 409
     assert served.ask("/v1/job/resume", {"why": "x" * 501})[0] == 422
@@ -110,14 +110,14 @@ def test_orders_do_what_they_say_and_refuse_what_cannot_be(served):
 
 def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     driver = served.driver
-    driver.job = replace(driver.job, phase=Phase.RUNNING)
-    driver.spawn = lambda work: work.close()  # no cluster is asked
+    driver.job.state = replace(driver.job.state, phase=Phase.RUNNING)
+    driver.tasks.spawn = lambda work: work.close()  # no cluster is asked
     report = Diagnosed(0, 1, said="failed: memory bandwidth cpu: 1 GB/s")
     handled = threading.Event()
-    served.loop.call_soon_threadsafe(lambda: (driver.handle_report(driver.nodes["n1"], report), handled.set()))
+    served.loop.call_soon_threadsafe(lambda: (driver.checks.take_in(driver.nodes["n1"], report), handled.set()))
     assert handled.wait(20)
     assert driver.nodes["n1"].state is NodeState.EVICTED
-    assert "memory bandwidth" in driver.nodes["n1"].why
+    assert "memory bandwidth" in driver.nodes["n1"].record.why
     assert driver.job.phase is Phase.RUNNING  # training does not notice
     events = served.ask("/v1/events")[1]
     assert [(e["kind"], e["action"]) for e in events] == [

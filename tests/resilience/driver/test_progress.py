@@ -78,7 +78,8 @@ def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, lim
     """(furthest step that a start was seen in, step that it ended in) of each: the job ends within the limit."""
     job, without, furthest = JobState("a"), 0, 0
     for seen, at in ends:
-        job = progress.count(replace(job, step=max(job.step, seen)), at)
+        job = replace(job, step=max(job.step, seen))
+        job = replace(job, **progress.count(job, at))
         without = 0 if seen > furthest else without + 1
         furthest = max(furthest, seen)
         assert job.starts_without_progress == without
@@ -110,9 +111,9 @@ def test_no_cause_and_no_remedy_gets_around_the_count(tmp_path_factory, ends, li
     async def work() -> int:
         driver = Driver(run, config, LocalCluster(run), ["train"], journal, JobState("a", Phase.RUNNING, 1))
         for number, (kind, action) in enumerate(ends):
-            driver.job = replace(driver.job, phase=Phase.RUNNING, attempt=number + 1, step=steps)
-            driver.act([Verdict(kind, (), (0,), action, ("why",))])
-            if driver.job.goal is Phase.FAILED:
+            driver.job.state = replace(driver.job.state, phase=Phase.RUNNING, attempt=number + 1, step=steps)
+            driver.response.act([Verdict(kind, (), (0,), action, ("why",))])
+            if driver.job.state.goal is Phase.FAILED:
                 return number + 1
         return 0
 

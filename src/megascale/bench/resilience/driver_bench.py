@@ -151,33 +151,23 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
     tree = {"resilience": {"nodes": agents, "window": window}, "train": {"global_batch": agents * RANKS}}
     config = from_tree(tree | {"parallel": {"data": agents * RANKS}, "data": {}})
 
-    class Measured(Driver):
-        """Notes verdicts instead of acting on them."""
+    verdicts: list[tuple[str, float]] = []
 
-        verdicts: list[tuple[str, float]]
-        beats = 0
-        slowest = 0.0
-
-        def act(self, verdicts: list[Verdict]) -> None:
-            now = time.monotonic()
-            for verdict in verdicts:
-                if verdict.action not in ("none", "alert"):
-                    self.verdicts += [(node, now) for node in verdict.nodes or ("",)]
-                    self.incidents.clear()
-
-        def beat(self, name: str, channel: Any, heartbeat: Heartbeat) -> None:
-            self.beats += 1
-            super().beat(name, channel, heartbeat)
-
-        def step(self, now: float) -> None:
-            super().step(now)
-            self.slowest = max(self.slowest, time.monotonic() - now)
+    def noted(found: Sequence[Verdict]) -> None:
+        """Takes verdicts instead of acting on them."""
+        now = time.monotonic()
+        for verdict in found:
+            if verdict.action not in ("none", "alert"):
+                verdicts.extend((node, now) for node in verdict.nodes or ("",))
 
     journal, _ = LastingJournal.take(run, 0.1)
-    measured = Measured(
-        run, config, _Nowhere(), ["train"], journal, JobState("bench", Phase.WAITING, 0, (), RANKS, agents * RANKS)
-    )
-    measured.verdicts = []
+    job = JobState("bench", Phase.WAITING, 0, (), RANKS, agents * RANKS)
+    measured = Driver(run, config, _Nowhere(), ["train"], journal, job)
+    measured.diagnosis.act = noted
+
+    def beats() -> int:
+        return sum(node.heartbeat.sequence for node in measured.nodes.all() if node.heartbeat is not None)
+
     await measured.open()
     began = time.monotonic()
     measured.announce("http://127.0.0.1:0")
@@ -186,21 +176,21 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
         await asyncio.sleep(0.05)
     joined = time.monotonic()
     await asyncio.sleep(3.0)
-    start, cpu, measured.beats, measured.slowest = time.monotonic(), time.process_time(), 0, 0.0
+    start, cpu, before, measured.slowest = time.monotonic(), time.process_time(), beats(), 0.0
     memory = [_memory()]
-    measured.verdicts.clear()
+    verdicts.clear()
     while time.monotonic() - start < seconds and not work.done():
         await asyncio.sleep(1.0)
         memory.append(_memory())
     lasted = time.monotonic() - start
-    measures = {"verdicts": measured.verdicts, "beats": measured.beats, "lasted": lasted, "joining": joined - began}
+    measures = {"verdicts": verdicts, "beats": beats() - before, "lasted": lasted, "joining": joined - began}
     measures |= {
         "cpu": time.process_time() - cpu,
         "slowest": measured.slowest,
         "memory": memory,
         "ended": time.monotonic(),
     }
-    measured.interrupt()
+    measured.operations.interrupt()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(60):
             await work

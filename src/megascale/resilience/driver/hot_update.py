@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megascale.config import ACCEPTABLE, Config, load
+from megascale.config import ACCEPTABLE, Config, ResilienceConfig, load
 from megascale.errors import ConfigError
 from megascale.resilience.protocol.contact import folder
 
@@ -21,6 +21,31 @@ FIXED = ("model", "parallel", "resilience", "train.name", "train.runs", "train.d
 def settings_file(run: Path) -> Path:
     """Where trainers read their settings: RUN/driver/job.toml."""
     return folder(run) / "job.toml"
+
+
+class RunningSettings:
+    """The settings that a job runs with; one object for all parts of a driver.
+
+    Attributes:
+        config: in force now.
+    """
+
+    def __init__(self, run: Path, config: Config) -> None:
+        self._run, self.config = run, config
+
+    @property
+    def limits(self) -> ResilienceConfig:
+        """Windows and budgets, which no update changes."""
+        return self.config.resilience
+
+    def change(self, settings: Sequence[str]) -> tuple[str, ...]:
+        """Put changed settings in force; what changed, in words. ConfigError as `apply`."""
+        self.config, changed = apply(self._run, self.config, settings)
+        return changed
+
+    def undo(self) -> None:
+        """Put the settings before back in force."""
+        self.config = undo(self._run)
 
 
 def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:

@@ -43,7 +43,7 @@ class Restart(Reason):
 
 
 class JobAnswer(BaseModel):
-    """The job now."""
+    """The job now. recovery: recovery actions under way."""
 
     name: str
     phase: str
@@ -53,6 +53,7 @@ class JobAnswer(BaseModel):
     data_parallel: int
     nodes: list[str]
     epoch: int
+    recovery: list[str]
     why: str
 
 
@@ -135,13 +136,13 @@ def build(driver: Driver) -> FastAPI:
 
     def known(node: str) -> str:
         if node not in driver.nodes:
-            raise HTTPException(404, f"there is no node {node!r}; known: {', '.join(sorted(driver.nodes))}"[:500])
+            raise HTTPException(404, f"there is no node {node!r}; known: {', '.join(driver.nodes.names())}"[:500])
         return node
 
     @app.get("/v1/job", responses=_refusals())
     async def job() -> JobAnswer:
         """The job's state."""
-        j = driver.job
+        j = driver.job.state
         return JobAnswer(
             name=j.name,
             phase=j.phase,
@@ -151,13 +152,14 @@ def build(driver: Driver) -> FastAPI:
             data_parallel=j.data,
             nodes=list(j.placement),
             epoch=driver.journal.epoch,
+            recovery=[f"{action} {node}".strip() for node, action in j.recovery],
             why=j.why,
         )
 
     @app.get("/v1/nodes", responses=_refusals())
     async def nodes() -> list[NodeAnswer]:
         """All nodes."""
-        return [_node(driver, name) for name in sorted(driver.nodes)]
+        return [_node(driver, name) for name in driver.nodes.names()]
 
     @app.get("/v1/events", responses=_refusals(422))
     async def events(
@@ -172,32 +174,32 @@ def build(driver: Driver) -> FastAPI:
     @app.post("/v1/nodes/{node}/evict", responses=_refusals(404, 422))
     async def evict(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Take a node out; its ranks move to a spare or a new node."""
-        driver.evict(known(node), reason.why)
+        driver.operations.evict(known(node), reason.why)
         return ActionResponse(phase=driver.job.phase)
 
     @app.post("/v1/nodes/{node}/cordon", responses=_refusals(404, 422))
     async def cordon(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Give the node nothing new; what it runs goes on."""
-        driver.cordon(known(node), True, reason.why)
+        driver.operations.cordon(known(node), True, reason.why)
         return ActionResponse(phase=driver.job.phase)
 
     @app.post("/v1/nodes/{node}/uncordon", responses=_refusals(404, 422))
     async def uncordon(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Allow the node again, an evicted one too."""
-        driver.cordon(known(node), False, reason.why)
+        driver.operations.cordon(known(node), False, reason.why)
         return ActionResponse(phase=driver.job.phase)
 
     @app.post("/v1/job/pause", responses=_refusals(409, 422))
     async def pause(reason: Reason) -> ActionResponse:
         """Save and stop training; the nodes stay."""
-        if not driver.pause(reason.why):
+        if not driver.operations.pause(reason.why):
             raise HTTPException(409, f"the job is {driver.job.phase}: nothing to pause")
         return ActionResponse(phase=driver.job.phase)
 
     @app.post("/v1/job/resume", responses=_refusals(409, 422))
     async def resume(reason: Reason) -> ActionResponse:
         """Go on after a pause."""
-        if not driver.resume(reason.why):
+        if not driver.operations.resume(reason.why):
             raise HTTPException(409, f"the job is {driver.job.phase}, not paused")
         return ActionResponse(phase=driver.job.phase)
 
@@ -208,7 +210,7 @@ def build(driver: Driver) -> FastAPI:
         Settings that bring no step are taken back.
         """
         try:
-            done = driver.restart(reason.why, reason.settings)
+            done = driver.operations.restart(reason.why, reason.settings)
         except MegascaleError as error:
             raise HTTPException(400, str(error)) from None
         if not done:
@@ -223,12 +225,12 @@ def _node(driver: Driver, name: str) -> NodeAnswer:
     workers = n.heartbeat.workers if n.heartbeat is not None else ()
     return NodeAnswer(
         name=name,
-        address=n.address,
+        address=n.record.address,
         state=n.state,
-        cordoned=n.cordoned,
-        ranks=list(driver.job.ranks(name)),
+        cordoned=n.record.cordoned,
+        ranks=list(driver.job.state.ranks(name)),
         seen=round(time.monotonic() - n.last_seen, 3) if n.channel is not None else None,
-        why=n.why,
+        why=n.record.why,
         workers=[
             RankAnswer(
                 rank=w.rank,
@@ -242,7 +244,7 @@ def _node(driver: Driver, name: str) -> NodeAnswer:
             for w in workers
         ],
         checks="passed" if n.tested else "under way" if n.checking else "not run",
-        facts=n.facts,
+        facts=dict(n.record.facts),
     )
 
 

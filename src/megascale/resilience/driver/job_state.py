@@ -1,9 +1,13 @@
-"""The job's state machine: which phases there are, which follow which, and what must be remembered over a restart."""
+"""The state of a job: all that a driver must know to go on with it after a restart, as plain serialisable data.
+
+What may change it, and how, stands in transitions.py; what writes it down, in journal.py.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -25,23 +29,38 @@ class Phase(StrEnum):
 
 
 ENDED = frozenset({Phase.DONE, Phase.FAILED, Phase.INTERRUPTED})
-# What may follow. STOPPING leads to its goal; every start goes through it, so that two attempts never overlap.
-FOLLOWS: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.STOPPING, Phase.PAUSED, Phase.FAILED, Phase.INTERRUPTED}),
-    Phase.STOPPING: frozenset({Phase.STOPPING, Phase.STARTING, Phase.WAITING, Phase.DIAGNOSING, Phase.PAUSED, *ENDED}),
-    Phase.STARTING: frozenset({Phase.RUNNING, Phase.STOPPING, Phase.DONE}),
-    Phase.RUNNING: frozenset({Phase.STOPPING, Phase.DONE}),
-    Phase.DIAGNOSING: frozenset({Phase.WAITING, Phase.STOPPING}),
-    Phase.PAUSED: frozenset({Phase.WAITING, Phase.FAILED, Phase.INTERRUPTED}),
-    Phase.DONE: frozenset(),
-    Phase.FAILED: frozenset(),
-    Phase.INTERRUPTED: frozenset(),
-}
+
+
+class NodeState(StrEnum):
+    """What a node is to the driver."""
+
+    JOINING = "joining"  # its agent was started and has not come yet
+    UP = "up"  # its agent answers
+    LOST = "lost"  # silent for longer than the window
+    EVICTED = "evicted"  # not used again until it is uncordoned
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """What is remembered of a node.
+
+    Attributes:
+        cordoned: keeps what it runs but gets nothing new.
+        why: of the state, in words; since: seconds since 1970.
+        facts: of its machine, as its agent said.
+    """
+
+    state: NodeState = NodeState.JOINING
+    address: str = ""
+    cordoned: bool = False
+    why: str = ""
+    since: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class JobState:
-    """All that a driver must know of a job to go on with it after a restart; one row of the journal.
+    """All that a driver must know of a job to go on with it after a restart.
 
     Attributes:
         name: the run's name.
@@ -62,6 +81,11 @@ class JobState:
         ends: the step in which each of the starts since the last new step ended, 0: not within a step.
         exit_code: of the job, once ended.
         why: the last decision in words.
+        epoch: number of the driver in office.
+        recovery: (node, recovery action) of the recovery under way, until a step was seen; node "": none to blame.
+        evicting: nodes that are taken out once the trainers have saved.
+        unexplained: the last recovery blamed no node so far.
+        nodes: every node ever known, by name.
     """
 
     name: str
@@ -82,6 +106,11 @@ class JobState:
     ends: tuple[int, ...] = ()
     exit_code: int = 0
     why: str = ""
+    epoch: int = 0
+    recovery: tuple[tuple[str, str], ...] = ()
+    evicting: tuple[str, ...] = ()
+    unexplained: bool = False
+    nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -95,23 +124,45 @@ class JobState:
         first = self.placement.index(node) * self.ranks_per_node
         return tuple(range(first, first + self.ranks_per_node))
 
-    def move(self, phase: Phase, **changes: Any) -> JobState:
-        """The job in another phase; ValueError for a step that the machine does not have."""
-        if phase not in FOLLOWS[self.phase]:
-            raise ValueError(f"job {self.name}: {self.phase} cannot become {phase}")
-        return replace(self, phase=phase, **changes)
+    def fields(self) -> dict[str, Any]:
+        """All but the nodes, which have rows of their own, as JSON has it."""
+        record = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "nodes"}
+        return {name: to_plain(value) for name, value in record.items()}
 
     def to_json(self) -> str:
-        """For the journal."""
-        return json.dumps(asdict(self))
+        """All but the nodes, for agents and tests."""
+        return json.dumps(self.fields())
+
+    @classmethod
+    def from_fields(cls, record: Any) -> JobState:
+        """As `fields` gave it, from this version or another; ValueError, TypeError or KeyError for anything else."""
+        record = current_fields(record)
+        known = {each.name for each in fields(cls)} - {"nodes"}  # a newer version may know more
+        return cls(**{name: from_plain(name, value) for name, value in record.items() if name in known})
 
     @classmethod
     def from_json(cls, text: str) -> JobState:
-        """As `to_json` wrote it; ValueError or TypeError for anything else."""
-        record = current_fields(json.loads(text))
-        record["phase"], record["goal"] = Phase(record["phase"]), Phase(record["goal"])
-        for name in ("placement", "master", "fresh"):
-            record[name] = tuple(record[name])
-        record["ends"] = tuple(record.get("ends", ()))  # an older version does not know it
-        known = {each.name for each in fields(cls)}  # a newer version may know more
-        return cls(**{name: value for name, value in record.items() if name in known})
+        """As `to_json` wrote it; ValueError, TypeError or KeyError for anything else."""
+        return cls.from_fields(json.loads(text))
+
+    def with_node(self, name: str, record: NodeRecord) -> JobState:
+        """The job with what is remembered of one node."""
+        return replace(self, nodes={**self.nodes, name: record})
+
+
+def to_plain(value: Any) -> Any:
+    """A field of the state as JSON has it."""
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, tuple):
+        return [to_plain(part) for part in value]
+    return value
+
+
+def from_plain(name: str, value: Any) -> Any:
+    """The field `name` of the state from what `to_plain` gave; ValueError or TypeError for anything else."""
+    if name in ("phase", "goal"):
+        return Phase(value)
+    if name == "recovery":
+        return tuple((str(node), str(action)) for node, action in value)
+    return tuple(value) if name in ("placement", "master", "fresh", "ends", "evicting") else value

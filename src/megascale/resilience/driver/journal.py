@@ -3,6 +3,8 @@
 It is the driver's memory over restarts and the fence between two drivers: each has an epoch, and a driver whose
 epoch is not the newest can no longer write. Readers (`megascale events`) need no driver.
 
+The job's state is replayed: the last whole state, then each transition since (transitions.py), and the nodes' rows.
+
 Rows carry a checksum: SQLite notices a file that is cut or whose pages do not fit together, but no digit that turned
 into another. On a network file system it goes without a write-ahead log, which does not work there.
 """
@@ -15,7 +17,7 @@ import socket
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +27,8 @@ from megascale.core import strict_json
 from megascale.core.events import current_name
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.driver import filesystems
-from megascale.resilience.driver.job_state import JobState
+from megascale.resilience.driver.job_state import JobState, NodeRecord, NodeState, from_plain, to_plain
+from megascale.resilience.driver.transitions import JobEvent, follow
 from megascale.resilience.process_birth import born
 
 FILE = "journal.sqlite"
@@ -33,6 +36,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, born INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS job (id INTEGER PRIMARY KEY CHECK (id = 1), state TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS transitions (id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL,
+    epoch INTEGER NOT NULL, event TEXT NOT NULL, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS nodes (name TEXT PRIMARY KEY, address TEXT NOT NULL, state TEXT NOT NULL, why TEXT NOT NULL,
     since REAL NOT NULL, facts TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, epoch INTEGER NOT NULL,
@@ -62,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A node as the journal knows it. state: see driver.py; since: seconds since 1970."""
+    """A node as the journal knows it. state: of NodeState; since: seconds since 1970; facts: also whether cordoned."""
 
     name: str
     address: str
@@ -71,6 +76,18 @@ class NodeRow:
     since: float
     facts: dict[str, Any]
 
+    @classmethod
+    def of(cls, name: str, record: NodeRecord) -> NodeRow:
+        """What is remembered of the node `name`."""
+        facts = {**record.facts, "cordoned": record.cordoned}
+        return cls(name, record.address, record.state.value, record.why, record.since, facts)
+
+    def record(self) -> NodeRecord:
+        """As the job's state has it."""
+        facts = dict(self.facts)
+        cordoned = bool(facts.pop("cordoned", False))
+        return NodeRecord(NodeState(self.state), self.address, cordoned, self.why, self.since, facts)
+
 
 class Journal:
     """The writing side, held by one driver. Open it with `take`.
@@ -78,7 +95,10 @@ class Journal:
     Attributes:
         aside: where a damaged file was set aside, None if it was complete; damage: what was wrong with it.
         network: the type of the network file system that it lies on, "" if it does not.
+        tail: transitions after which the whole state is written again.
     """
+
+    tail = 256
 
     def __init__(self, path: Path, connection: sqlite3.Connection, epoch: int) -> None:
         self.path, self.epoch = path, epoch
@@ -149,9 +169,19 @@ class Journal:
             db.execute("UPDATE lease SET beat = ?", (self._beat,))
 
     def save_job(self, job: JobState) -> None:
-        """Remember the job's state."""
+        """Remember the job's state, but for its nodes (`save_node`), as the one that later transitions start from."""
         with self._write(lasting=True) as db:
-            db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (_sealed(json.loads(job.to_json())),))
+            _snapshot(db, job)
+
+    def record(self, event: JobEvent, changes: Mapping[str, Any], after: JobState) -> None:
+        """Remember a transition, after which the job is `after`."""
+        data = {name: to_plain(value) for name, value in changes.items()}
+        with self._write(lasting=event is not JobEvent.STEP) as db:
+            row = (time.time(), self.epoch, str(event))
+            insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
+            db.execute(insert, (*row, _sealed(data, *row)))
+            if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.tail:
+                _snapshot(db, after)
 
     def save_node(self, node: NodeRow) -> None:
         """Remember a node."""
@@ -307,6 +337,8 @@ def _check(db: sqlite3.Connection) -> None:
     if job is not None:
         _unsealed(job[0])
         _job(db)
+    for *about, data in db.execute("SELECT time, epoch, event, data FROM transitions"):
+        _unsealed(data, *about)
     for *about, facts in db.execute("SELECT name, address, state, why, since, facts FROM nodes"):
         _unsealed(facts, *about)
     columns = "time, attempt, kind, action, nodes, ranks, evidence, details"
@@ -383,9 +415,22 @@ def _gone(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: fl
     return True
 
 
+def _snapshot(db: sqlite3.Connection, job: JobState) -> None:
+    db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (_sealed(job.fields()),))
+    db.execute("DELETE FROM transitions")
+
+
 def _job(db: sqlite3.Connection) -> JobState | None:
+    """The state as the transitions lead to it; ValueError for one that could not happen."""
     row = db.execute("SELECT state FROM job").fetchone()
-    return JobState.from_json(row[0]) if row else None
+    if row is None:
+        return None
+    job = JobState.from_json(row[0])
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'transitions'").fetchone():  # older versions have none
+        for event, data in db.execute("SELECT event, data FROM transitions ORDER BY id"):
+            changes = {name: from_plain(name, value) for name, value in _open_record(data).items()}
+            job = follow(job, JobEvent(event), changes)
+    return replace(job, nodes={node.name: node.record() for node in _nodes(db)})
 
 
 def _nodes(db: sqlite3.Connection) -> list[NodeRow]:

@@ -12,7 +12,7 @@ import os
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megascale.core.failure import NO_ROOM, SCARCE, errno_of
 from megascale.errors import TrainingError
 from megascale.resilience.driver.job_state import JobState
 from megascale.resilience.driver.journal import Entry, Journal, JournalFenced, NodeRow, _open
+from megascale.resilience.driver.transitions import JobEvent
 
 EVERY = 60.0  # seconds between messages about a full disk
 
@@ -78,6 +79,13 @@ class LastingJournal(Journal):
     def save_job(self, job: JobState) -> None:
         """Remember the job's state."""
         self._late_job = None if self._written(lambda: super(LastingJournal, self).save_job(job)) else job
+
+    def record(self, event: JobEvent, changes: Mapping[str, Any], after: JobState) -> None:
+        """Remember a transition; where that finds no room, the whole state is written later."""
+        if self._late_job is not None or not self._written(
+            lambda: super(LastingJournal, self).record(event, changes, after)
+        ):
+            self._late_job = after
 
     def save_node(self, node: NodeRow) -> None:
         """Remember a node."""

@@ -1,6 +1,6 @@
 """Whether starting again helps: counts starts that brought no new step, and names the step that ends them all.
 
-Every fault that ends a start is counted here, whatever its cause and whatever the rules make of it (`Diagnosis.act` is
+Every fault that ends a start is counted here, whatever its cause and whatever the rules make of it (`Response.act` is
 the one caller): a job whose starts bring nothing new ends after `resilience.no_progress_limit` of them.
 """
 
@@ -11,7 +11,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,11 @@ def step_of_end(verdicts: Sequence[Verdict], workers: Iterable[Worker]) -> int:
     return steps.most_common(1)[0][0] if steps else 0
 
 
-def count(job: JobState, at: int) -> JobState:
-    """`job` after a start has ended in step `at` (0: not within a step)."""
+def count(job: JobState, at: int) -> dict[str, Any]:
+    """What changes of `job` after a start has ended in step `at` (0: not within a step)."""
     if job.step > job.best:
-        return replace(job, best=job.step, starts_without_progress=0, ends=(at,))
-    return replace(job, starts_without_progress=job.starts_without_progress + 1, ends=(*job.ends, at)[-KEPT:])
+        return {"best": job.step, "starts_without_progress": 0, "ends": (at,)}
+    return {"starts_without_progress": job.starts_without_progress + 1, "ends": (*job.ends, at)[-KEPT:]}
 
 
 def same_end(job: JobState) -> tuple[int, int]:

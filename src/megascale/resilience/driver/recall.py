@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core.events import Event, current_name
+from megascale.resilience.driver.job_state import NodeState
 from megascale.resilience.driver.journal import Entry, Journal, NodeRow
-from megascale.resilience.driver.nodes import NodeState
 
 _OURS = ("time", "event", "by", "attempt", "action", "nodes", "ranks", "evidence")
 

@@ -18,12 +18,13 @@ from megascale.core.events import Event
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
-from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.cluster.registry import ClusterRequest, check_cluster, make_cluster
 from megascale.resilience.driver import recall
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.journal import FILE, JournalFenced, JournalReader
 from megascale.resilience.driver.lasting_journal import LastingJournal, lacks_room, no_room
+from megascale.resilience.plugins import load_plugins
 from megascale.resilience.protocol import contact
 
 
@@ -62,7 +63,9 @@ def size(config: Config, gpus: int) -> Size:
 
 
 def prepare(config: Config) -> tuple[Config, Size]:
-    """The configuration as the trainers will read it, and the job's size."""
+    """The configuration as the trainers will read it, and the job's size. ConfigError for an unknown cluster."""
+    load_plugins()
+    check_cluster(config.resilience.cluster)
     gpus = gpu_count()
     found = size(config, gpus)
     if not found.devices and config.train.threads is None:
@@ -119,13 +122,15 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
         known = max(known, contact.read_contact(run).epoch)
     journal, damaged = LastingJournal.take(run, config.resilience.lease, known)
     recalled = recall.restore(journal, run)
-    job, cluster = journal.job(), LocalCluster(run, found.devices)
+    job = journal.job()
+    cluster = make_cluster(ClusterRequest(run, config, tuple(map(tuple, found.devices))))
     settings = contact.folder(run) / "job.toml"
     # A journal that has lost something must not have anything stopped: what runs is asked first.
     behind = damaged or recalled.events > 0 or job is None
     unsure = behind and settings.exists() and any(info.running for info in cluster.nodes())
     attempt = max(job.attempt if job is not None else 0, recalled.attempt)
-    new = JobState(config.train.name, Phase.WAITING, attempt, (), found.ranks_per_node, found.data)
+    nodes = {row.name: row.record() for row in journal.nodes()}
+    new = JobState(config.train.name, Phase.WAITING, attempt, (), found.ranks_per_node, found.data, nodes=nodes)
     if unsure:
         # Until the agents have said what runs: nothing is placed, or, if a person paused the job, nothing is to be.
         job = replace(new if job is None else job, attempt=attempt, goal=Phase.STARTING)
@@ -138,7 +143,6 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     mine, config = config, load(settings)
     if mine != config:
         say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")
-    journal.save_job(job)
     driver = Driver(run, config, cluster, ["train", str(settings)], journal, job, say, unsure)
     _report_journal(driver, journal, recalled)
     try:
@@ -211,7 +215,7 @@ async def _serve(driver: Driver) -> int:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, driver.interrupt)
+        loop.add_signal_handler(number, driver.operations.interrupt)
     limits = driver.limits
     try:
         await driver.open()

@@ -1,0 +1,109 @@
+"""A cluster and an anomaly rule of a package outside `src`: `megascale launch` finds them by its entry point."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megascale.errors import ConfigError
+from megascale.resilience import plugins, rules
+from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.cluster.registry import register_cluster
+from tests.resilience.conftest import launch  # noqa: F401
+
+PACKAGE = '''
+"""Local processes under another name, which writes down what the driver asks of it; and a rule about steps."""
+
+from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.cluster.registry import register_cluster
+from megascale.resilience.rules import register_rule
+from megascale.resilience.rules.verdicts import Verdict
+
+
+class Told:
+    def __init__(self, request):
+        self._local, self._file = LocalCluster(request.run, list(request.devices)), request.run / "asked"
+
+    def _asked(self, what):
+        with open(self._file, "a") as file:
+            file.write(what + "\\n")
+
+    def nodes(self):
+        return self._local.nodes()
+
+    async def start_agent(self, name):
+        self._asked(f"start {name}")
+        return await self._local.start_agent(name)
+
+    async def fence(self, name):
+        self._asked(f"fence {name}")
+        return await self._local.fence(name)
+
+    async def request(self):
+        self._asked("request")
+        return await self._local.request()
+
+    def __getattr__(self, name):
+        return getattr(self._local, name)
+
+
+def fifth_step(view):
+    came = [(m, w) for m, w in view.workers() if w.step >= 5]
+    return [Verdict("fifth_step", (m.node,), (w.rank,), "respawn", ("five are enough",)) for m, w in came[:1]]
+
+
+register_cluster("told", Told)
+register_rule(fifth_step, quick=True)
+'''
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package as pip would leave it, on the path of every process that the test starts."""
+    folder = tmp_path / "site"
+    about = folder / "ours-1.0.dist-info"
+    about.mkdir(parents=True)
+    (folder / "ours.py").write_text(PACKAGE)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ours\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nours = ours\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    return folder
+
+
+def test_a_cluster_and_a_rule_of_another_package_run_a_job(package, launch):  # noqa: F811
+    words = ["--nodes=1", "--resilience.cluster=told", "--train.steps=100000", "--checkpoint.interval=0"]
+    job = launch("extended", *words)
+    found = job.until("fifth_step")
+    assert (found.nodes, found.ranks, found.action, found.evidence) == (("n0",), (0,), "respawn", ("five are enough",))
+    assert job.until("recovery_action").action == "retry"  # the verdict is acted upon like any other
+    assert (job.run / "asked").read_text().splitlines() == ["request"]
+    job.process.terminate()
+    assert job.finish() == 130, job.story()
+    assert job.events()[-1].kind == "driver_ended"
+
+
+def test_a_cluster_that_nobody_registered_is_refused_with_those_there_are(package, megascale, tiny, tmp_path):
+    pytest.importorskip("fastapi")
+    done = megascale("launch", tiny, "--resilience.cluster=slurn")
+    assert done.returncode == 2
+    assert "resilience.cluster=slurn is not known; there are: local, told" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(package, megascale, tiny):
+    pytest.importorskip("fastapi")
+    (package / "ours.py").write_text("import nothing_of_that_name")
+    done = megascale("launch", tiny)
+    assert done.returncode == 2
+    assert "the plugin ours (ours) cannot be loaded: ModuleNotFoundError" in done.stderr
+
+
+def test_a_name_means_one_cluster_and_a_rule_is_applied_once(monkeypatch):
+    with pytest.raises(ConfigError, match="'local' is registered already"):
+        register_cluster("local", lambda request: LocalCluster(request.run))
+    monkeypatch.setattr(rules, "SLOW", [])
+    for _ in range(2):
+        rules.register_rule(rules.metrics_rules.losses)
+    assert [rules.metrics_rules.losses] == rules.SLOW
