@@ -23,7 +23,7 @@ def test_singular_values_come_near_one_and_vectors_stay(scale):
     torch.testing.assert_close(found, one_by_one, rtol=1e-12, atol=1e-14)
 
 
-def test_zero_is_zero_after_and_tall_ones_are_refused():
+def test_zero_is_left_zero_and_tall_ones_are_refused():
     assert not newton_schulz(torch.zeros(1, 2, 3), 5).any()
     with pytest.raises(ValueError, match="transpose"):
         newton_schulz(torch.zeros(1, 3, 2), 5)

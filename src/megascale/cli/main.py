@@ -24,6 +24,7 @@ COMMANDS: tuple[str, ...] = (
     "convert",
     "checkpoint",
     "simulate",
+    "network",
     "bench",
     "doctor",
     "hang",

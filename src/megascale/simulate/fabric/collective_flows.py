@@ -1,0 +1,88 @@
+"""Collectives as flows between NICs: what each algorithm sends where, in bytes of a whole call.
+
+A GPU sends through its own NIC (rank i of a host uses NIC i); what stays on a host goes over NVLink and makes no flow.
+Sizes follow NCCL's algorithms: `size` is the whole tensor of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megascale.errors import ConfigError
+from megascale.simulate.fabric.ecmp import Flows
+from megascale.simulate.fabric.topology import Ints
+
+
+def ring(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
+    """Ring all-gather or reduce-scatter (one pass; an all-reduce has two): every member sends (n-1)/n of the tensor to
+    its successor."""
+    n = len(nics)
+    if n < 2:
+        return Flows.of([], [], [])
+    return Flows.of(nics, np.roll(nics, -1), passes * size * (n - 1) / n, group)
+
+
+def tree(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
+    """NCCL's double binary tree: two trees that carry half each; up for the reduction and down for the result. As a
+    pass is half an all-reduce, one pass sends a quarter of the tensor each way over every edge of both trees."""
+    n = len(nics)
+    child, parent = [], []
+    for shift in (0, 1):
+        for i in range(1, n):
+            bit = i & -i
+            above = (i ^ bit) | (bit << 1)
+            above = above if above < n else i ^ bit
+            child.append((i + shift) % n)
+            parent.append((above + shift) % n)
+    if n < 2:
+        return Flows.of([], [], [])
+    low, high = nics[np.array(child)], nics[np.array(parent)]
+    return Flows.join(Flows.of(low, high, passes * size / 4, group), Flows.of(high, low, passes * size / 4, group))
+
+
+def all_to_all(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
+    """Every member sends size / n^2 to every other (the tensor is all that the members hold together)."""
+    n = len(nics)
+    a, b = np.divmod(np.arange(n * n), n)
+    return Flows.of(nics[a[a != b]], nics[b[a != b]], passes * size / n**2, group)
+
+
+def hierarchical(nics: Ints, size: float, passes: float = 1.0, group: int = 0, *, per_host: int = 8) -> Flows:
+    """First within hosts, then one ring for each position in a host with its share of the tensor. `nics` must hold
+    whole hosts' worth of members in host order."""
+    hosts = np.unique(nics // per_host)
+    local = len(nics) // max(1, len(hosts))
+    if local * len(hosts) != len(nics):
+        raise ConfigError(f"hierarchical needs as many members on every host; {len(nics)} on {len(hosts)} hosts")
+    parts = [ring(nics[i::local], size / local, passes, group) for i in range(local)]
+    return Flows.join(*parts) if parts else Flows.of([], [], [])
+
+
+ALGORITHMS: dict[str, Callable[..., Flows]] = {
+    "ring": ring, "tree": tree, "hierarchical": hierarchical, "all-to-all": all_to_all
+}  # fmt: skip
+
+
+def collective(algorithm: str, groups: Sequence[Ints], size: float, nics_per_host: int, passes: float = 1.0) -> Flows:
+    """Flows of the same collective in all groups at once; those that stay on a host are left out.
+
+    Args:
+        groups: NICs of the members, in the order of the ring.
+        size: bytes of one group's whole tensor.
+        passes: 1 for an all-gather or reduce-scatter, 2 for an all-reduce.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(f"--algorithm={algorithm!r} is unknown; {', '.join(ALGORITHMS)}")
+    if size < 0:
+        raise ConfigError(f"a collective of {size:g} bytes: sizes are 0 or more")
+    more = {"per_host": nics_per_host} if algorithm == "hierarchical" else {}
+    parts = [ALGORITHMS[algorithm](np.asarray(g), size, passes, i, **more) for i, g in enumerate(groups)]
+    return outside_hosts(Flows.join(*parts) if parts else Flows.of([], [], []), nics_per_host)
+
+
+def outside_hosts(flows: Flows, nics_per_host: int) -> Flows:
+    """Those that leave their host."""
+    out = flows.source // nics_per_host != flows.target // nics_per_host
+    return Flows(flows.source[out], flows.target[out], flows.size[out], flows.group[out])

@@ -1,0 +1,56 @@
+"""Settings of congestion control as the vectors that the kernels take: ticks, and bytes a tick."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megascale.simulate.fabric import dcqcn as d
+from megascale.simulate.fabric import swift as w
+from megascale.simulate.fabric.control_settings import DcqcnSettings, SwiftSettings
+from megascale.simulate.fabric.topology import Floats, Ints
+
+
+def state_and_vectors(
+    mine: DcqcnSettings,
+    other: SwiftSettings,
+    packet: int,
+    line: Floats,
+    hops: Ints,
+    base_rtt: Floats,
+    window: int,
+    tick: float,
+) -> tuple[Floats, Floats, Floats, int]:
+    """([F, COLUMNS] state of each flow at line rate, DCQCN's vector, Swift's vector, ticks between notifications).
+
+    Args:
+        packet: bytes of a full packet.
+        line: [F] the NIC's bytes a tick. base_rtt: [F] ticks of an empty path, there and back.
+        window: most packets under way a flow.
+    """
+    micro = 1e-6 / tick
+    mbps = 1e6 / 8 * tick * (float(line.max()) / (25e9 / 8 * tick) if mine.scale_rates else 1.0)
+    rates = np.zeros(9)
+    rates[d.G] = mine.g
+    rates[d.ALPHA_TIMER] = max(1.0, mine.alpha_us * micro)
+    rates[d.RISE_TIMER] = mine.rise_us * micro
+    rates[d.FAST] = mine.fast
+    rates[d.BYTE_COUNTER] = mine.byte_mb * 1e6
+    rates[d.ADDITIVE] = mine.additive_mbps * mbps
+    rates[d.HYPER] = mine.hyper_mbps * mbps
+    rates[d.CUT_INTERVAL] = mine.cut_us * micro
+    rates[d.FLOOR] = 1e-4 * float(line.max())
+    a, shift = other.flow_scaling()
+    delays = np.zeros(8)
+    delays[w.AI], delays[w.BETA], delays[w.MAX_CUT] = other.ai, other.beta, other.max_cut
+    delays[w.FS_ALPHA], delays[w.FS_SHIFT] = a * micro, shift * micro
+    delays[w.FS_RANGE] = other.flow_range_us * micro
+    delays[w.LEAST], delays[w.MOST] = other.least, float(window)
+    state = np.zeros((len(line), d.COLUMNS))
+    state[:, d.RATE] = state[:, d.TARGET] = state[:, d.LINE] = line
+    state[:, d.ALPHA] = 1.0
+    state[:, d.LAST_CUT] = state[:, d.LAST_DECREASE] = -1e18
+    state[:, d.RTT] = base_rtt
+    state[:, d.SWIFT_TARGET] = (other.base_us + other.hop_us * hops) * micro
+    fills = np.clip(line * base_rtt / packet, 1.0, window)
+    state[:, d.CWND] = min(other.first, float(window)) if other.first else fills
+    return state, rates, delays, round(mine.cnp_us * micro)

@@ -1,0 +1,175 @@
+"""Pictures of fabrics and of what traffic meets in them. PNG files by matplotlib, no display needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megascale.simulate.fabric.flaps import Advice, stall, timer
+from megascale.simulate.fabric.topology import Topology
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2b5c8a", "#e07b39", "#3a9b6d", "#c0392b", "#999999"
+SHADES = (BLUE, ORANGE, GREEN, RED, "#7d5ba6", "#8a6d3b")
+
+
+def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, columns, figsize=(width, height), dpi=150, layout="constrained", squeeze=False)
+    for panel in axes[0]:
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, axes[0] if columns > 1 else axes[0][0]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw_topology(topology: Topology, path: Path) -> None:
+    """Switches by tier, and the cables of one leaf switch of each pod; failed links in red."""
+    figure, axes = _figure(11, 4.6)
+    counts = (topology.leaves, topology.aggregations, topology.cores)
+    places = [(np.arange(n) + 0.5) / max(n, 1) for n in counts]
+    first = topology.up_leaf
+    width = topology.uplinks.shape[1]
+    shown = [int(np.flatnonzero(topology.pod_of == pod)[0]) for pod in range(topology.pods)]
+    for number, leaf in enumerate(shown):
+        colour = SHADES[number % len(SHADES)]
+        for at in range(width):
+            agg = topology.uplinks[leaf, at]
+            axes.plot([places[0][leaf], places[1][agg]], [1, 2], color=colour, lw=0.4, alpha=0.8)
+        agg = topology.uplinks[leaf, 0]
+        for core in topology.core_links[agg]:
+            axes.plot([places[1][agg], places[2][core]], [2, 3], color=colour, lw=0.6, alpha=0.8)
+    dead = np.flatnonzero(topology.bandwidth == 0)
+    at_node = np.concatenate([np.zeros(topology.nics), *places])
+    for link in dead[dead >= first]:
+        a, b = topology.tail[link], topology.head[link]
+        level = 1 if topology.tier[link] == 1 else 2
+        ends = sorted((int(a), int(b)))
+        axes.plot(at_node[ends], [level, level + 1], color=RED, lw=1.2)
+    for level, (x, name) in enumerate(zip(places, ("leaf", "aggregation", "core"), strict=True), 1):
+        axes.scatter(x, np.full(len(x), level), s=9, color="#222222", zorder=3)
+        if len(x):
+            axes.text(-0.01, level, f"{len(x):,} {name}", ha="right", va="center", fontsize=9)
+    spec = topology.spec
+    sets = -(-spec.hosts // spec.hosts_per_set)
+    for i in range(min(sets, 60)):
+        left = i / sets
+        axes.add_patch(_rectangle(left + 0.1 / sets, 0.35, 0.8 / sets, 0.18))
+    axes.text(-0.01, 0.44, f"{spec.hosts:,} hosts, {sets} sets", ha="right", va="center", fontsize=9)
+    axes.set_title(
+        f"{spec.name}: {spec.gpus:,} NICs of {spec.nic_gbps:g}G, {topology.pods} pods; cables of one leaf "
+        "switch of each pod, and of one aggregation switch",
+        fontsize=10,
+    )
+    axes.set_xlim(-0.16, 1.01)
+    axes.axis("off")
+    _save(figure, path)
+
+
+def _rectangle(x: float, y: float, width: float, height: float) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, facecolor="#dddddd", edgecolor=GREY, lw=0.4)
+
+
+def bars(
+    labels: Sequence[str], series: Mapping[str, Sequence[float]], path: Path, ylabel: str, title: str = ""
+) -> None:
+    """Grouped bars with their values."""
+    figure, axes = _figure(max(6.0, 1.3 * len(labels) + 1), 4.0)
+    spots, wide = np.arange(len(labels)), 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        at = spots + (number - (len(series) - 1) / 2) * wide
+        axes.bar(at, values, wide * 0.95, color=SHADES[number % len(SHADES)], label=name)
+        for x, value in zip(at, values, strict=True):
+            axes.text(x, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(spots, labels, fontsize=9)
+    axes.set_ylabel(ylabel)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=10)
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=9, loc="upper left")
+    _save(figure, path)
+
+
+def lines(
+    x: Sequence[float], series: Mapping[str, Sequence[float]], path: Path, xlabel: str, ylabel: str, title: str = "",
+    log: bool = False,
+) -> None:  # fmt: skip
+    """One line a series."""
+    figure, axes = _figure(7.2, 4.2)
+    for number, (name, values) in enumerate(series.items()):
+        axes.plot(x, values, marker="o", ms=4, color=SHADES[number % len(SHADES)], label=name)
+    if log:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x, [f"{v:g}" for v in x])
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, fontsize=10)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    _save(figure, path)
+
+
+def controls(rows: Mapping[str, Mapping[str, float]], path: Path, title: str) -> None:
+    """Finish times, queues and pauses of each control."""
+    figure, panels = _figure(12, 3.8, 3)
+    names = list(rows)
+    spots = np.arange(len(names))
+    for number, key in enumerate(("mean_us", "p99_us", "max_us")):
+        panels[0].bar(spots + (number - 1) * 0.27, [rows[n][key] for n in names], 0.25, color=SHADES[number], label=key)
+    panels[0].legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("finish, us")
+    panels[1].bar(spots, [rows[n]["queue_kb"] for n in names], 0.6, color=BLUE)
+    panels[1].set_ylabel("largest queue, KB")
+    panels[2].bar(spots, [rows[n]["pause_us"] for n in names], 0.6, color=RED)
+    panels[2].set_ylabel("PFC: link time paused, us, summed")
+    for panel in panels:
+        panel.set_xticks(spots, names, rotation=20, ha="right", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def flap_timers(advice: Advice, path: Path, restart: float) -> None:
+    """Stall by flap duration for several timers, and what a flap costs on average under each setting."""
+    figure, (left, right) = _figure(11.5, 4.2, 2)
+    durations = np.geomspace(0.01, 60, 400)
+    for number, timeout in enumerate((14, 18, 20, 22)):
+        times, _ = stall(durations, timeout, 7)
+        left.plot(durations, times, color=SHADES[number], label=f"{timeout}: {timer(timeout):.2g} s x 7")
+    times, _ = stall(durations, 20, 7, 16.0)
+    left.plot(durations, times, color="#222222", ls="--", label="20, adaptive")
+    left.plot(durations, durations, color=GREY, lw=0.8, label="the flap itself")
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_xlabel("flap, s")
+    left.set_ylabel("until data moves again, s")
+    left.legend(frameon=False, fontsize=8)
+    for adaptive, colour in ((False, BLUE), (True, ORANGE)):
+        own = [t for t in advice.table if t.adaptive is adaptive]
+        if own:
+            label = "adaptive" if adaptive else "fixed"
+            right.plot([t.timeout for t in own], [t.cost for t in own], marker="o", ms=4, color=colour, label=label)
+    best = advice.best
+    right.axvline(best.timeout, color=GREY, ls=":", label=f"advice: {best.timeout}, {best.retries} retries")
+    right.set_yscale("log")
+    right.set_xlabel("NCCL_IB_TIMEOUT")
+    right.set_ylabel(f"job seconds lost a flap (a restart: {restart:g} s)")
+    right.legend(frameon=False, fontsize=8)
+    _save(figure, path)

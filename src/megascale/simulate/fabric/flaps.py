@@ -1,0 +1,195 @@
+"""Links that go down for seconds: whether connections survive, how long they stand, and which timers to set.
+
+A queue pair whose packets are lost sends them again each time its timer runs out, and gives up after its retries: then
+NCCL returns an error and the job restarts. The timer is 4.096 us x 2^NCCL_IB_TIMEOUT (InfiniBand's local ACK time-out),
+the retries NCCL_IB_RETRY_CNT. With adaptive retransmission (a setting of the NIC) the timer starts at some microseconds
+and doubles up to that value, and gives up after the same total.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascale.errors import ConfigError, DataError
+from megascale.simulate.fabric.topology import Floats
+
+TIMEOUTS = range(14, 25)
+ADAPTIVE_US = 16.0  # assumed: first adaptive timer; the NIC's least base is 4 us
+MOST_RETRIES = 7  # three bits in the queue pair's context
+
+
+def timer(timeout: int) -> float:
+    """Seconds of NCCL_IB_TIMEOUT."""
+    return float(4.096e-6 * 2.0**timeout)
+
+
+def retransmissions(timeout: int, retries: int, adaptive_us: float = 0.0) -> tuple[Any, float]:
+    """(seconds after a loss at which it is sent again, seconds after which the queue pair gives up)."""
+    full = timer(timeout)
+    if not adaptive_us:
+        return full * np.arange(1.0, retries + 1), full * (retries + 1)
+    at, wait, times = 0.0, min(adaptive_us * 1e-6, full), []
+    while (at := at + wait) < full * retries:
+        times.append(at)
+        wait = min(2 * wait, full)
+    return np.array(times), at
+
+
+def stall(durations: Floats, timeout: int, retries: int, adaptive_us: float = 0.0) -> tuple[Floats, float]:
+    """([n] seconds from the link's loss until data moves again, inf where the queue pair gives up; seconds to that).
+
+    The first loss is taken to come with the flap: a connection that is busy loses a packet within microseconds.
+    """
+    if (durations < 0).any():
+        raise ConfigError(f"a flap of {durations.min():g} s: durations are 0 or more")
+    times, end = retransmissions(timeout, retries, adaptive_us)
+    index = np.searchsorted(times, durations, side="left")
+    return np.append(times, np.inf)[index], end
+
+
+@dataclass(frozen=True)
+class Timers:
+    """What one setting does with a set of flaps.
+
+    Attributes:
+        abort: probability that a flap ends in an error of NCCL.
+        idle: mean seconds, of flaps survived, between the link's return and data moving again.
+        stalled: mean seconds of those, from loss to data.
+        gives_up: seconds until a link that stays down is reported.
+        cost: seconds of the job that a flap costs on average, restarts included.
+    """
+
+    timeout: int
+    retries: int
+    adaptive: bool
+    abort: float
+    idle: float
+    stalled: float
+    gives_up: float
+    cost: float
+
+
+def judge(durations: Floats, timeout: int, retries: int, adaptive: bool, restart: float, dead: float) -> Timers:
+    """One setting against flaps of these durations.
+
+    Args:
+        restart: seconds that the job loses if NCCL gives up.
+        dead: share of losses from which the link never returns.
+    """
+    times, end = stall(durations, timeout, retries, ADAPTIVE_US if adaptive else 0.0)
+    lives = np.isfinite(times)
+    abort = float(1 - lives.mean())
+    stalled = float(times[lives].mean()) if lives.any() else 0.0
+    idle = float((times - durations)[lives].mean()) if lives.any() else 0.0
+    comes_back = (1 - abort) * stalled + abort * (end + restart)
+    return Timers(
+        timeout, retries, adaptive, abort, idle, stalled, end, (1 - dead) * comes_back + dead * (end + restart)
+    )
+
+
+def candidates(durations: Floats, restart: float, dead: float, adaptive: bool | None) -> list[Timers]:
+    """All settings, cheapest first."""
+    kinds = (False, True) if adaptive is None else (adaptive,)
+    found = [
+        judge(durations, timeout, retries, kind, restart, dead)
+        for timeout in TIMEOUTS
+        for retries in range(1, MOST_RETRIES + 1)
+        for kind in kinds
+    ]
+    return sorted(found, key=lambda t: (t.cost, t.gives_up))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Attributes:
+
+    best: the setting.
+    table: retries at most, each time-out with and without adaptive retransmission.
+    agreement: share of the resampled or redrawn sets of flaps in which it costs at most 10% more than their own best.
+    regret: what it costs more than their own best at the 90th percentile of those sets, seconds a flap.
+    flaps: how many durations it rests on, 0 for an assumed distribution.
+    """
+
+    best: Timers
+    table: list[Timers]
+    agreement: float
+    regret: float
+    flaps: int
+
+
+def lognormal(median: float, sigma: float, count: int = 2000) -> Floats:
+    """Quantiles of a log-normal distribution: the same answer at each call."""
+    from statistics import NormalDist
+
+    at = (np.arange(count) + 0.5) / count
+    return median * np.exp(sigma * np.array([NormalDist().inv_cdf(float(x)) for x in at]))
+
+
+def read_durations(path: Path) -> Floats:
+    """Seconds, one a line; DataError if it holds anything else."""
+    try:
+        values = np.array([float(line) for line in path.read_text().split()])
+    except (OSError, ValueError) as error:
+        raise DataError(f"--flaps={path}: {error}; give seconds, one a line, or a median such as --flaps 3") from None
+    if not len(values) or (values < 0).any() or not np.isfinite(values).all():
+        raise DataError(f"--flaps={path} must hold at least one duration, all 0 or more; one a line, in seconds")
+    return values
+
+
+def advise(
+    median: float | None, sigma: float, observed: Floats | None, restart: float, dead: float,
+    adaptive: bool | None = None, draws: int = 60, seed: int = 0,
+) -> Advice:  # fmt: skip
+    """The setting of least cost, and how sure that is.
+
+    With observed durations the sureness comes from resampling them; with a median only, from redrawing what is not
+    known: the median within a factor of about 1.5 either way, the spread between 0.5 and 1.5.
+    """
+    if restart < 0 or not 0 <= dead <= 1 or sigma < 0 or (median is not None and median <= 0):
+        raise ConfigError(
+            f"--restart={restart:g} is 0 or more, --dead={dead:g} lies in 0..1, --sigma={sigma:g} is 0 or more and the "
+            f"median of --flaps positive"
+        )
+    rng = np.random.default_rng(seed)
+    if observed is not None:
+        durations = observed
+        others = [rng.choice(observed, len(observed)) for _ in range(draws)]
+    else:
+        assert median is not None
+        durations = lognormal(median, sigma)
+        others = [
+            lognormal(median * float(np.exp(rng.normal(0, 0.4))), float(rng.uniform(0.5, 1.5)), 400)
+            for _ in range(draws)
+        ]
+    best = candidates(durations, restart, dead, adaptive)[0]
+    extra, agree = [], 0
+    for other in others:
+        own = candidates(other, restart, dead, adaptive)[0].cost
+        mine = judge(other, best.timeout, best.retries, best.adaptive, restart, dead).cost
+        extra.append(mine - own)
+        agree += mine <= 1.1 * own
+    kinds = (False, True) if adaptive is None else (adaptive,)
+    table = [judge(durations, t, MOST_RETRIES, k, restart, dead) for t in TIMEOUTS for k in kinds]
+    return Advice(best, table, agree / draws, float(np.percentile(extra, 90)), 0 if observed is None else len(observed))
+
+
+def environment(best: Timers, about: str) -> str:
+    """What `set -a; . FILE; set +a` before `megascale launch` hands to every trainer."""
+    lines = [
+        f"# {about}",
+        f"# abort {best.abort:.2%} of flaps, {best.idle:.1f} s idle after the link is back, gives up after "
+        f"{best.gives_up:.0f} s",
+        f"NCCL_IB_TIMEOUT={best.timeout}",
+        f"NCCL_IB_RETRY_CNT={best.retries}",
+    ]
+    setting = "0x1" if best.adaptive else "0x0"
+    lines += [
+        f"# On every NIC, as root (adaptive retransmission {'on' if best.adaptive else 'off'}):",
+        f'# mlxreg -d DEVICE --yes --reg_name ROCE_ACCL --set "roce_adp_retrans_field_select=0x1,'
+        f'roce_adp_retrans_en={setting}"',
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,129 @@
+"""Max-min fair sharing of links by progressive filling, and finish times of flows under it.
+
+The flow level: rates are what ideal congestion control would settle at, at once. It matches packet-level Swift on
+permutation traffic (docs/network.md), and knows nothing of queues, PFC or slow convergence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megascale.errors import ConfigError, FitError
+from megascale.simulate.fabric.topology import Bools, Floats, Ints
+
+
+class Sharing:
+    """Flows over links, prepared for `rates` with changing sets of active flows.
+
+    Entry i says that flow[i] crosses link[i] (links numbered among those used); entries of a flow lie together.
+    """
+
+    def __init__(self, paths: Ints, bandwidth: Floats) -> None:
+        """paths: [F, hops] links, -1 for none. FitError if a flow crosses a link without bandwidth."""
+        used = paths >= 0
+        self.count = len(paths)
+        self.flow = np.repeat(np.arange(len(paths)), used.sum(axis=1))
+        links, self.link = np.unique(paths[used], return_inverse=True)
+        self.bandwidth = bandwidth[links].astype(float)
+        if (self.bandwidth <= 0).any():
+            raise FitError(
+                f"a flow crosses link {links[np.argmin(self.bandwidth)]}, which has no bandwidth; route around failed "
+                "links first"
+            )
+
+    def rates(self, active: Bools | None = None) -> Floats:
+        """[F] bytes/s; see fair_rates."""
+        found = np.full(self.count, np.inf)
+        if active is not None:
+            found[~active] = 0.0
+        flow, link = self.flow, self.link
+        if active is not None:
+            taken = active[flow]
+            flow, link = flow[taken], link[taken]
+        left, n = self.bandwidth.copy(), len(self.bandwidth)
+        users = np.bincount(link, minlength=n)
+        while len(flow):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share = np.where(users > 0, np.maximum(left, 0.0) / users, np.inf)
+            first = np.flatnonzero(np.diff(flow, prepend=-1))
+            seen = share[link]
+            least = np.minimum.reduceat(seen, first)
+            of_entry = np.repeat(least, np.diff(first, append=len(flow)))
+            # A link whose every flow sees it as its tightest is a bottleneck; the rest wait for their flows' own.
+            loose = np.bincount(link[of_entry < seen * (1 - 1e-12)], minlength=n)
+            fixed = np.logical_or.reduceat((loose == 0)[link], first)
+            found[flow[first[fixed]]] = least[fixed]
+            gone = np.repeat(fixed, np.diff(first, append=len(flow)))
+            left -= np.bincount(link[gone], weights=of_entry[gone], minlength=n)
+            users -= np.bincount(link[gone], minlength=n)
+            flow, link = flow[~gone], link[~gone]
+        return found
+
+
+def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
+    """[F] bytes/s of each flow, max-min fair: no flow can get more without a flow of no higher rate getting less.
+
+    Links fill together; a link whose fair share is the least that any of its flows sees is a bottleneck, and its flows
+    are fixed there. All such links of a round are fixed at once, which gives the same rates as one by one.
+
+    Args:
+        paths: [F, hops] links, -1 for none. A flow without links is not limited: infinite.
+        bandwidth: [E] bytes/s.
+        active: [F] which flows take part; the others get 0.
+
+    Raises:
+        FitError: a flow crosses a link without bandwidth.
+    """
+    return Sharing(paths, bandwidth).rates(active)
+
+
+def finish_times(
+    paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0, starts: Floats | None = None
+) -> Floats:
+    """[F] seconds until each flow is done, rates shared max-min anew whenever some finish or start.
+
+    Args:
+        paths: [F, hops] links.
+        sizes: [F] bytes; a flow of 0 is done when it starts.
+        bandwidth: [E] bytes/s.
+        tolerance: rates are computed anew only once per this share of the time since the start: a step of 12,288 GPUs
+            then takes some hundred rounds instead of ten thousand. What a flow frees waits for the others so long, so
+            that finish times may be late by about this share, never early.
+        starts: [F] seconds at which flows begin; default all at 0.
+    """
+    if (sizes < 0).any():
+        raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes are 0 or more")
+    begin = np.zeros(len(sizes)) if starts is None else np.asarray(starts, float)
+    if (begin < 0).any():
+        raise ConfigError(f"a flow starts at {begin.min():g} s: delays are 0 or more")
+    sharing = Sharing(paths, bandwidth)
+    done = np.where(sizes > 0, np.inf, begin)
+    left = sizes.astype(float).copy()
+    now = 0.0
+    while True:
+        open_ = np.isinf(done)
+        if not open_.any():
+            return done
+        active = open_ & (begin <= now)
+        later = begin[open_ & (begin > now)]
+        coming = later.min() if len(later) else np.inf
+        if not active.any():
+            now = coming
+            continue
+        rates = sharing.rates(active)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            need = np.where(active, left / rates, np.inf)
+        first = need.min()
+        until = first + tolerance * (now + first)
+        if now + until >= coming:
+            until = coming - now
+        over = need <= until
+        spent = max(first, float(need[over].max())) if over.any() else until
+        left[active] = np.maximum(0.0, left[active] - rates[active] * spent)
+        done[over] = now + need[over]
+        now += spent
+
+
+def jain(rates: Floats) -> float:
+    """Jain's fairness index: 1 for equal rates, 1/n for one that has all."""
+    return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum())) if len(rates) and (rates > 0).any() else 1.0

@@ -1,0 +1,109 @@
+"""Traffic for the packet level: permutation, incast, all-to-all, on a fabric small enough for every packet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megascale.errors import ConfigError
+from megascale.simulate.fabric.collective_flows import all_to_all
+from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
+from megascale.simulate.fabric.fabric_spec import load_fabric
+from megascale.simulate.fabric.packets import PacketResult, PacketSettings
+from megascale.simulate.fabric.topology import Floats, Ints, Topology, build
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Flows on their paths."""
+
+    topology: Topology
+    flows: Flows
+    paths: Ints
+
+
+def small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
+    """The shipped fabric's links with one NIC a host, leaf switches of 8 hosts and switches of 16 ports: three tiers
+    for hundreds of NICs. Split cables as in the shipped one, so 4 uplinks of 400G for 8 NICs."""
+    sizes = {
+        "hosts": nics,
+        "nics": 1,
+        "rails": False,
+        "hosts_per_set": min(8, nics),
+        "switch_ports": 16,
+        "tiers": tiers,
+    }
+    if tiers == 2:
+        sizes["switch_ports"] = max(sizes["hosts_per_set"], -(-nics // sizes["hosts_per_set"]))
+    return build(load_fabric("megascale", {**sizes, **changes}))
+
+
+def permutation(topology: Topology, size: float, seed: int, senders: int) -> Flows:
+    """Every NIC sends to the same place under the next leaf switch: data-parallel rings whose neighbours are one leaf
+    switch apart."""
+    nics = np.arange(topology.nics)
+    return Flows.of(nics, (nics + topology.spec.hosts_per_set * topology.spec.nics) % topology.nics, size)
+
+
+def incast(topology: Topology, size: float, seed: int, senders: int) -> Flows:
+    """`senders` NICs send to NIC 0, from as far as there is."""
+    if not 1 <= senders < topology.nics:
+        raise ConfigError(f"--senders={senders}: between 1 and {topology.nics - 1} on this fabric")
+    return Flows.of(np.arange(topology.nics - senders, topology.nics), 0, size)
+
+
+def everyone(topology: Topology, size: float, seed: int, senders: int) -> Flows:
+    """All-to-all of `senders` NICs spread over the fabric; `size` from each to each."""
+    if not 2 <= senders <= topology.nics:
+        raise ConfigError(f"--senders={senders}: between 2 and {topology.nics} on this fabric")
+    chosen = np.linspace(0, topology.nics - 1, senders).astype(np.int64)
+    return all_to_all(chosen, size * senders**2)
+
+
+def shuffled(topology: Topology, size: float, seed: int, senders: int) -> Flows:
+    """A random permutation without fixed points."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(topology.nics)
+    return Flows.of(order, np.roll(order, 1), size)
+
+
+PATTERNS: dict[str, Callable[[Topology, float, int, int], Flows]] = {
+    "permutation": permutation, "incast": incast, "all-to-all": everyone, "shuffle": shuffled
+}  # fmt: skip
+
+
+def traffic(topology: Topology, pattern: str, size: float, senders: int, seed: int = 0) -> Traffic:
+    """A named pattern, routed. ConfigError for an unknown name or a size that is not positive."""
+    if pattern not in PATTERNS:
+        raise ConfigError(f"--pattern={pattern!r} is unknown; {', '.join(PATTERNS)}")
+    if size <= 0:
+        raise ConfigError(f"--mb={size / 1e6:g}: flows have more than 0 bytes")
+    flows = PATTERNS[pattern](topology, size, seed, senders)
+    return Traffic(topology, flows, route(topology, flows, five_tuple_keys(flows, seed), seed))
+
+
+def fluid_bandwidth(topology: Topology, settings: PacketSettings) -> Floats:
+    """Bandwidth left for payload: what the flow level is to be compared with."""
+    return topology.bandwidth * settings.payload_share
+
+
+def summary(result: PacketResult, traffic: Traffic) -> dict[str, float]:
+    """Figures by which controls are compared. Times in us, queues in KB, throughput in GB/s of payload."""
+    done = result.finish[~np.isnan(result.finish)] * 1e6
+    if not len(done):
+        return {"finished": 0.0}
+    return {
+        "finished": len(done) / len(result.finish),
+        "mean_us": float(done.mean()),
+        "p99_us": float(np.percentile(done, 99)),
+        "max_us": float(done.max()),
+        "gbs": float(traffic.flows.size.sum() / done.max() / 1e3),
+        "queue_kb": float(result.queue_most.max() / 1e3),
+        "rtt_us": result.mean_rtt * 1e6,
+        "pauses": float(result.counts["pauses"]),
+        "pause_us": float(result.pause_seconds.sum() * 1e6),
+        "drops": float(result.counts["dropped"]),
+        "resent": float(result.counts["resent"]),
+    }

@@ -1,0 +1,211 @@
+"""Placement: which host of the fabric runs which ranks of a grid, and how many bytes then cross each tier.
+
+A placement is a permutation: `hosts[h]` is the machine that runs the job's host h (ranks h x 8 to h x 8 + 7). The
+grid's own order puts data-parallel neighbours on neighbouring hosts (core/grid.py), so machines in the order of their
+leaf switches already keep data-heavy groups together; the others are there to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megascale.core import strict_json
+from megascale.core.grid import Grid
+from megascale.errors import ConfigError, DataError, FitError
+from megascale.simulate.fabric.collective_flows import collective
+from megascale.simulate.fabric.ecmp import Flows
+from megascale.simulate.fabric.topology import Floats, Ints, Topology
+
+FORMAT = 1
+AXES_BETWEEN = ("data", "pipeline")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Attributes:
+
+    name: how it came about.
+    grid: the job's grid.
+    hosts: [grid.hosts] machine of each of the job's hosts.
+    nics: NICs a host.
+    """
+
+    name: str
+    grid: Grid
+    hosts: Ints
+    nics: int
+
+    def nic(self, ranks: Ints) -> Ints:
+        """The NIC that each rank sends through."""
+        ranks = np.asarray(ranks)
+        per = self.grid.ranks_per_host
+        return self.hosts[ranks // per] * self.nics + ranks % per
+
+    def groups(self, axis: str) -> list[Ints]:
+        """NICs of each group of the axis, in ring order (ascending rank, as NCCL's rings follow hosts)."""
+        ranks = np.arange(self.grid.world).reshape(self.grid.pipeline, self.grid.data, self.grid.tensor)
+        moved = np.moveaxis(ranks, ("pipeline", "data", "tensor").index(axis), -1)
+        return list(self.nic(moved.reshape(-1, self.grid.size(axis))))
+
+
+def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
+    """Machines in the order of their leaf switches: data-parallel neighbours share a set (paper section 3.6)."""
+    return np.arange(grid.hosts)
+
+
+def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
+    """All stages of a replica side by side: pipeline neighbours share a set, data-parallel rings leave it."""
+    per = max(1, grid.ranks_per_host // grid.tensor)  # data-parallel ranks of a stage on one host
+    if grid.data % per or grid.hosts != grid.pipeline * grid.data // per:
+        raise FitError(
+            f"placement replicas needs data={grid.data} to divide into hosts of {per} data-parallel ranks; "
+            "use --placement data"
+        )
+    columns = grid.data // per
+    return (np.arange(columns)[None, :] * grid.pipeline + np.arange(grid.pipeline)[:, None]).ravel()
+
+
+def at_random(grid: Grid, topology: Topology, seed: int) -> Ints:
+    """Any free machines, as a scheduler that knows no switches gives them."""
+    return np.random.default_rng(seed).permutation(topology.spec.hosts)[: grid.hosts]
+
+
+def adversarial(grid: Grid, topology: Topology, seed: int) -> Ints:
+    """Neighbours as far from each other as can be: consecutive hosts go to different pods, then to different sets."""
+    hosts = np.arange(topology.spec.hosts)
+    pods = topology.pod_of[topology.leaf_of[hosts * topology.spec.nics]]
+    within = np.empty(len(hosts), np.int64)
+    for pod in np.unique(pods):
+        own = np.flatnonzero(pods == pod)
+        sets = topology.set_of_host(own)
+        # Round-robin over the pod's sets.
+        rank = np.array([np.sum(sets[:i] == sets[i]) for i in range(len(own))])
+        within[own[np.lexsort((sets, rank))]] = np.arange(len(own))
+    return hosts[np.lexsort((pods, within))][: grid.hosts]
+
+
+STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
+    "data": data_near, "replicas": replicas_near, "random": at_random, "adversarial": adversarial
+}  # fmt: skip
+
+
+def place(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0) -> Placement:
+    """Lay a grid over the fabric by a named strategy, or as a placement file says.
+
+    Raises:
+        FitError: more hosts than the fabric has, or ranks that do not fit a host's NICs.
+        ConfigError: no such strategy or file. DataError: a file that is damaged, of another grid or with a host twice.
+    """
+    spec = topology.spec
+    if grid.ranks_per_host > spec.nics:
+        raise FitError(
+            f"parallel.gpus_per_host={grid.ranks_per_host} but fabric {spec.name!r} has nics={spec.nics} a host; "
+            "give each rank a NIC"
+        )
+    if grid.hosts > spec.hosts:
+        raise FitError(
+            f"{grid.world} ranks need {grid.hosts} hosts, fabric {spec.name!r} has hosts={spec.hosts}; "
+            f"use --gpus {spec.hosts * grid.ranks_per_host} at most, or --set hosts={grid.hosts}"
+        )
+    if strategy in STRATEGIES:
+        hosts = STRATEGIES[strategy](grid, topology, seed)
+    elif strategy.endswith(".json"):
+        hosts = read(Path(strategy), grid)
+    else:
+        raise ConfigError(f"--placement={strategy!r} is neither {', '.join(STRATEGIES)} nor a .json file")
+    return checked(Placement(strategy, grid, np.asarray(hosts, np.int64), spec.nics), topology)
+
+
+def checked(placement: Placement, topology: Topology) -> Placement:
+    """DataError for a machine used twice or one that is not there."""
+    seen, counts = np.unique(placement.hosts, return_counts=True)
+    if (counts > 1).any():
+        raise DataError(
+            f"placement {placement.name!r} uses machine {seen[counts > 1][0]} {counts.max()} times; each runs one host "
+            "of the job"
+        )
+    if len(placement.hosts) != placement.grid.hosts:
+        raise DataError(
+            f"placement {placement.name!r} has {len(placement.hosts)} hosts, the job {placement.grid.hosts}"
+        )
+    if seen[0] < 0 or seen[-1] >= topology.spec.hosts:
+        raise DataError(
+            f"placement {placement.name!r} names machine {seen[-1] if seen[0] >= 0 else seen[0]}; the fabric has 0 to "
+            f"{topology.spec.hosts - 1}"
+        )
+    return placement
+
+
+def write(placement: Placement, path: Path, names: list[str] | None = None) -> None:
+    """A file for the driver: the machines in rank order, by name if there are names (format of docs/network.md)."""
+    grid = placement.grid
+    tree = {
+        "format": FORMAT,
+        "strategy": placement.name,
+        "grid": {a: grid.size(a) for a in ("tensor", "data", "pipeline")} | {"ranks_per_host": grid.ranks_per_host},
+        "hosts": placement.hosts.tolist(),
+        "nodes": [names[h] for h in placement.hosts] if names else None,
+    }
+    path.write_text(strict_json.dumps(tree, indent=1) + "\n")
+
+
+def read(path: Path, grid: Grid) -> Ints:
+    """The machines of a placement file; DataError if it is damaged or of another grid."""
+    try:
+        tree = strict_json.loads(path.read_text())
+        hosts, shape, version = tree["hosts"], tree["grid"], tree["format"]
+        found = np.array(hosts, np.int64)
+    except OSError as error:
+        raise ConfigError(f"--placement={path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise DataError(f"{path} is not a placement file; write one with megascale network placement --out") from None
+    if version != FORMAT:
+        raise DataError(f"{path} has format {version}, this version reads {FORMAT}; write it anew")
+    mine = {a: grid.size(a) for a in ("tensor", "data", "pipeline")} | {"ranks_per_host": grid.ranks_per_host}
+    if shape != mine:
+        raise DataError(f"{path} is for the grid {shape}, the job's is {mine}; write it anew")
+    return found
+
+
+# what crosses what ----------------------------------------------------------------------------------------------------
+
+CROSSINGS = ("inside a host", "one leaf switch", "aggregation", "core")
+
+
+def crossing(topology: Topology, flows: Flows) -> Ints:
+    """[F] index into CROSSINGS: the highest tier that a flow must pass."""
+    a, b = topology.leaf_of[flows.source], topology.leaf_of[flows.target]
+    far = np.where(topology.pod_of[a] == topology.pod_of[b], 2, 3)
+    found = np.where(a == b, 1, far)
+    return np.where(topology.host_of(flows.source) == topology.host_of(flows.target), 0, found)
+
+
+def bytes_by_tier(topology: Topology, flows: Flows) -> Floats:
+    """[4] bytes of the flows by CROSSINGS."""
+    return np.bincount(crossing(topology, flows), weights=flows.size, minlength=len(CROSSINGS)).astype(float)
+
+
+def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "ring", passes: float = 1.0) -> Flows:
+    """Flows of all groups of an axis at once, outside hosts.
+
+    data: the collective of `size` bytes a group. pipeline: every rank sends `size` to the same rank of the next stage,
+    and the last stage to the first (interleaved schedules wrap around), as much forwards as backwards.
+    """
+    if axis == "data":
+        return collective(algorithm, placement.groups("data"), size, placement.nics, passes)
+    if axis != "pipeline":
+        raise ConfigError(f"--axis={axis!r}: only {' and '.join(AXES_BETWEEN)} leave a host")
+    members = np.array(placement.groups("pipeline"))
+    if members.shape[1] < 2:
+        return Flows.of([], [], [])
+    there = np.roll(members, -1, axis=1)
+    number = np.repeat(np.arange(len(members)), members.shape[1])
+    forward = Flows.of(members.ravel(), there.ravel(), size, number)
+    backward = Flows.of(there.ravel(), members.ravel(), size, number)
+    both = Flows.join(forward, backward)
+    out = both.source // placement.nics != both.target // placement.nics
+    return Flows(both.source[out], both.target[out], both.size[out], both.group[out])

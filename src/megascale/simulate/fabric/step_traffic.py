@@ -1,0 +1,64 @@
+"""What a training step sends between hosts: bytes of each axis from a configuration, with the model's own counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megascale.config import Config
+from megascale.core.grid import Grid
+from megascale.core.memory import BYTES, stage_parameters
+from megascale.errors import FitError
+from megascale.simulate.fabric.placement import Placement, step_flows
+from megascale.simulate.fabric.topology import Ints
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Attributes:
+
+    grid: the job's.
+    reduce: bytes of a rank's gradients, reduce-scattered over its data-parallel group once a step.
+    gather: bytes of its parameters, all-gathered.
+    activation: bytes of one transfer between stages. transfers: of them a step, each way and rank.
+    """
+
+    grid: Grid
+    reduce: float
+    gather: float
+    activation: float
+    transfers: int
+
+    @property
+    def pipeline(self) -> float:
+        """Bytes a rank sends to its neighbour stage in a step, each way."""
+        return self.activation * self.transfers
+
+
+def step_traffic(config: Config, gpus: int) -> StepTraffic:
+    """Of the fullest stage (the first: it holds the embedding). FitError for sizes that do not divide."""
+    model, parallel, train = config.model, config.parallel, config.train
+    grid = Grid.of_world(gpus, parallel.tensor, parallel.pipeline, ranks_per_host=parallel.gpus_per_host)
+    count = stage_parameters(model, parallel, 0)
+    width = BYTES[train.precision]
+    if train.global_batch % (grid.data * train.micro_batch):
+        raise FitError(
+            f"train.global_batch={train.global_batch} does not divide over {grid.data} replicas of "
+            f"train.micro_batch={train.micro_batch}; use a multiple of {grid.data * train.micro_batch}"
+        )
+    micro_batches = train.global_batch // (grid.data * train.micro_batch)
+    reduce_width = width if parallel.reduce_dtype == "bfloat16" else max(4, width)
+    return StepTraffic(
+        grid=grid,
+        reduce=float(count * reduce_width) if grid.data > 1 else 0.0,
+        gather=float(count * width) if grid.data > 1 else 0.0,
+        activation=model.sequence_length * train.micro_batch * model.hidden * width / grid.tensor,
+        transfers=micro_batches * parallel.virtual_stages if grid.pipeline > 1 else 0,
+    )
+
+
+def nic_neighbours(placement: Placement) -> Ints:
+    """[n, 2] NICs of data-parallel ring neighbours on different hosts: the heaviest traffic of the step."""
+    import numpy as np
+
+    flows = step_flows(placement, "data", 1.0)
+    return np.stack([flows.source, flows.target], axis=1)

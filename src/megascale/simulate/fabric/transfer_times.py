@@ -1,0 +1,148 @@
+"""The step model's hook: how long a group's transfer takes on a fabric, as a distribution.
+
+`FabricTimes.slowdown` takes the axis, which of its groups, what else is under way and when, and returns how much longer
+than at the NIC's full rate the transfer takes, for every group and every draw of the hash seeds. Results are tabulated
+by (axis, groups, concurrency, failed parts), so that a step model may ask as often as it likes. A model of times
+multiplies its bandwidth term by it (simulate/fabric_network.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megascale.errors import ConfigError
+from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
+from megascale.simulate.fabric.max_min import finish_times
+from megascale.simulate.fabric.placement import AXES_BETWEEN, Placement, step_flows
+from megascale.simulate.fabric.topology import Floats, Topology, build
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Attributes:
+
+    values: [draws, groups] time of a group's transfer over that at full NIC rate; 1 is perfect.
+    """
+
+    values: Floats
+
+    @property
+    def mean(self) -> float:
+        """Over groups and draws."""
+        return float(self.values.mean())
+
+    @property
+    def worst(self) -> float:
+        """Of the slowest group, mean over draws: what a step waits for if every group is on its critical path."""
+        return float(self.values.max(axis=1).mean())
+
+    def quantile(self, share: float) -> float:
+        """Of the slowest group over draws."""
+        return float(np.quantile(self.values.max(axis=1), share))
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A part of the fabric that is down from `start` to `end` seconds of the run; routes go round it."""
+
+    part: str
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise ConfigError(f"outage of {self.part}: {self.start:g} to {self.end:g} s; 0 <= start <= end")
+
+
+@dataclass
+class FabricTimes:
+    """Attributes:
+
+    topology, placement: where the job runs.
+    queue_pairs: connections a pair of ranks spreads its bytes over.
+    draws: hash seeds drawn; each is one start of the job.
+    polarised: one hash seed in all switches.
+    algorithm: of the data axis' collectives.
+    outages: what is down when.
+    """
+
+    topology: Topology
+    placement: Placement
+    queue_pairs: int = 1
+    draws: int = 4
+    polarised: bool = False
+    algorithm: str = "ring"
+    tolerance: float = 0.02
+    outages: tuple[Outage, ...] = ()
+    _table: dict[tuple[object, ...], Slowdown] = field(default_factory=dict, repr=False)
+    _fabrics: dict[tuple[str, ...], Topology] = field(default_factory=dict, repr=False)
+
+    def slowdown(
+        self, axis: str, groups: Sequence[int] | None = None, concurrent: Sequence[tuple[str, float]] = (),
+        at: float = 0.0,
+    ) -> Slowdown:  # fmt: skip
+        """Of the transfers of an axis.
+
+        Args:
+            axis: data (a collective in each group) or pipeline (both ways between stages).
+            groups: numbers of the groups that communicate; default all at once.
+            concurrent: other axes under way, with their bytes a rank relative to this axis'.
+            at: seconds of the run, for outages.
+        """
+        if at < 0:
+            raise ConfigError(f"time {at:g} s: 0 or more")
+        failed = tuple(o.part for o in self.outages if o.start <= at < o.end)
+        key = (axis, tuple(groups) if groups is not None else None, tuple(concurrent), failed)
+        if key not in self._table:
+            self._table[key] = self._measure(axis, groups, concurrent, self._fabric(failed))
+        return self._table[key]
+
+    def _fabric(self, failed: tuple[str, ...]) -> Topology:
+        if not failed:
+            return self.topology
+        if failed not in self._fabrics:
+            spec = self.topology.spec
+            self._fabrics[failed] = build(spec.model_copy(update={"failed": (*spec.failed, *failed)}))
+        return self._fabrics[failed]
+
+    def _measure(
+        self, axis: str, groups: Sequence[int] | None, concurrent: Sequence[tuple[str, float]], topology: Topology
+    ) -> Slowdown:
+        own = step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
+        count = len(self.placement.groups(axis))
+        if groups is not None:
+            keep = np.isin(own.group, groups)
+            own = Flows(own.source[keep], own.target[keep], own.size[keep], own.group[keep])
+        if not len(own):
+            return Slowdown(np.ones((self.draws, 1)))
+        parts = [own]
+        for other, share in concurrent:
+            if other not in AXES_BETWEEN or share < 0:
+                raise ConfigError(
+                    f"concurrent traffic ({other!r}, {share:g}): axes are {AXES_BETWEEN}, shares 0 or more"
+                )
+            parts.append(step_flows(self.placement, other, share * 1e9))
+        whole = Flows.join(*parts)
+        # At full rate: the NIC that has most to send or take in this axis.
+        nic = topology.bandwidth[: topology.nics].max()
+        sent = np.zeros((2, count))
+        for row, ends in enumerate((own.source, own.target)):
+            load = np.bincount(ends, weights=own.size, minlength=topology.nics)
+            np.maximum.at(sent[row], own.group, load[ends])
+        ideal = sent.max(axis=0) / nic
+        seen = np.unique(own.group)
+        values = np.empty((self.draws, len(seen)))
+        cut = whole.split(self.queue_pairs)
+        for draw in range(self.draws):
+            keys = five_tuple_keys(cut, draw, self.queue_pairs)
+            done = finish_times(
+                route(topology, cut, keys, draw, self.polarised), cut.size, topology.bandwidth, self.tolerance
+            )
+            mine = done[: len(own) * self.queue_pairs]
+            last = np.zeros(count)
+            np.maximum.at(last, cut.group[: len(mine)], mine)
+            values[draw] = last[seen] / ideal[seen]
+        return Slowdown(values)

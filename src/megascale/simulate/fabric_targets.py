@@ -1,0 +1,290 @@
+"""What the network's simulation holds itself to: each target measured anew, with its yardstick and where it is from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megascale.simulate.fabric import patterns
+from megascale.simulate.fabric.control_settings import SETS, SwiftSettings
+from megascale.simulate.fabric.ecmp import Flows, expected_conflicts, leaf_uplink_counts, measured_conflicts
+from megascale.simulate.fabric.ecmp_study import neighbours
+from megascale.simulate.fabric.fabric_spec import load_fabric
+from megascale.simulate.fabric.flaps import stall, timer
+from megascale.simulate.fabric.max_min import finish_times, jain
+from megascale.simulate.fabric.packets import Flap, PacketResult, PacketSettings, simulate_packets
+from megascale.simulate.fabric.topology import Topology, build
+
+
+@dataclass(frozen=True)
+class TargetRow:
+    """A target's name, what was found, what is wanted and by whom, and what finding it cost."""
+
+    name: str
+    found: str
+    wanted: str
+    passed: bool
+    wall: float
+    cpu: float
+
+
+Finding = tuple[str, str, bool]
+
+
+def hashing() -> Finding:
+    """Occupancies of a leaf switch's uplinks under real hashes against the binomial form."""
+    topology = build(load_fabric("megascale", {"hosts": 128}))
+    flows = neighbours(topology, 0.0)
+    worst = 0.0
+    for count in (1, 4):
+        seen = measured_conflicts(leaf_uplink_counts(topology, flows, 0, 4000, count), 2.0 * count)
+        closed = expected_conflicts(64 * count, 32, 2.0 * count)
+        for key in ("utilisation", "slowdown", "worst"):
+            worst = max(worst, abs(getattr(seen, key) / getattr(closed, key) - 1))
+    return f"largest distance {worst:.2%} of utilisation, slow-down, slowest flow", "<= 1%", worst <= 0.01
+
+
+def permutation_levels() -> Finding:
+    """Flow level against packets under Swift: rings one leaf switch apart, one link between any two switches, so that
+    no flow has two bottlenecks. Where flows are hashed once more on their way, Swift is no longer max-min fair."""
+    topology = patterns.small_fabric(64, tiers=2)
+    traffic = patterns.traffic(topology, "permutation", 8e6, 0)
+    settings = PacketSettings(control="swift")
+    found = simulate_packets(topology, traffic.flows, traffic.paths, settings)
+    fluid = _fluid(topology, traffic, settings)
+    each = float(np.abs(found.finish / fluid - 1).mean())
+    whole = abs(found.finish.max() / fluid.max() - 1)
+    return f"mean of flows {each:.2%}, makespan {whole:.2%}", "<= 1% (Swift, two tiers)", max(each, whole) <= 0.01
+
+
+def incast_levels() -> Finding:
+    """Flow level against packets, 32 to 1."""
+    topology = patterns.small_fabric(64, tiers=3)
+    traffic = patterns.traffic(topology, "incast", 2e6, 32)
+    texts, worst = [], 0.0
+    for control in ("swift", "dcqcn"):
+        settings = PacketSettings(control=control)
+        found = simulate_packets(topology, traffic.flows, traffic.paths, settings)
+        fluid = _fluid(topology, traffic, settings)
+        away = abs(found.finish.mean() / fluid.mean() - 1)
+        texts.append(f"{control} {away:.1%} (makespan {found.finish.max() / fluid.max() - 1:+.1%})")
+        worst = max(worst, away)
+    return ", ".join(texts), "mean finish <= 10%", worst <= 0.10
+
+
+def _fluid(topology: Topology, traffic: patterns.Traffic, settings: PacketSettings) -> np.ndarray:
+    """Flow level's finish times with a last packet's travel added."""
+    bandwidth = patterns.fluid_bandwidth(topology, settings)
+    hops = (traffic.paths >= 0).sum(axis=1)
+    return finish_times(traffic.paths, traffic.flows.size, bandwidth) + hops * topology.spec.cable_ns * 1e-9
+
+
+def one_switch(hosts: int, gbps: float, buffer_mb: float = 12.0, cable_ns: float = 500.0) -> Topology:
+    """A testbed: hosts on one switch."""
+    ports = {"switch_ports": 2 * hosts + 2, "port_gbps": gbps, "nic_gbps": gbps, "leaf_split": 1}
+    return build(load_fabric("megascale", {
+        "hosts": hosts, "nics": 1, "rails": False, "hosts_per_set": hosts, "buffer_mb": buffer_mb,
+        "cable_ns": cable_ns, **ports,
+    }))  # fmt: skip
+
+
+def run_incast(
+    topology: Topology, senders: int, each: int, size: float, settings: PacketSettings, until: float
+) -> tuple[PacketResult, int]:
+    """`each` flows from each of `senders` hosts to host 0, watched at its port every 10 us; (result, link)."""
+    flows = Flows.of(np.repeat(np.arange(1, senders + 1), each), 0, size)
+    paths = np.full((len(flows), 6), -1)
+    paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
+    link = topology.down_nic
+    found = simulate_packets(topology, flows, paths, settings, until=until, sample_every=until / 800, watch=link)
+    return found, link
+
+
+def steady(found: PacketResult, until: float) -> tuple[float, float]:
+    """(bytes/s over the watched link, mean bytes in its queue) in the second half."""
+    late = found.samples[found.samples[:, 0] > until / 2]
+    return float((late[-1, 2] - late[0, 2]) / (late[-1, 0] - late[0, 0])), float(late[:, 1].mean())
+
+
+def swift_target() -> Finding:
+    """Swift's figure 17: a 100-flow incast (10 machines x 10) at 50G; the round trip follows the base target from 15 to
+    70 us, and throughput is full from about 25 us on. Flow and topology scaling off, as there; the additive step is not
+    printed: 0.3 here, assumed."""
+    topology = one_switch(11, 50.0)
+    texts, passed = [], True
+    for base in (25.0, 50.0, 70.0):
+        swift = SwiftSettings(base_us=base, hop_us=0.0, flow_range_us=0.0, ai=0.3)
+        found, _ = run_incast(topology, 10, 10, 1e9, PacketSettings(control="swift", swift=swift, mtu=4096), 4e-3)
+        rate, queue = steady(found, 4e-3)
+        wire = 50e9 / 8
+        rtt = queue / wire + 2 * 2 * 0.5e-6 + 2 * 4178 / wire
+        passed &= abs(rtt * 1e6 / base - 1) <= 0.15 and rate / wire >= 0.95
+        texts.append(f"{base:g} us: RTT {rtt * 1e6:.1f}, {rate / wire:.0%} of line")
+    return "; ".join(texts), "RTT within 15% of the target, >= 95% of line rate (figure 17)", passed
+
+
+def swift_large_incast() -> Finding:
+    """Swift's table 3: 5,000 flows of 50 machines to one at 50G: 49.5 Gb/s, 0.0003% lost, round trip 110.2 us. The
+    round trip hangs on flow scaling's constants and on host delay, which are not printed: its distance is said only."""
+    topology = one_switch(51, 50.0)
+    swift = SwiftSettings(base_us=25.0, hop_us=0.0, ai=0.3, first=0.05)
+    settings = PacketSettings(control="swift", swift=swift, pfc=False, timeout=9)
+    flows = Flows.of(np.repeat(np.arange(1, 51), 100), 0, 1e9)
+    paths = np.full((5000, 6), -1)
+    paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
+    starts, until = np.random.default_rng(0).uniform(0, 5e-3, 5000), 60e-3
+    runs = [
+        simulate_packets(
+            topology, flows, paths, settings, starts=starts, until=end, sample_every=end / 800, watch=topology.down_nic
+        )
+        for end in (until / 2, until)
+    ]
+    rate, queue = steady(runs[1], until)
+    sent, dropped = (runs[1].counts[k] - runs[0].counts[k] for k in ("sent", "dropped"))
+    rtt = queue / (50e9 / 8) + 2e-6 + 2 * 4178 / (50e9 / 8)
+    loss = dropped / sent
+    return (
+        f"{rate * 8e-9:.1f} Gb/s ({rate * 8e-9 / 49.5 - 1:+.1%}), loss {loss:.4%}, RTT {rtt * 1e6:.0f} us "
+        f"({rtt / 110.2e-6 - 1:+.0%})",
+        "49.5 Gb/s within 3%, loss < 0.1% (table 3)", abs(rate * 8e-9 / 49.5 - 1) <= 0.03 and loss < 1e-3,
+    )  # fmt: skip
+
+
+def dcqcn_incast() -> Finding:
+    """DCQCN's section 6 (recalled, not read again): K-to-1 incast at 40G keeps more than 39 Gb/s in total, K to 10, and
+    its queue near Kmin, without pauses."""
+    topology = one_switch(11, 40.0)
+    settings = PacketSettings(control="dcqcn", dcqcn=SETS["paper"], mtu=1024, ack_every=8, window_mb=64)
+    texts, passed = [], True
+    for senders in (2, 10):
+        found, _ = run_incast(topology, senders, 1, 1e9, settings, 30e-3)
+        rate, queue = steady(found, 30e-3)
+        goodput = rate * 8e-9
+        passed &= goodput >= 39.0
+        texts.append(f"{senders}:1 {goodput:.1f} Gb/s, queue {queue / 1e3:.0f} KB, {found.counts['pauses']} pauses")
+    return "; ".join(texts), ">= 39 Gb/s at 40G (section 6, recalled)", passed
+
+
+def flap_table() -> Finding:
+    """Recovery from flaps by packets against the closed form, time-outs 14, 18, 20, 22 and adaptive."""
+    topology = one_switch(4, 200.0)
+    flows = Flows.of([1], [0], 40e6)
+    paths = np.array([[1, -1, -1, -1, -1, topology.down_nic]])
+    worst, wrong = 0.0, 0
+    for timeout, adaptive in ((14, 0.0), (18, 0.0), (20, 0.0), (22, 0.0), (20, 16.0)):
+        for lasts in (0.01, 0.5, 2.0, 5.0, 10.0):
+            settings = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive, pfc=False)
+            found = simulate_packets(topology, flows, paths, settings, flaps=(Flap(1, 1e-3, lasts),), until=200.0)
+            expected, _ = stall(np.array([lasts]), timeout, 7, adaptive)
+            if np.isinf(expected[0]) != np.isnan(found.finish[0]):
+                wrong += 1
+            elif np.isfinite(expected[0]):
+                # Without the flap the flow would have finished so much after the loss.
+                alone = 40e6 / (topology.bandwidth[1] * settings.payload_share)
+                tick = 4e-6 if adaptive else timer(timeout)
+                worst = max(worst, abs(found.finish[0] - alone - expected[0]) / tick)
+    return (
+        f"{wrong} of 25 decided otherwise, largest distance {worst:.3f} timer",
+        "<= 1 timer tick",
+        not wrong and worst <= 1,
+    )
+
+
+def fairness() -> Finding:
+    """16 flows of one bottleneck end up with equal shares."""
+    topology = one_switch(17, 200.0)
+    texts, passed = [], True
+    for control in ("dcqcn", "swift", "hybrid-both", "hybrid-cut"):
+        flows = Flows.of(np.arange(1, 17), 0, 4e6)
+        paths = np.full((16, 6), -1)
+        paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
+        found = simulate_packets(topology, flows, paths, PacketSettings(control=control))
+        index = jain(1 / found.finish)
+        passed &= index >= 0.95
+        texts.append(f"{control} {index:.3f}")
+    return ", ".join(texts), "Jain's index of finish rates >= 0.95", passed
+
+
+def built_fast() -> Finding:
+    """Topology and placement of 1,536 hosts."""
+    from megascale.core.grid import Grid
+    from megascale.simulate.fabric.placement import STRATEGIES, bytes_by_tier, place, step_flows
+
+    start = time.process_time()
+    topology = build(load_fabric("megascale"))
+    laid = place(Grid(8, 192, 8), topology, "data")
+    bytes_by_tier(topology, step_flows(laid, "data", 1e9))
+    first = time.process_time() - start
+    shares = {}
+    for kind in STRATEGIES:
+        tiers = bytes_by_tier(topology, step_flows(place(Grid(8, 192, 8), topology, kind), "data", 1.0))
+        shares[kind] = tiers[1] / tiers.sum()
+    return (
+        f"{first:.2f} s; data-parallel bytes under one leaf switch: "
+        + ", ".join(f"{k} {v:.0%}" for k, v in shares.items()),
+        "< 2 s", first < 2,
+    )  # fmt: skip
+
+
+def split_ports() -> Finding:
+    """The paper's word: split 400G ports and placement under one set reduce conflicts; it prints no size."""
+    plain = expected_conflicts(64, 64, 1.0)
+    split = expected_conflicts(64, 32, 2.0)
+    near = expected_conflicts(16, 32, 2.0)
+    found = f"slowest flow x{plain.worst:.2f} unsplit, x{split.worst:.2f} split, x{near.worst:.2f} split and 75% placed"
+    return found, "each lowers it (section 3.6, direction only)", plain.worst > split.worst > near.worst
+
+
+def packet_speed() -> Finding:
+    """1,024 hosts, three tiers, PFC and DCQCN on: permutation of 10 MB flows."""
+    topology = patterns.small_fabric(1024)
+    traffic = patterns.traffic(topology, "permutation", 4e6, 0)
+    found = simulate_packets(topology, traffic.flows, traffic.paths, PacketSettings(control="dcqcn"))
+    speed = found.packets_per_second
+    return (
+        f"{speed / 1e6:.2f} M packets a CPU second ({found.counts['sent']:,} packets, {found.cpu:.1f} s CPU, "
+        f"{found.wall:.1f} s wall)", ">= 0.4 M", speed >= 4e5,
+    )  # fmt: skip
+
+
+def whole_step() -> Finding:
+    """A gpt-175b step on 12,288 GPUs, all data-parallel and pipeline groups at once, four queue pairs."""
+    from megascale.core.grid import Grid
+    from megascale.simulate.fabric.placement import place
+    from megascale.simulate.fabric.transfer_times import FabricTimes
+
+    start = time.process_time()
+    topology = build(load_fabric("megascale"))
+    times = FabricTimes(topology, place(Grid(8, 192, 8), topology, "data"), queue_pairs=4, draws=1)
+    slow = times.slowdown("data", concurrent=(("pipeline", 0.15),)).worst
+    spent = time.process_time() - start
+    return f"{spent:.1f} s CPU; slowest ring x{slow:.2f}", "< 60 s", spent < 60
+
+
+TARGETS: dict[str, tuple[Callable[[], Finding], bool]] = {
+    "hashing against the binomial form": (hashing, False),
+    "split ports and placement": (split_ports, False),
+    "topology and placement, 1,536 hosts": (built_fast, False),
+    "permutation, flow against packet level": (permutation_levels, False),
+    "incast 32 to 1, flow against packet level": (incast_levels, False),
+    "fair shares": (fairness, False),
+    "flaps, packets against closed form": (flap_table, False),
+    "DCQCN incast": (dcqcn_incast, False),
+    "Swift follows its target": (swift_target, False),
+    "Swift 5,000 to 1": (swift_large_incast, True),
+    "packets a second, 1,024 hosts": (packet_speed, True),
+    "step of 12,288 GPUs, flow level": (whole_step, True),
+}
+
+
+def run_targets(words: list[str], full: bool) -> Iterator[TargetRow]:
+    """Each target chosen, as it is done."""
+    for name, (measure, long) in TARGETS.items():
+        if (words and not any(w in name for w in words)) or (long and not (full or words)):
+            continue
+        wall, cpu = time.perf_counter(), time.process_time()
+        found, wanted, passed = measure()
+        yield TargetRow(name, found, wanted, bool(passed), time.perf_counter() - wall, time.process_time() - cpu)

@@ -1,0 +1,156 @@
+"""Packets: conservation, losslessness, agreement with the flow level, recovery. One worker compiles the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.errors import ConfigError, FitError
+from megascale.simulate.fabric.control_settings import CONTROLS, SETS, DcqcnSettings, SwiftSettings
+from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
+from megascale.simulate.fabric.flaps import stall, timer
+from megascale.simulate.fabric.max_min import finish_times, jain
+from megascale.simulate.fabric.packets import Flap, PacketSettings, simulate_packets
+from megascale.simulate.fabric.patterns import fluid_bandwidth, small_fabric, traffic
+
+pytest.importorskip("numba")
+pytestmark = pytest.mark.xdist_group("packet_kernel")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """32 NICs, four leaf switches, two tiers."""
+    return small_fabric(32, tiers=2)
+
+
+def balanced(found) -> bool:
+    """Every packet sent is delivered, thrown away for a reason, or under way."""
+    c = found.counts
+    ended = c["delivered"] + c["dropped"] + c["lost"] + c["out_of_order"] + c["duplicate"] + c["in_flight"]
+    return c["sent"] == ended
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(sorted(CONTROLS)), st.booleans(), st.integers(0, 2**20),
+    st.lists(st.tuples(st.integers(0, 31), st.integers(0, 31), st.integers(1, 300_000)), min_size=1, max_size=20),
+)  # fmt: skip
+def test_packets_are_conserved_and_all_flows_finish(small, control, pfc, seed, wanted):
+    wanted = [w for w in wanted if w[0] != w[1]] or [(0, 1, 5000)]
+    flows = Flows.of(*zip(*wanted, strict=True))
+    paths = route(small, flows, five_tuple_keys(flows, seed), seed)
+    found = simulate_packets(small, flows, paths, PacketSettings(control=control, pfc=pfc, seed=seed))
+    assert balanced(found)
+    assert not np.isnan(found.finish).any()
+    assert found.counts["delivered"] == np.ceil(flows.size / 4096).sum()
+    assert found.counts["dropped"] == 0
+    # Not faster than light and line.
+    alone = flows.size / 25e9 + 2e-6
+    assert (found.finish >= alone * (1 - 1e-9)).all()
+
+
+def tight(buffer_mb: float):
+    return small_fabric(32, tiers=2, buffer_mb=buffer_mb)
+
+
+def test_pfc_keeps_an_incast_lossless_that_drops_without_it():
+    built = tight(6.0)
+    case = traffic(built, "incast", 400e3, 24)
+    with_pfc = simulate_packets(built, case.flows, case.paths, PacketSettings(control="none"))
+    assert with_pfc.counts["dropped"] == 0
+    assert with_pfc.counts["pauses"] > 0
+    assert with_pfc.pause_seconds.sum() > 0
+    without = simulate_packets(built, case.flows, case.paths, PacketSettings(control="none", pfc=False))
+    assert without.counts["dropped"] > 0
+    assert without.counts["resent"] > 0
+    assert balanced(without)
+    assert not np.isnan(without.finish).any()
+    assert with_pfc.finish.max() < without.finish.max()
+    # Control keeps queues short: that is what it is for.
+    swift = simulate_packets(built, case.flows, case.paths, PacketSettings(control="swift"))
+    assert swift.mean_rtt < 0.8 * with_pfc.mean_rtt
+    assert swift.pause_seconds.sum() < with_pfc.pause_seconds.sum()
+
+
+def test_swift_gives_the_flow_levels_times(small):
+    case = traffic(small, "permutation", 2e6, 0)
+    settings = PacketSettings(control="swift")
+    found = simulate_packets(small, case.flows, case.paths, settings)
+    fluid = finish_times(case.paths, case.flows.size, fluid_bandwidth(small, settings)) + 4e-6
+    assert np.abs(found.finish / fluid - 1).mean() < 0.03
+
+
+@pytest.mark.parametrize("control", ["dcqcn", "swift", "hybrid-both", "hybrid-cut"])
+def test_flows_of_a_bottleneck_share_it(small, control):
+    case = traffic(small, "incast", 1e6, 8)
+    found = simulate_packets(small, case.flows, case.paths, PacketSettings(control=control))
+    assert jain(1 / found.finish) > 0.9
+    assert found.finish.max() > 8e6 / 25e9
+    assert found.finish.max() < 1.5 * 8e6 / 25e9
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(small):
+    case = traffic(small, "incast", 500e3, 16)
+    runs = [simulate_packets(small, case.flows, case.paths, PacketSettings(seed=s)) for s in (1, 1, 2)]
+    assert (runs[0].finish == runs[1].finish).all()
+    assert runs[0].mean_rtt != runs[2].mean_rtt
+
+
+@pytest.mark.parametrize(("timeout", "adaptive", "lasts"), [(14, 0.0, 0.1), (14, 0.0, 1.0), (18, 16.0, 0.3)])
+def test_a_flap_takes_what_the_closed_form_says(small, timeout, adaptive, lasts):
+    flows = Flows.of([1], [0], 4e6)
+    paths = route(small, flows, five_tuple_keys(flows, 0), 0)
+    chosen = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive)
+    found = simulate_packets(small, flows, paths, chosen, flaps=(Flap(1, 50e-6, lasts),), until=60)
+    wanted, end = stall(np.array([lasts]), timeout, 7, adaptive)
+    if np.isinf(wanted[0]):
+        assert np.isnan(found.finish[0])
+        assert found.aborted[0] == pytest.approx(end, abs=timer(timeout))
+    else:
+        assert found.finish[0] == pytest.approx(wanted[0], abs=timer(timeout) if not adaptive else 1e-3)
+        assert found.counts["lost"] > 0
+    assert balanced(found)
+
+
+def test_later_starts_and_an_end_before_the_last(small):
+    flows = Flows.of([1, 9], [0, 8], 400e3)
+    paths = route(small, flows, five_tuple_keys(flows, 0), 0)
+    found = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]))
+    assert found.finish[1] - found.finish[0] == pytest.approx(1e-3, rel=0.01)
+    cut = simulate_packets(small, flows, paths, PacketSettings(), starts=np.array([0.0, 1e-3]), until=5e-4)
+    assert np.isnan(cut.finish[1])
+    assert balanced(cut)
+
+
+def test_bad_input_is_refused(small):
+    flows = Flows.of([1], [0], 1e4)
+    paths = route(small, flows, five_tuple_keys(flows, 0), 0)
+    for changes, said in (
+        ({"control": "cubic"}, "--control"), ({"mtu": 0}, "mtu"), ({"timeout": 40}, "timeout"),
+        ({"retries": 9}, "retries"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            replace(PacketSettings(), **changes)
+    with pytest.raises(ConfigError, match="g="):
+        replace(SETS["fast"], g=0)
+    with pytest.raises(ConfigError, match="negative"):
+        DcqcnSettings("", 5, 200, 0.01, rise_us=-1)
+    with pytest.raises(ConfigError, match="negative"):
+        SwiftSettings(base_us=-1)
+    with pytest.raises(ConfigError, match="0 bytes"):
+        simulate_packets(small, Flows.of([1], [0], 0), paths)
+    with pytest.raises(ConfigError, match="delays"):
+        simulate_packets(small, flows, paths, starts=np.array([-1.0]))
+    with pytest.raises(ConfigError, match="flap"):
+        Flap(0, -1, 1)
+    built = tight(0.5)
+    with pytest.raises(FitError, match="headroom"):
+        simulate_packets(built, flows, paths)
+    with pytest.raises(ConfigError, match="--pattern"):
+        traffic(small, "star", 1.0, 2)
+    with pytest.raises(ConfigError, match="--senders"):
+        traffic(small, "incast", 1.0, 99)

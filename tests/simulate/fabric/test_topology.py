@@ -1,0 +1,102 @@
+"""Fabrics: counts, wiring, failures, and what cannot be built."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.errors import ConfigError, FitError
+from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
+from megascale.simulate.fabric.fabric_spec import fabric_of, load_fabric, shipped
+from megascale.simulate.fabric.topology import build
+from tests.simulate.fabric.fabric_cases import check_paths, fabric
+
+
+def test_the_shipped_fabric_has_the_papers_switches():
+    built = build(load_fabric("megascale"))
+    # 12,288 NICs of 200G fill 6,144 ports of 400G at every tier; 32 of 64 look down on two tiers, all on the third.
+    assert built.switch_counts() == {"leaf": 192, "aggregation": 192, "core": 96}
+    assert set(built.cable_counts().values()) == {6144}
+    for tier in range(3):
+        assert built.bandwidth[built.tier == tier].sum() == pytest.approx(2 * 12288 * 25e9)
+    # No switch has more links than ports.
+    links = np.bincount(built.tail[built.tail >= built.nics] - built.nics)
+    assert links[192:].max() <= 64
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_fabrics_name_their_sources(name):
+    spec = load_fabric(name)
+    assert all(spec.sources[key] for key in type(spec).model_fields if key not in ("name", "failed", "sources"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"rails": False, "hosts_per_set": 8}, {"leaf_oversubscription": 2.0}, {"spine_oversubscription": 2.0},
+        {"pod": "rail"}, {"tiers": 2, "hosts": 16}, {"leaf_split": 1}, {"hosts": 8}, {"hosts": 61},
+        {"failed": ("leaf3-agg2", "core0")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_pair_has_a_path(changes):
+    built = fabric(**changes)
+    pairs = np.random.default_rng(0).integers(0, built.nics, (2, 300))
+    pairs = pairs[:, pairs[0] != pairs[1]]
+    flows = Flows.of(pairs[0], pairs[1], 1.0)
+    check_paths(built, flows, route(built, flows, five_tuple_keys(flows, 1), 1))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.integers(0, 15), max_size=3), st.sets(st.integers(0, 7), max_size=2))
+def test_failed_links_and_switches_are_gone_round(leaves, cores):
+    down = [f"leaf{leaf}-agg{leaf // 8 * 8}.0" for leaf in leaves if leaf // 8 * 8 < 8] + [f"core{c}" for c in cores]
+    try:
+        built = fabric(failed=tuple(down))
+    except ConfigError:
+        return  # a leaf switch of another pod
+    flows = Flows.of(np.arange(64), (np.arange(64) + 50) % built.nics, 1.0)
+    check_paths(built, flows, route(built, flows, five_tuple_keys(flows, 2), 2))
+
+
+def test_a_failed_link_is_not_used():
+    whole = fabric()
+    agg = int(whole.uplinks[0, 0])
+    broken = fabric(failed=(f"leaf0-agg{agg}",))
+    flows = Flows.of(np.arange(0, 16, 2), np.arange(100, 116, 2), 1.0)
+    link = whole.up_leaf
+    assert (route(whole, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()
+    assert not (route(broken, flows, five_tuple_keys(flows, 0), 0)[:, 1] == link).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"hosts": 0}, ConfigError, "hosts"),
+        ({"nic_gbps": 0.0}, ConfigError, "nic_gbps"),
+        ({"cable_ns": -1.0}, ConfigError, "cable_ns"),
+        ({"colour": 3}, ConfigError, "colour"),
+        ({"leaf_split": 4}, FitError, "leaf_split=2"),
+        ({"hosts_per_set": 64}, FitError, "hosts_per_set"),
+        ({"tiers": 2, "hosts": 400}, FitError, "tiers=3"),
+        ({"failed": ("leaf0",)}, FitError, "no live link"),
+        ({"failed": ("agg99",)}, ConfigError, "agg99"),
+        ({"failed": ("leaf0-core0",)}, ConfigError, "no such link"),
+        ({"failed": tuple(f"leaf0-agg{i}" for i in range(4))}, FitError, "leaf0 without a path"),
+    ],
+)
+def test_what_cannot_be_is_said(changes, error, said):
+    with pytest.raises(error, match=said):
+        fabric(**changes)
+
+
+def test_figures_need_sources(tmp_path):
+    with pytest.raises(ConfigError, match="no source"):
+        fabric_of({**load_fabric("megascale").model_dump(), "sources": {}})
+    with pytest.raises(ConfigError, match="neither a shipped fabric"):
+        load_fabric("nothing")
+    (tmp_path / "bad.toml").write_text("= 3")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_fabric(str(tmp_path / "bad.toml"))
