@@ -31,6 +31,7 @@ from megascale.observe.hang.evidence import RankEvidence, Scene, collect, proces
 from megascale.observe.hang.flight import read_flight
 from megascale.observe.hang.hang_report import examine
 from megascale.observe.hang.verdict import Hang, explain
+from megascale.parallel.runtime import Runtime
 from tests.forked import popen
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")
@@ -361,5 +362,5 @@ def test_a_dump_that_lies_or_is_cut_off_is_refused(data, tmp_path):
         read_flight(tmp_path / "nccl_trace_rank_0")
 
 
-def test_nothing_is_recorded_unless_installed():
-    assert type(calls.current) is calls.NoCalls
+def test_nothing_is_recorded_without_a_trainer():
+    assert type(Runtime().calls) is calls.NoCalls

@@ -23,7 +23,7 @@ from megascale.config import Config
 from megascale.core import strict_json
 from megascale.errors import MegascaleError
 from megascale.ops import dispatch
-from megascale.ops.attention import AttentionShape, chooser
+from megascale.ops.attention import AttentionChooser, AttentionShape
 
 FILE = "kernels.json"
 Choices = dict[str, dict[str, str]]  # kind of device -> shape -> backend
@@ -43,9 +43,14 @@ def shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[AttentionSha
 
 
 def agree(
-    config: Config, tensor: int, dtype: torch.dtype, device: torch.device, kept: Choices | None
+    config: Config,
+    tensor: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: Choices | None,
+    chooser: AttentionChooser,
 ) -> tuple[Choices, dict[str, str]]:
-    """Settle on kernels, collectively over the default group, and tell `ops.attention`.
+    """Settle on kernels, collectively over the default group, and tell `chooser`.
 
     Args:
         tensor: tensor-parallel size.
