@@ -29,6 +29,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "current_raw_stream": ("torch._C", "_cuda_getCurrentRawStream"),
     "flash_attention_backward": ("torch", "ops.aten._flash_attention_backward"),
     "flash_attention_forward": ("torch", "ops.aten._flash_attention_forward"),
+    "foreach_copy_": ("torch", "_foreach_copy_"),
     "foreach_norm": ("torch", "_foreach_norm"),
     "foreach_zero_": ("torch", "_foreach_zero_"),
     "fused_adamw_": ("torch", "_fused_adamw_"),

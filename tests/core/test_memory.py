@@ -1,25 +1,39 @@
 """Memory and traffic against closed forms, and the list of saved tensors against what the model really keeps."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import Config, from_tree
+from megascale.config.optimizers import OPTIMIZERS
 from megascale.core import flops, memory
+from megascale.core.inventory import logical_shapes
 from megascale.core.layers import chunk_layers
 from megascale.core.layout import lay_out
 from megascale.core.memory import chunk_parameters, layer_parameters, saved_by_layer, stage_memory, stage_parameters
+from megascale.core.optimizer_state import checkpoint_elements
 from megascale.core.traffic import stage_traffic
 
 
-def configure(model: dict, parallel: dict | None = None, train: dict | None = None) -> Config:
-    return from_tree({"model": model, "parallel": parallel or {}, "train": train or {}})
+def configure(
+    model: dict, parallel: dict | None = None, train: dict | None = None, optimizer: dict | None = None
+) -> Config:
+    return from_tree({"model": model, "parallel": parallel or {}, "train": train or {}, "optimizer": optimizer or {}})
 
 
 def memory_of(config: Config, world: int, stage: int) -> memory.MemoryEstimate:
     layout, train = lay_out(config, world), config.train
     return stage_memory(
-        config.model, config.parallel, layout.grid, layout.schedule(), stage, train.micro_batch, train.precision
+        config.model,
+        config.parallel,
+        layout.grid,
+        layout.schedule(),
+        stage,
+        train.micro_batch,
+        train.precision,
+        optimizer=config.optimizer.name,
     )
 
 
@@ -205,10 +219,10 @@ def test_kinds_move_the_right_way(model, pipeline, tensor, virtual):
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.names())
+def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimizer):
     """The engine's own buffers for a stage of three chunks on four data-parallel ranks; no communication is needed."""
     torch = pytest.importorskip("torch")
-    from megascale.config import OptimizerConfig
     from megascale.model.transformer import Chunk
     from megascale.optim.optimizer import ShardedOptimizer
     from megascale.parallel.buffers import Axes, FlatChunk
@@ -219,15 +233,21 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision):
         {"layers": 12, "hidden": 256, "heads": 4, "vocab_size": 1024},
         {"pipeline": 2, "virtual_stages": 3, "zero": zero},
         {"micro_batch": 1, "global_batch": 8, "precision": precision},
+        {"name": optimizer},
     )
     layout, dtype = lay_out(config, 8), getattr(torch, precision)
-    axes = Axes(data=Axis(None, 4, 1), reduce=Axis(None, 4, 1))
-    flats = [
-        FlatChunk(Chunk(config.model, layers, first=c == 0, last=False, dtype=dtype), torch.device("cpu"), axes, zero)
-        for c, layers in enumerate(layout.chunks_of(0))
-    ]
+
+    def flats_of(rank: int) -> list[FlatChunk]:
+        axes = Axes(data=Axis(None, 4, rank), reduce=Axis(None, 4, rank))
+        return [
+            FlatChunk(
+                Chunk(config.model, layers, first=c == 0, last=False, dtype=dtype), torch.device("cpu"), axes, zero
+            )
+            for c, layers in enumerate(layout.chunks_of(0))
+        ]
+
+    flats = flats_of(1)
     pool = DataParallel(flats).pool
-    optimizer = ShardedOptimizer(OptimizerConfig(), flats)
     counted = memory_of(config, 8, 0)
 
     def size(tensors) -> int:
@@ -236,12 +256,27 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision):
 
     weights = [f.params for f in flats]
     gradients = [f.grads for f in flats] if pool is None else [f.sums for f in flats] + pool.buffers
-    states = [t for s in optimizer.states for t in (s.exp_avg, s.exp_avg_sq)]
-    states += [s.master for s in optimizer.states] if precision == "bfloat16" else []
+    # Where tensors keep different state, ranks do: the mean is what is counted.
+    sizes = []
+    for rank in range(4 if optimizer == "muon" else 1):
+        sharded = ShardedOptimizer(config.optimizer, flats_of(rank))
+        states = [t for s in sharded.states for t in s.tensors()]
+        states += [s.master for s in sharded.states] if precision == "bfloat16" else []
+        sizes.append(size(states))
     # Buckets are padded to whole units of every rank.
     assert size(weights) == pytest.approx(counted.weights, rel=0.01)
     assert size(gradients) == pytest.approx(counted.gradients, rel=0.01)
-    assert size(states) == pytest.approx(counted.optimizer, rel=0.01)
+    assert sum(sizes) / len(sizes) == pytest.approx(counted.optimizer, rel=0.01)
+
+
+@pytest.mark.parametrize("options", [{"tied_embeddings": False, "head_bias": True}, {"activation": "swiglu"}])
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_a_checkpoint_holds_what_the_optimizer_declares(options, name):
+    """Tensor by tensor, from the table of logical tensors."""
+    model = configure({"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab_size": 50, **options}).model
+    kept = OPTIMIZERS[name].state
+    whole = sum(math.prod(shape) * (1 + len(kept(n, shape))) for n, shape in logical_shapes(model).items())
+    assert checkpoint_elements(name, model) == whole
 
 
 def test_logits_chunk_is_the_one_the_loss_uses():

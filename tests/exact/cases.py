@@ -240,7 +240,7 @@ def cases(draw: st.DrawFn) -> Case:
             "recompute": pick("none", "norms", "activation", "selective", "full"),
         },
         model=model,
-        optimizer={"name": pick("adamw", "lamb"), "clip": pick(0.3, 0.0)},
+        optimizer={"name": pick("adamw", "lamb", "muon"), "clip": pick(0.3, 0.0)},
         train={"micro_batch": pick(1, 2), "seed": pick(1, 2)},
         overlap={"tensor": pick("auto", "async", "off"), "data": pick(True, False), "pipeline": pick(True, False)},
     )

@@ -18,11 +18,18 @@ from tests.exact.training import STEPS, Told, make_engine, observe, run_step, st
 pytestmark = pytest.mark.xdist_group("processes")
 
 MODEL = {"layers": 6, "block": "parallel", "kv_heads": 2, "dropout": 0.1, "vocab_size": 19, "head_bias": True}
-LAMB = {"name": "lamb"}
 
 
 def layout(
-    tensor: int, pipeline: int, data: int, virtual: int = 1, zero: int = 1, *, tied: bool, **parallel: Any
+    tensor: int,
+    pipeline: int,
+    data: int,
+    virtual: int = 1,
+    zero: int = 1,
+    *,
+    tied: bool,
+    optimizer: str = "lamb",
+    **parallel: Any,
 ) -> Case:
     """Four samples a step in any layout."""
     return case(
@@ -33,7 +40,7 @@ def layout(
         zero=zero,
         microbatches=4 // data,
         model={**MODEL, "tied_embeddings": tied},
-        optimizer=LAMB,
+        optimizer={"name": optimizer},
         parallel=parallel,
     )
 
@@ -57,7 +64,7 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     """The state as it was loaded, and what the last step made of it."""
     engine, loaded, told = make_engine(rank, world, tree), Told(), Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, state.exp_avg, state.exp_avg_sq):
+        for tensor in (state.master, *state.tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
     engine.loaded()
@@ -69,6 +76,10 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
 
 
 PAIRS = {
+    "Muon's momentum": (
+        layout(2, 2, 2, 2, tied=True, optimizer="muon", bucket_elements=700),
+        layout(1, 3, 2, zero=2, tied=True, optimizer="muon"),
+    ),
     "one process to eight": (layout(1, 1, 1, tied=True), layout(2, 2, 2, 2, 2, tied=True)),
     "eight to one": (layout(2, 2, 2, 2, 2, tied=True, bucket_elements=700), layout(1, 1, 1, tied=True)),
     "tensor to pipeline": (layout(2, 1, 2, zero=2, tied=False), layout(1, 4, 2, zero=1, tied=False)),

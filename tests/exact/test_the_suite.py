@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megascale.config import from_tree
 from megascale.model import transformer
-from megascale.optim import optimizer
+from megascale.optim import optimizer, sharded_lamb
 from megascale.parallel import data_parallel
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.vocabulary import vocabulary_loss
@@ -45,7 +45,7 @@ def trust_ratios_of_the_own_shard() -> Iterator[None]:
     def packed(x, axis: Axis, op=None) -> Pending:
         return Pending(x) if x.dim() == 2 else data_parallel.all_reduce(x, axis, op)
 
-    with mock.patch.object(optimizer, "all_reduce", packed):
+    with mock.patch.object(sharded_lamb, "all_reduce", packed):
         yield
 
 

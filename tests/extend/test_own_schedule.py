@@ -13,7 +13,6 @@ from megascale.core.schedule import Action, ActionKind, Schedule, one_f_one_b
 from megascale.core.schedule_registry import SCHEDULES
 from tests.exact.cases import case
 from tests.exact.compare import assert_equal
-from tests.exact.conftest import one_process, pool  # noqa: F401 - fixtures
 from tests.exact.training import STEPS, Told, train
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -51,7 +50,7 @@ def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
 @pytest.mark.parametrize(
     ("shape", "zero"), [((1, 2, 1), 1), ((1, 2, 2), 1), ((1, 2, 2), 2)], ids=["PP2", "PP2 x DP2", "PP2 x DP2, ZeRO-2"]
 )
-def test_it_trains_as_one_process_does(shape, zero, pool, one_process):  # noqa: F811
+def test_it_trains_as_one_process_does(shape, zero, pool, one_process):
     own = case(*shape, microbatches=3, zero=zero, parallel={"schedule": "forwards_first", "bucket_elements": 900})
     layout = lay_out(from_tree(own.tree), own.world)
     assert [a.kind for a in layout.schedule()[0] if a.kind.is_compute] == [ActionKind.FORWARD] * 3 + [

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from megascale.core import calls
-from megascale.optim import optimizer
+from megascale.optim import sharded_adamw
 from megascale.parallel.data_parallel import DataParallel
 from tests.exact.cases import case
 from tests.exact.conftest import pool  # noqa: F401 - a fixture
@@ -36,7 +36,7 @@ def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]
     """The third of three steps, with a line for each contribution to a gradient and each update of a shard, and how
     many buckets each chunk has."""
     log, told = Log(), Told()
-    mark, apply = DataParallel._mark, optimizer.adamw_apply
+    mark, apply = DataParallel._mark, sharded_adamw.adamw_apply
 
     def marked(self: DataParallel, buckets: Any, number: int) -> None:
         log.lines.append("gradient")
@@ -47,7 +47,7 @@ def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]
         apply(*args, **kwargs)
 
     calls.install(log)
-    with mock.patch.object(DataParallel, "_mark", marked), mock.patch.object(optimizer, "adamw_apply", updated):
+    with mock.patch.object(DataParallel, "_mark", marked), mock.patch.object(sharded_adamw, "adamw_apply", updated):
         engine = make_engine(rank, world, tree)
         run_step(engine, 1, told)
         log.lines.clear()

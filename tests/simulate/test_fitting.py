@@ -11,8 +11,10 @@ from megascale.errors import ConfigError
 from megascale.simulate.calibration import BOUNDS, Calibration, Constants, load_calibration, shipped_calibrations
 from megascale.simulate.cluster import cluster_of, load_cluster, shipped
 from megascale.simulate.fitting import fit
+from megascale.simulate.prediction_band import band_width, cautions, ranges_of
 from megascale.simulate.validation.anchors import strong_scaling
 from megascale.simulate.validation.score import predict
+from tests.simulate.simulator_cases import GPT_13B, case
 
 
 @settings(max_examples=8, deadline=None)
@@ -65,10 +67,33 @@ def test_calibration_files_round_trip(tmp_path_factory, compute, text, residuals
 
 
 def test_bands_hold_the_step_and_widen_with_the_residuals():
-    narrow = Calibration("a", "c", fitted={"compute": 0.1}, residuals=(0.01, -0.01, 0.01, -0.01, 0.01))
-    wide = Calibration("b", "c", fitted={"compute": 0.1}, residuals=(0.1, -0.1, 0.1, -0.1, 0.1))
-    assert wide.band(10.0)[0] < narrow.band(10.0)[0] < 10.0 < narrow.band(10.0)[1] < wide.band(10.0)[1]
-    assert Calibration("none", "c").spread > 0.05
+    cluster, one = load_cluster("a100-roce"), case()
+    here = {"fitted": {"compute": 0.1}, "ranges": ranges_of(one)}
+    narrow = Calibration("a", "a100-roce", residuals=(0.01, -0.01, 0.01, -0.01, 0.01), **here)
+    wide = Calibration("b", "a100-roce", residuals=(0.1, -0.1, 0.1, -0.1, 0.1), **here)
+    bands = [band_width(cluster, one, c).around(10.0) for c in (wide, narrow)]
+    assert bands[0][0] < bands[1][0] < 10.0 < bands[1][1] < bands[0][1]
+    assert band_width(cluster, one, narrow).reasons == ()
+
+
+def test_bands_widen_outside_what_was_fitted_and_say_why():
+    cluster, one = load_cluster("a100-roce"), case()
+    fitted = Calibration("a", "a100-roce", fitted={"compute": 0.1}, residuals=(0.01,) * 9, ranges=ranges_of(one))
+    inside = band_width(cluster, one, fitted)
+    for other, word in (
+        (case(data=192, batch=6144), "GPUs"),
+        (case(micro=4), "micro-batch"),
+        (case(model=GPT_13B), "layer weights"),
+    ):
+        outside = band_width(cluster, other, fitted)
+        assert outside.spread > inside.spread
+        assert word in " ".join(outside.reasons)
+        assert "outside what was fitted" in " ".join(cautions(cluster, other, fitted))
+    foreign = band_width(load_cluster("a100-hdr"), one, fitted)
+    assert foreign.spread > 1.5 * inside.spread
+    assert "is of cluster a100-roce, not a100-hdr" in foreign.reasons[0]
+    assert "assumed, not measured" in " ".join(cautions(load_cluster("h200-host"), one, fitted))
+    assert "assumed, not measured" not in " ".join(cautions(load_cluster("h200-host"), case(1, 1, 1, 8, 1, 8), fitted))
 
 
 def test_shipped_files_load_and_tell_their_sources():
@@ -77,6 +102,18 @@ def test_shipped_files_load_and_tell_their_sources():
         assert all(len(source) > 3 for source in cluster.sources.values())
     for name in shipped_calibrations():
         assert load_calibration(name, name).rows
+    assert {"h100-dgx", "h800", "a800", "b200-dgx"} <= set(shipped())
+
+
+def test_constants_that_rows_do_not_decide_are_flagged():
+    """A constant whose error is larger than itself, one that no row sees, one at its bound."""
+    cluster, rows = load_cluster("a100-roce"), strong_scaling()
+    rng = np.random.default_rng(0)
+    noisy = predict(cluster, rows, Constants(fixed=0.002)) * np.exp(rng.normal(0, 0.02, len(rows)))
+    found = fit(("fixed",), lambda c: predict(cluster, rows, c), noisy)
+    assert "fixed" in " ".join(found.warnings)
+    unseen = fit(("compute", "tp_residual"), lambda c: predict(cluster, rows.subset(rows.first), c), noisy[rows.first])
+    assert "cannot tell apart" in " ".join(unseen.warnings)
 
 
 @pytest.mark.parametrize(

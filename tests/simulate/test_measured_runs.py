@@ -37,7 +37,7 @@ def write_run(folder, settings, seconds, world, steps=20):
     (folder / "config.toml").write_text(config.to_toml())
     if world:
         (folder / "events.jsonl").write_text(json.dumps({"event": "run_started", "world": world}) + "\n")
-    lines = [{"step": i + 1, "seconds": 9.0 if i < 5 else seconds} for i in range(steps)]
+    lines = [{"step": i + 1, "seconds": 9.0 if i < 5 else seconds, "mfu": 0.5} for i in range(steps)]
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + '\n{"step": ')
     return folder
 
@@ -70,8 +70,10 @@ def test_a_bench_is_a_measurement_too(tmp_path, megascale):
     assert (measured.gpus, measured.steps) == (1, 4)
     assert (measured.config.model.block, measured.config.model.layers) == ("parallel", 2)
     assert measured.seconds == json.loads(file.read_text())["step_seconds"]
-    rows = json.loads(megascale("simulate", "compare", file, "--json").stdout)
-    assert rows[0]["value"] == measured.seconds
+    for command in (["compare", str(file)], ["calibrate", "--run", str(file)]):
+        refused = megascale("simulate", *command)
+        assert refused.returncode == 2
+        assert "ran on a CPU" in refused.stderr
     told = json.loads(file.read_text())
     # All that `bench targets` has timed on links as they are.
     run = {"told": told, "command": "megascale bench train tiny"}
@@ -135,15 +137,18 @@ def test_predictions_were_made_for_configurations_that_lay_out():
         )
         assert scenario.memory_gib() < 139
         assert p.low < p.seconds < p.high
-        assert p.low < run(scenario).seconds < p.high
+        # The model has changed since; a prediction stays what it was when it was made.
+        assert 0.8 < run(scenario).seconds / p.seconds < 1.25
 
 
 def test_own_runs_are_compared(tmp_path):
     _, said = load_predictions("h200")
     for p, factor in zip(said[:2], (1.02, 1.2), strict=True):
         write_run(tmp_path / p.name, p.settings, p.seconds * factor, p.gpus)
-    check, second = check_runs(tmp_path)
-    assert second.skipped
+    check, second, third = check_runs(tmp_path)
+    # Rounds of which the folder has no run fall back on the shipped measurements, where there are any.
+    assert len(second.rows) == 8
+    assert "wait for their measurement" in third.skipped
     assert check.passed is False
     assert len(check.rows) == 2
     assert any("not measured" in note for note in check.notes)
@@ -239,7 +244,7 @@ def test_the_configuration_decides_what_it_names():
 
 @pytest.mark.parametrize(
     ("text", "points"),
-    [("gpus=256:1024", [256, 512, 1024]), ("a.b=1,2.5,x", [1, 2.5, "x"]), ("gpus=3:4", [3])],
+    [("gpus=256:1024", [256, 512, 1024]), ("a.b=1,2.5,x", [1, 2.5, "x"]), ("gpus=3:4", [3, 4])],
 )
 def test_vary(text, points):
     assert parse_vary(text)[1] == points
@@ -314,11 +319,14 @@ def test_compare_explains_a_run(tmp_path):
 
 
 def test_validate_prints_pass_or_miss():
-    result = invoke("validate", "--only", "A3,A7", "--rows")
+    result = invoke("validate", "--only", "A3", "--rows")
     assert result.exit_code == 0
     assert "pass" in result.stdout
-    assert "skipped" in result.stdout
     assert "held out" in result.stdout
+    result = invoke("validate", "--only", "A7")
+    assert result.exit_code == 1
+    for word in ("miss", "pass", "skipped", "nothing fitted", "control"):
+        assert word in result.stdout
 
 
 @pytest.mark.parametrize(

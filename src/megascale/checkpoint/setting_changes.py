@@ -14,13 +14,13 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, Section, from_tree, migrate
+from megascale.config.optimizers import OPTIMIZERS
 from megascale.errors import ConfigError
 
 # Of the model, but without influence on one that has its weights.
 _FREE_OF_MODEL = ("init_std", "vocab_multiple", "preset")
 _OF_THIS_START = "checkpoint.accept_changes"
 _BY_CONTENTS = ("data.tokenizer", "data.train")  # by whoever reads files: they may lie elsewhere
-_ONLY_LAMB = ("trust_min", "trust_max", "lamb_bias_correction")
 _ONLY_TEXT = ("data.text_key", "data.shuffle_tokens")
 
 
@@ -86,7 +86,7 @@ def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = Tr
         kind = _kind(key, present, begun)
         if here_amounts[key] == there_amounts.get(key) or key in _BY_CONTENTS or (key in _ONLY_TEXT and not text):
             kind = "free"
-        if saved.optimizer.name != present.optimizer.name and key.removeprefix("optimizer.") in _ONLY_LAMB:
+        if saved.optimizer.name != present.optimizer.name and key.removeprefix("optimizer.") in _of_one_optimizer():
             kind = "free"  # it comes and goes with the name
         changes.append(Change(key, before, value, kind))
     return changes
@@ -132,7 +132,13 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    return dict.fromkeys(_ONLY_LAMB) if optimizer.name != "lamb" else {}
+    own = OPTIMIZERS[optimizer.name].settings if optimizer.name in OPTIMIZERS else ()
+    return {key: None for key in _of_one_optimizer() if key not in own}
+
+
+def _of_one_optimizer() -> list[str]:
+    """Keys that only one optimizer reads."""
+    return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].settings]
 
 
 def explain(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:

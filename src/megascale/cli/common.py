@@ -9,6 +9,9 @@ from megascale.errors import ConfigError, remedy
 # Commands that take overrides let typer pass unknown options through to `config.load_command_line`.
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
+# The machine that `plan` and `simulate` plan for where none is named: the MegaScale paper's, A100 80 GB.
+DEFAULT_CLUSTER, DEFAULT_DEVICE = "a100-roce", "A100"
+
 
 def need(module: str, extra: str) -> None:
     """ConfigError with the remedy if an optional package is not installed."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import OVERRIDES
+from megascale.cli.common import DEFAULT_DEVICE, OVERRIDES
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def plan(
     context: typer.Context,
     file: Path | None = typer.Argument(None, metavar="[FILE.toml]", help="Configuration; default: all defaults."),
     gpus: int = typer.Option(..., "--gpus", min=1, metavar="N", help="Devices to lay the model over."),
-    device: str = typer.Option("H100", "--device", help="Device name, for its memory: H200, H100, A100, ..."),
+    device: str = typer.Option(DEFAULT_DEVICE, "--device", help="Device name, for its memory: H200, H100, A100, ..."),
     device_gib: float | None = typer.Option(None, "--device-gib", min=0.1, help="Memory of a device, over --device."),
     plot: Path | None = typer.Option(None, "--plot", help="Draw schedule and memory into this PNG."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables."),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import OVERRIDES
-from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, predict, validate
+from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES
+from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, measure, predict, validate
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ Two levels behind one interface: a closed form (milliseconds), and the schedule'
 # Options that several commands share.
 FILE = typer.Argument(None, metavar="[FILE.toml]", help="Configuration; settings follow as --section.key=value.")
 GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="GPUs to lay the model over.")
-CLUSTER = typer.Option("a100-roce", "--cluster", help="Shipped cluster (a100-roce, a100-hdr, h200-host) or TOML file.")
+CLUSTER = typer.Option(
+    DEFAULT_CLUSTER,
+    "--cluster",
+    help="Shipped: a100-roce, a100-hdr, a800, h100-dgx, h800, h200-host, b200-dgx; or a TOML file.",
+)
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.")
@@ -50,6 +54,7 @@ def register(app: typer.Typer) -> None:
         ("search", search),
         ("effective", effective),
         ("calibrate", calibrate),
+        ("measure", measure),
         ("predict", predict),
         ("compare", compare),
         ("validate", validate),
@@ -164,15 +169,15 @@ def step(
     """
     from megascale.errors import ConfigError
     from megascale.simulate import perfetto, render, simulation_plots
+    from megascale.simulate.cluster import with_figure
     from megascale.simulate.step import run
 
     level = _level("event" if trace is not None else level)
     scenario = _scenario(_config(context, file), gpus, cluster, calibration, software)
     if slow_hosts is not None:
-        stragglers = scenario.cluster.stragglers.model_copy(update={"slow_hosts": slow_hosts})
         from dataclasses import replace
 
-        scenario = replace(scenario, cluster=scenario.cluster.model_copy(update={"stragglers": stragglers}))
+        scenario = replace(scenario, cluster=with_figure(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
     scenarios = [scenario] if against == "none" else [_baseline(scenario, against), scenario]
     results: list[StepEstimate] = [run(s, level, fleet=seed, seed=seed) for s in scenarios]  # type: ignore[arg-type]
     if as_json:
@@ -255,7 +260,10 @@ def sweep(
     context: typer.Context,
     file: Path | None = FILE,
     vary: list[str] = typer.Option(
-        ..., "--vary", metavar="KEY=VALUES", help="gpus, section.key or cluster.part.key; a,b,c or a:b (doubling)."
+        ...,
+        "--vary",
+        metavar="KEY=VALUES",
+        help="gpus, section.key or cluster.part.key; a,b,c or a:b (doubling).",
     ),
     gpus: int = typer.Option(8, "--gpus", min=1, help="GPUs where they are not varied."),
     cluster: str = CLUSTER,
@@ -294,23 +302,24 @@ def sweep(
 
 
 def _show_sweep(rows: list[dict[str, Any]], keys: list[str], left_out: list[str]) -> None:
-    from rich.table import Table
+    from megascale.simulate import render
 
-    table = Table()
-    for key in [*keys, "software", "step, s", "P10 to P90", "MFU", "tokens/s", "memory, GiB"]:
-        table.add_column(key, justify="right")
-    for row in rows:
-        table.add_row(
+    short = [".".join(key.split(".")[-2:]) for key in keys]
+    names = [*short, "software", "step, s", "P10-P90", "MFU", "tokens/s", "GiB"]
+    cells = [
+        [
             *(str(row[k]) for k in keys),
             row["label"],
             f"{row['seconds']:.3f}",
-            f"{row['p10']:.2f} to {row['p90']:.2f}",
+            f"{row['p10']:.2f}-{row['p90']:.2f}",
             f"{100 * row['mfu']:.1f}%",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['memory_gib']:.1f}",
-        )
+        ]
+        for row in rows
+    ]
     console = _console()
-    console.print(table)
+    render.show_rows(names, cells, console)
     for text in left_out:
         console.print(f"[yellow]left out[/yellow] {text}", soft_wrap=True)
 

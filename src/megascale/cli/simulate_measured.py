@@ -70,6 +70,57 @@ def calibrate(
         typer.echo(calibration.to_toml())
 
 
+def measure(
+    like: str = typer.Option("h200-host", "--like", help="Shipped cluster that gives what is not measured."),
+    name: str = typer.Option("this-machine", "--name", help="Name of the cluster and of the calibration."),
+    seconds: float = typer.Option(4.0, "--seconds", min=0.01, help="Seconds for each kind of kernel."),
+    processes: int | None = typer.Option(None, "--processes", min=1, help="For collectives; default: the GPUs here."),
+    device: str = typer.Option("auto", "--device", help="auto, cuda or cpu."),
+    out: Path = typer.Option(Path("."), "--out", metavar="FOLDER", help="Folder for NAME.toml, NAME-calibration.toml."),
+    as_json: bool = JSON,
+) -> None:
+    """Measure this machine's kernels, launches, collectives and power into a cluster file and a calibration file.
+
+    Minutes on one GPU; with several GPUs on the host the collectives among them too. What is not measured keeps the
+    figures of --like, and the file says so of each. Steps are measured by `megascale bench train` or a run, and fitted
+    with `simulate calibrate`.
+
+    Example: megascale simulate measure --name my-h100 --like h100-dgx --out machines
+    """
+    from megascale.cli.common import need
+    from megascale.errors import ConfigError
+    from megascale.simulate import measured_machine
+    from megascale.simulate.cluster import load_cluster
+
+    need("torch", "torch")
+    import torch
+
+    from megascale.bench.kernels import machine_figures
+
+    if device not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"--device={device!r} is unknown; auto, cuda or cpu")
+    here = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if here == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda but this process sees no CUDA device; use --device=cpu or auto")
+    base = load_cluster(like)
+    many = processes or (torch.cuda.device_count() if here == "cuda" else 1)
+    if here == "cuda" and many > torch.cuda.device_count():
+        raise ConfigError(f"--processes={many} but this host has {torch.cuda.device_count()} GPUs")
+    figures = machine_figures.figures(torch.device(here), seconds, many)
+    cluster = measured_machine.cluster_from(figures, base, name)
+    calibration = measured_machine.calibration_from(figures, cluster)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.toml").write_text(measured_machine.cluster_toml(cluster))
+    (out / f"{name}-calibration.toml").write_text(calibration.to_toml())
+    if as_json:
+        typer.echo(strict_json.dumps(figures, indent=2))
+        return
+    for row in calibration.rows:
+        typer.echo(row)
+    files = f"--cluster {out / name}.toml --calibration {out / name}-calibration.toml"
+    typer.echo(f"written; plan for this machine with {files}")
+
+
 def predict(
     plan: Path = typer.Argument(..., metavar="RUNS.toml", help="[[run]] tables of name, gpus and settings."),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs will run on."),
@@ -132,14 +183,10 @@ def compare(
     if as_json:
         typer.echo(strict_json.dumps(rows, indent=2))
         return
-    from rich.table import Table
+    from megascale.simulate import render
 
-    table = Table()
-    for key in rows[0]:
-        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
-    for row in rows:
-        table.add_row(*(f"{v:,.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    _console().print(table)
+    cells = [[f"{v:,.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    render.show_rows(list(rows[0]), cells, _console())
 
 
 def validate(
@@ -152,7 +199,7 @@ def validate(
     as_json: bool = JSON,
     plot: Path | None = typer.Option(None, "--plot", metavar="FOLDER", help="Draw measured against predicted."),
 ) -> None:
-    """How well the simulator predicts: checks A1 to A9, reached beside target, pass or miss. Exit 1 if one misses.
+    """How well the simulator predicts: checks A1 to A10, reached beside target, pass or miss. Exit 1 if one misses.
 
     Each names what was fitted on which rows and what could not be identified. Checks whose data are not here are
     skipped, and say so.
@@ -176,6 +223,7 @@ def validate(
                 "fitted": c.fitted,
                 "skipped": c.skipped,
                 "notes": c.notes,
+                "columns": [vars(column) for column in c.columns],
                 "rows": [{"row": n, "measured": m, "predicted": p, "fitted": f} for n, m, p, f in c.rows],
             }
             for c in checks

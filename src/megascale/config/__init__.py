@@ -12,14 +12,13 @@ from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
 from megascale.config.resilience_section import ResilienceConfig
 from megascale.config.run_sections import ACCEPTABLE, CheckpointConfig, ObserveConfig, RendezvousConfig, split_password
-from megascale.config.training_sections import LAMB_PEAK, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
+from megascale.config.training_sections import KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
 from megascale.config.tree import Config
 
 __all__ = [
     "ACCEPTABLE",
     "DEEP",
     "FEW_TOKENS",
-    "LAMB_PEAK",
     "MOST",
     "WIDE",
     "CheckpointConfig",

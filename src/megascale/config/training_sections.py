@@ -7,13 +7,18 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from megascale.config.base import MOST, Section
+from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parts import LINEAR_PRECISIONS
 
 
 class OptimizerConfig(Section):
-    """Update rule. Defaults follow GPT-3 for AdamW and You et al. 2020 for LAMB."""
+    """Update rule. Defaults follow GPT-3 for AdamW, You et al. 2020 for LAMB, Liu et al. 2025 for Muon."""
 
-    name: Literal["adamw", "lamb"] = "adamw"
+    name: Annotated[str, AfterValidator(OPTIMIZERS.check)] = Field(
+        "adamw",
+        description="adamw, lamb, muon (layers' matrices orthogonalised, AdamW for all else, at its learning rate), "
+        "or one that a package of your own registers (optim/rules.py)",
+    )
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
@@ -27,10 +32,12 @@ class OptimizerConfig(Section):
         "matrices: their norm grows with the model, 100 for an embedding of 32k x 768",
     )
     lamb_bias_correction: bool = Field(True, description="LAMB: Adam's bias correction")
-
-
-# Half of what came out best in docs/performance.md, for 0.05 to 0.16 more loss: those runs were short.
-LAMB_PEAK = 5e-3
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon: momentum of matrices")
+    muon_nesterov: bool = Field(True, description="Muon: Nesterov's form of it")
+    muon_steps: int = Field(5, ge=1, le=100, description="Muon: Newton-Schulz steps")
+    muon_rms: float = Field(
+        0.2, gt=0, description="Muon: RMS of an update at learning rate 1; about AdamW's, so that they share one"
+    )
 
 
 class LrConfig(Section):

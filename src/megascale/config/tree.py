@@ -12,10 +12,11 @@ from pydantic import model_validator
 from megascale.config.base import Section
 from megascale.config.data_section import DataConfig
 from megascale.config.model_section import ModelConfig
+from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
 from megascale.config.resilience_section import ResilienceConfig
 from megascale.config.run_sections import CheckpointConfig, ObserveConfig, RendezvousConfig
-from megascale.config.training_sections import LAMB_PEAK, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
+from megascale.config.training_sections import KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
 from megascale.errors import FitError
 
 
@@ -50,14 +51,16 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _rates(cls, tree: Any) -> Any:
-        """LAMB's own default of lr.peak: AdamW's would train a fifteenth as fast."""
+        """An optimizer's own default of lr.peak: with AdamW's LAMB would train a fifteenth as fast."""
         if not isinstance(tree, Mapping):
             return tree
         optimizer, lr = tree.get("optimizer", {}), tree.get("lr", {})
         if not (isinstance(optimizer, Mapping) and isinstance(lr, Mapping)):
             return tree
-        if optimizer.get("name") == "lamb" and "peak" not in lr:
-            return {**tree, "lr": {**lr, "peak": LAMB_PEAK}}
+        name = optimizer.get("name")
+        if isinstance(name, str) and name in OPTIMIZERS and "peak" not in lr:
+            peak = OPTIMIZERS[name].peak
+            return tree if peak is None else {**tree, "lr": {**lr, "peak": peak}}
         return tree
 
     @model_validator(mode="after")

@@ -54,6 +54,7 @@ from megascale.core.inventory import (
     output_matrix,
 )
 from megascale.core.layers import chunk_layers
+from megascale.core.optimizer_state import state_elements
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -83,7 +84,8 @@ class MemoryEstimate:
         weights: parameters in the training precision.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
             backward fills while the other is in flight.
-        optimizer: float32 master weights (16-bit training) and two moments, sharded from ZeRO-1 on.
+        optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on: the
+            mean over data-parallel ranks, which differ where tensors keep different state (by a bucket's share).
         activations: what forwards keep, at the schedule's peak, without logits.
         logits: the chunk of logits that the loss works on.
         workspace: gradients of activations inside one layer's backward, and what recompute restores of a layer.
@@ -139,6 +141,13 @@ def _parameter_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int, i
     )
 
 
+def _tables(model: ModelConfig, chunk: int, chunks: int, tensor: int, stages: int) -> int:
+    """Of them elements of embeddings and output matrix."""
+    _, embeddings, _, logits = _parameter_counts(model, tensor)
+    has_logits = chunk == chunks - 1 and (not model.tied_embeddings or stages > 1)
+    return (embeddings if chunk == 0 else 0) + (logits if has_logits else 0)
+
+
 def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of all chunks of a stage on one tensor-parallel rank."""
     return sum(_chunk_counts(model, parallel, stage))
@@ -148,6 +157,14 @@ def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> l
     p, chunks = parallel.pipeline, parallel.pipeline * parallel.virtual_stages
     layers = chunk_layers(model, parallel)
     return [chunk_parameters(model, layers[g], g, chunks, parallel.tensor, p) for g in range(stage, chunks, p)]
+
+
+def _kept_by_optimizer(model: ModelConfig, parallel: ParallelConfig, stage: int, optimizer: str) -> int:
+    """Elements of optimizer state of all chunks of a stage on one tensor-parallel rank, before any sharding."""
+    p, chunks, layers = parallel.pipeline, parallel.pipeline * parallel.virtual_stages, chunk_layers(model, parallel)
+    count = sum(len(layers[g]) for g in range(stage, chunks, p))
+    tables = sum(_tables(model, g, chunks, parallel.tensor, p) for g in range(stage, chunks, p))
+    return state_elements(optimizer, model, stage_parameters(model, parallel, stage), count, tables, parallel.tensor)
 
 
 def saved_by_layer(
@@ -192,6 +209,7 @@ def stage_memory(
     micro_batch: int,
     precision: str,
     side_stream: bool = False,
+    optimizer: str = "adamw",
 ) -> MemoryEstimate:
     """Memory of a rank of pipeline stage `stage` at its peak, in bytes by kind.
 
@@ -202,12 +220,13 @@ def stage_memory(
         micro_batch: sequences in a micro-batch.
         precision: float32, bfloat16 or float64.
         side_stream: whether weights' gradients are made on a side stream (Config.gemms_on_side_stream).
+        optimizer: its name; what it keeps is what it declares (config/optimizers.py).
     """
     t, a = grid.tensor, BYTES[precision]
     master = max(4, a)
     count = stage_parameters(model, parallel, stage)
     shard = -(-count // grid.data)
-    state = master * (3 if a < master else 2)
+    state = _kept_by_optimizer(model, parallel, stage, optimizer) + (count if a < master else 0)
     gradients = master * count
     if parallel.zero == 2 and grid.data > 1:
         gradients = master * (shard + 2 * max(_chunk_counts(model, parallel, stage)))
@@ -233,7 +252,7 @@ def stage_memory(
     return MemoryEstimate(
         weights=a * count,
         gradients=gradients,
-        optimizer=state * (shard if parallel.zero else count),
+        optimizer=master * (state * shard // count if parallel.zero else state),
         activations=_peak(model, parallel, schedule, stage, micro_batch, precision, kept),
         logits=min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0,
         workspace=s * b * (inside + factors) * a + restored,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.config import Config
-from megascale.core import flops
 from megascale.core.capacity import Capacity, free_disk
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import BYTES, MemoryEstimate, stage_memory
+from megascale.core.optimizer_state import checkpoint_elements
 from megascale.errors import FitError
 
 MIB, GIB = 2**20, 2**30
@@ -124,8 +124,8 @@ def stages_here(layout: Layout, share: Share) -> dict[int, int]:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """A checkpoint: master weights and two moments of every parameter."""
-    return 3 * max(4, BYTES[config.train.precision]) * flops.parameters(config.model)
+    """A checkpoint: master weights and the optimizer's state."""
+    return max(4, BYTES[config.train.precision]) * checkpoint_elements(config.optimizer.name, config.model)
 
 
 def own_bytes(share: Share) -> int:
@@ -145,7 +145,7 @@ def _memory_faults(
     memory, schedule, train = {}, layout.schedule(), config.train
     for stage in stages:
         about = (layout.grid, schedule, stage, train.micro_batch, train.precision, config.gemms_on_side_stream)
-        memory[stage] = stage_memory(config.model, config.parallel, *about)
+        memory[stage] = stage_memory(config.model, config.parallel, *about, config.optimizer.name)
     faults = []
     fullest = max(memory.values(), key=lambda m: m.total)
     sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"

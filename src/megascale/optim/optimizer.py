@@ -1,4 +1,4 @@
-"""AdamW and LAMB on the flat shards that this rank owns, whatever the layout.
+"""The optimizer on the flat shards that this rank owns, whatever the layout: state, clipping, and the rule's update.
 
 A step never makes the host wait: the gradient norm, the clipping factor and the flag that skips a step whose
 gradients are not finite all stay on the device.
@@ -6,36 +6,18 @@ gradients are not finite all stay on the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from megascale import torch_private
 from megascale.config import OptimizerConfig
-from megascale.ops.adamw import adamw_apply
-from megascale.ops.lamb import lamb_apply, lamb_direction
-from megascale.ops.segments import Segments
+from megascale.config.optimizers import OPTIMIZERS
+from megascale.optim.base import Shards, ShardState, Step, cut_parts
+from megascale.optim.rules import RULES
 from megascale.parallel.buffers import Extent, FlatChunk, FlatShard, extent_boxes
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
-
-
-@dataclass
-class ShardState:
-    """Optimizer state of one shard: flat tensors as long as the shard, float32 (float64 for float64 models)."""
-
-    shard: FlatShard
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    segments: Segments
-    counted: list[tuple[int, int]]
-
-    @property
-    def param_out(self) -> torch.Tensor | None:
-        """Where the weights in use lie, if they are not the master weights themselves."""
-        return None if self.master is self.shard.params else self.shard.params
 
 
 class ShardedOptimizer:
@@ -47,7 +29,7 @@ class ShardedOptimizer:
         tensor: the tensor axis; parameters that are the same on all its ranks are counted on the first.
         norm: the ranks over which squared gradient norms (and piggybacked scalars) are summed: the world.
         norm_weight: what this rank's squares count; 1 / data-parallel ranks where those hold the same gradients.
-        stage: ranks that share this stage's tensors, for LAMB's norms.
+        stage: ranks whose shards together hold this stage's tensors, for rules that need them whole or their norms.
         duplicates: logical names that another stage counts (the second copy of a tied embedding).
     """
 
@@ -62,9 +44,9 @@ class ShardedOptimizer:
         stage: Axis = ALONE,
         duplicates: frozenset[str] = frozenset(),
     ) -> None:
-        self.config, self.norm_axis, self.norm_weight, self.stage = config, norm, norm_weight, stage
-        self.names = _names(chunks)
-        ids = {name: number for number, name in enumerate(self.names)}
+        self.config, self.norm_axis, self.norm_weight = config, norm, norm_weight
+        facts, names = OPTIMIZERS[config.name], _names(chunks)
+        ids = {name: number for number, name in enumerate(names)}
         self.states: list[ShardState] = []
         for chunk in chunks:
             for shard in chunk.shards:
@@ -72,34 +54,17 @@ class ShardedOptimizer:
                 master = (
                     shard.params if shard.params.dtype == accumulation_dtype else shard.params.to(accumulation_dtype)
                 )
-                rows = [(e.start, e.stop, e.piece.decay, ids[e.piece.name]) for e in shard.extents]
                 mine = [
                     e
                     for e in shard.extents
                     if (tensor.rank == 0 or not e.spec.replicated) and e.piece.name not in duplicates
                 ]
-                self.states.append(
-                    ShardState(
-                        shard,
-                        master,
-                        torch.zeros_like(master),
-                        torch.zeros_like(master),
-                        Segments(rows, len(self.names), master.device),
-                        _ranges(shard.extents, mine),
-                    )
-                )
+                parts = cut_parts(shard, master, facts, ids)
+                self.states.append(ShardState(shard, master, parts, _ranges(shard.extents, mine)))
         # The first chunk is what the next step needs first, and of it the parts in the order of their use.
         first = [self.states[bucket] for bucket in chunks[0].by_use]
-        self._order = [*first, *self.states[len(first) :]]
-        device = self.states[0].master.device
-        # Tensors that LAMB adapts and that this rank counts: the others add nothing to the packed sums.
-        self._adapted = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        self._counted = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        for chunk in chunks:
-            for shard in chunk.shards:
-                for e in shard.extents:
-                    self._adapted[ids[e.piece.name]] = float(e.piece.decay)
-                    self._counted[ids[e.piece.name]] = float(tensor.rank == 0 or not e.spec.replicated)
+        order = [*first, *self.states[len(first) :]]
+        self.rule = RULES[config.name](config, Shards(self.states, order, names, tensor, stage))
 
     @torch.no_grad()
     def step(
@@ -120,71 +85,8 @@ class ShardedOptimizer:
         if config.clip:
             scale = (config.clip / (norm + 1e-6)).clamp(max=1.0)
         skip = ~torch.isfinite(norm)
-        if config.name == "adamw":
-            for s in self._order:
-                adamw_apply(
-                    s.master,
-                    s.exp_avg,
-                    s.exp_avg_sq,
-                    s.shard.grads,
-                    s.param_out,
-                    lr=learning_rate,
-                    beta1=config.beta1,
-                    beta2=config.beta2,
-                    eps=config.eps,
-                    weight_decay=config.weight_decay,
-                    step=step,
-                    segments=s.segments,
-                    grad_scale=scale,
-                    skip=skip,
-                )
-                updated(s.shard)
-        else:
-            self._lamb(learning_rate, step, scale, skip, updated)
+        self.rule.update(Step(learning_rate, step, scale, skip), updated)
         return norm, piggybacked_scalars
-
-    def _lamb(
-        self,
-        learning_rate: float,
-        step: int,
-        scale: torch.Tensor | None,
-        skip: torch.Tensor,
-        updated: Callable[[FlatShard], None],
-    ) -> None:
-        config = self.config
-        sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=skip.device)
-        for s in self.states:
-            # The gradient has served once its direction is known, so the direction takes its place.
-            sums += lamb_direction(
-                s.master,
-                s.exp_avg,
-                s.exp_avg_sq,
-                s.shard.grads,
-                s.shard.grads,
-                beta1=config.beta1,
-                beta2=config.beta2,
-                eps=config.eps,
-                weight_decay=config.weight_decay,
-                step=step,
-                segments=s.segments,
-                bias_correction=config.lamb_bias_correction,
-                grad_scale=scale,
-                skip=skip,
-            )
-        sums = all_reduce(sums * self._counted, self.stage).wait() * self._adapted
-        for s in self._order:
-            lamb_apply(
-                s.master,
-                s.shard.grads,
-                s.param_out,
-                sums,
-                lr=learning_rate,
-                trust_min=config.trust_min,
-                trust_max=math.inf if config.trust_max is None else config.trust_max,
-                segments=s.segments,
-                skip=skip,
-            )
-            updated(s.shard)
 
     def _summed(self, piggybacked_scalars: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """2-norm of the whole model's gradient (0-d, float64), every parameter counted once, and the summed scalars."""
@@ -205,16 +107,16 @@ class ShardedOptimizer:
                 s.param_out.copy_(s.master)
 
     def logical(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
-        """What a checkpoint holds: (name, whole shape, offsets, view of this rank's box) of weights and moments."""
+        """What a checkpoint holds: (name, whole shape, offsets, view of this rank's box) of weights and state."""
         for s in self.states:
-            for extent in s.shard.extents:
-                for prefix, flat in (
-                    ("model", s.master),
-                    ("optimizer.exp_avg", s.exp_avg),
-                    ("optimizer.exp_avg_sq", s.exp_avg_sq),
-                ):
-                    for piece, offsets, view in extent_boxes(extent, flat):
-                        yield f"{prefix}.{piece.name}", piece.shape, offsets, view
+            for part in s.parts:
+                for extent in part.extents:
+                    for piece, offsets, view in extent_boxes(extent, s.master):
+                        yield f"model.{piece.name}", piece.shape, offsets, view
+                    inside = replace(extent, start=extent.start - part.start, stop=extent.stop - part.start)
+                    for kept, flat in part.state.items():
+                        for piece, offsets, view in extent_boxes(inside, flat):
+                            yield f"optimizer.{kept}.{piece.name}", piece.shape, offsets, view
 
 
 def _names(chunks: Sequence[FlatChunk]) -> list[str]:

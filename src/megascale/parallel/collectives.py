@@ -7,7 +7,7 @@ dimension 0 of a contiguous tensor: no copy before or after. A group of None is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +214,19 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
         part.add_(arrived.sum(0, dtype=whole.dtype))
 
     return Pending(part, work, call, add)
+
+
+def exchange_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
+    """Elements of flat `x`, send[r] of them to each rank r in turn; what others sent, receive[r] from each in turn.
+
+    `x` must live until the result has arrived. `total`: elements that all ranks send, for the record of calls.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    out = x.new_empty(sum(receive))
+    call = calls.current.begin(axis.name, "all_to_all", total * x.element_size())
+    work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
+    return Pending(out, work, call)
 
 
 def _receive_buffer(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:

@@ -14,10 +14,11 @@ from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fitting import fit
-from megascale.simulate.measured_runs import measures
+from megascale.simulate.measured_runs import measures, refuse_other_device
+from megascale.simulate.prediction_band import ranges_of
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, own_software
-from megascale.simulate.validation.anchors import h200_peers, strong_scaling
+from megascale.simulate.validation.anchors import h200_peers, own_first, paper_development
 
 
 def calibrate(
@@ -38,7 +39,7 @@ def calibrate(
         raise ConfigError(f"--fit={fitted}: {unknown[0]!r} is no constant; known: {', '.join(BOUNDS)}")
     begin = load_calibration(start, machine.name).constants if start else Calibration("", "").constants
     if anchor is not None:
-        tables = {"paper": strong_scaling, "h200-peers": h200_peers}
+        tables = {"paper": paper_development, "h200-peers": h200_peers, "own-first": own_first}
         if anchor not in tables:
             raise ConfigError(f"--anchor={anchor!r} is unknown; known: {', '.join(tables)}")
         rows = tables[anchor]()
@@ -46,6 +47,8 @@ def calibrate(
         how = f"--anchor {anchor}"
     elif runs:
         measured = [one for source in runs for one in measures(source, gpus)]
+        for one in measured:
+            refuse_other_device(one, machine)
         base = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
         uncalibrated = Calibration("uncalibrated", machine.name)
         scenarios = [
@@ -57,7 +60,7 @@ def calibrate(
         how = " ".join(f"--run {folder.name}" for folder in runs)
     else:
         raise ConfigError(
-            "nothing to fit to: give --run FOLDER or FILE.json (once or more) or --anchor paper|h200-peers"
+            "nothing to fit to: give --run FOLDER or FILE.json (once or more) or --anchor paper|h200-peers|own-first"
         )
     result = fit(names, lambda k: np.asarray(step_parts(machine, cases, k).total), seconds, begin)
     warnings = list(result.warnings)
@@ -72,6 +75,7 @@ def calibrate(
         tuple(result.residuals.tolist()),
         tuple(warnings),
         f"{datetime.date.today()}, megascale simulate calibrate {how} --cluster {cluster} --fit {','.join(names)}",
+        ranges_of(cases),
     )
     predicted = seconds * np.exp(result.residuals)
     return calibration, list(zip(labels, seconds.tolist(), predicted.tolist(), strict=True))

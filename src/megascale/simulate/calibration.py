@@ -6,7 +6,7 @@ A calibration belongs to one cluster and one family of runs. It is a TOML file; 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megascale.errors import ConfigError
 # z of the 10th and 90th percentile of a normal distribution.
 Z90 = 1.2816
 # A calibration of fewer rows than this says nothing about its own spread: this share is assumed instead.
-FEW_ROWS, ASSUMED_SPREAD = 4, 0.08
+FEW_ROWS, ASSUMED_SPREAD = 4, 0.05
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ class Constants:
     Attributes:
         compute: kernel seconds are multiplied by this (power limits, shapes that kernels do badly).
         overhead: seconds of attention and element-wise kernels are multiplied by this once more.
-        fixed: seconds a step that do not depend on its size: batch preparation, host work, logging.
+        fixed: mean seconds by which one host is late at a step's end (batch preparation, host work, logging); the
+            step waits for the last of all hosts, which is fixed x (ln hosts + 0.58).
         dp_efficiency: share of the printed NIC bandwidth that data-parallel rings reach; None: the cluster's figure.
         tp_residual, pp_residual: replace the cluster's overlap residuals; None: the cluster's figures.
-        slow_by: how much longer a slow host computes; None: the cluster's figure.
+        slow_by: how much longer a slow host takes for its forward passes; None: the cluster's figure.
         data_share: share of `fixed` that asynchronous data preparation removes.
     """
 
@@ -56,7 +57,7 @@ class Constants:
 BOUNDS: dict[str, tuple[float, float, float]] = {
     "compute": (0.5, 2.0, 1.0),
     "overhead": (0.5, 4.0, 1.0),
-    "fixed": (0.0, 5.0, 0.2),
+    "fixed": (0.0, 2.0, 0.1),
     "dp_efficiency": (0.05, 1.0, 0.6),
     "tp_residual": (0.0, 1.0, 0.4),
     "pp_residual": (0.0, 1.0, 0.1),
@@ -77,6 +78,7 @@ class Calibration:
         residuals: ln(predicted / measured) of those rows.
         warnings: what the rows could not decide.
         made: date and command.
+        ranges: feature of the rows (prediction_band.FEATURES) -> smallest and largest.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Calibration:
     residuals: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
     made: str = ""
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def spread(self) -> float:
@@ -95,11 +98,6 @@ class Calibration:
         if n < max(FEW_ROWS, k + 1):
             return ASSUMED_SPREAD
         return float((sum(r * r for r in self.residuals) / (n - k)) ** 0.5)
-
-    def band(self, seconds: float) -> tuple[float, float]:
-        """P10 and P90 of a prediction."""
-        wide = Z90 * self.spread
-        return seconds / (1.0 + wide), seconds * (1.0 + wide)
 
     def to_toml(self) -> str:
         """The file that `load_calibration` reads."""
@@ -117,6 +115,8 @@ class Calibration:
                 lines.append(f"{f.name} = {value:.6g}")
         lines += ["", "[fitted] # constant = standard error"]
         lines += [f"{key} = {error:.3g}" for key, error in (self.fitted or {}).items()]
+        lines += ["", "[ranges] # of the rows: smallest, largest"]
+        lines += [f"{_text(key)} = [{low:.6g}, {high:.6g}]" for key, (low, high) in self.ranges.items()]
         lines += ["", "[evidence]", "rows = ["]
         lines += [f"    {_text(row)}," for row in self.rows]
         lines += ["]", "# ln(predicted / measured) of the rows", "residuals = ["]
@@ -168,6 +168,7 @@ def load_calibration(name: str | None, cluster: str) -> Calibration:
             residuals=tuple(map(float, evidence.get("residuals", []))),
             warnings=tuple(map(str, evidence.get("warnings", []))),
             made=str(tree.get("made", "")),
+            ranges={str(k): (float(a), float(b)) for k, (a, b) in tree.get("ranges", {}).items()},
         )
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(

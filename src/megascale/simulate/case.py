@@ -61,6 +61,10 @@ class Case:
     reduce_bytes: Any
     reduce_each: Any = False
     micro_batch_group_size: Any = 0
+    launch_us: Any = 0.0
+    region_host_us: Any = 0.0
+    region_gap_us: Any = 0.0
+    float8: Any = False
 
     @classmethod
     def of(
@@ -121,6 +125,10 @@ class Case:
             reduce_bytes=software.reduce_bytes,
             reduce_each=software.reduce_each,
             micro_batch_group_size=micro_batch_group_size,
+            launch_us=software.launch_us,
+            region_host_us=software.region_host_us,
+            region_gap_us=software.region_gap_us,
+            float8=software.float8,
         )
 
     @classmethod

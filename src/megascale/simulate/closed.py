@@ -16,12 +16,14 @@ from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.kernel_times import layer_times, logits_seconds, optimizer_seconds
-from megascale.simulate.network import Network, RingNetwork
-from megascale.simulate.software import RECOMPUTE, RECOMPUTED
+from megascale.simulate.network import Network, RingNetwork, flow_slowdown
+from megascale.simulate.software import RECOMPUTE, RECOMPUTED, RECOMPUTED_ATTENTION
 
 # Stages that exchange in lock-step wait for the slowest: the pace rises by this share of the standard deviation of a
 # slot. Measured on the event-driven level (tests/simulate/test_levels.py holds the two together).
 COUPLING = 0.45
+# Mean of the largest of n exponential delays: ln n + EULER.
+EULER = 0.5772
 # Buckets into which gradients of a stage with one chunk are cut so that they can hide.
 BUCKETS = 8
 
@@ -73,11 +75,13 @@ class StageTimes:
         forward, backward: kernels and exposed tensor communication of all a middle stage's chunks.
         last_forward, last_backward: what the last stage adds (less than 0 where it has fewer layers).
         layer_forward, layer_backward: one layer.
-        transfer: one activation between neighbours.
+        transfer, mean_transfer, near_transfer: one activation between neighbours: over the slowest hop, on average over
+            a model's hops, within a host.
         exchange: a blocking exchange (0 where transfers overlap).
         exchanges: blocking exchanges a micro-batch.
         residual: exposed part of overlapped transfers a micro-batch.
         scatter, gather: whole gradient reduction and parameter gathering of a stage.
+        forward_kernels: what runs on the GPU in a stage's forward, without communication.
         parts: kernel and communication parts of forward + backward, for the waterfall.
     """
 
@@ -88,38 +92,54 @@ class StageTimes:
     layer_forward: Any
     layer_backward: Any
     transfer: Any
+    mean_transfer: Any
+    near_transfer: Any
     exchange: Any
     exchanges: Any
     residual: Any
     scatter: Any
     gather: Any
     optimizer: Any
+    forward_kernels: Any
     parts: dict[str, Any]
 
 
 def stage_times(
-    cluster: ClusterSpec, case: Case, constants: Constants = Constants(), network: Network | None = None
+    cluster: ClusterSpec,
+    case: Case,
+    constants: Constants = Constants(),
+    network: Network | None = None,
+    cap: Any = None,
 ) -> StageTimes:
-    """Durations of everything in a step, before any schedule is laid over them."""
+    """Durations of everything in a step, before any schedule is laid over them.
+
+    `cap`: share of peak that the power limit leaves GEMMs; None: what the cluster's power and the step's own duty
+    cycle give.
+    """
     network = network or RingNetwork(cluster, constants.dp_efficiency)
-    scale, overlap = constants.compute, cluster.overlap
+    if cap is None:
+        cap = gemm_cap(cluster, case, constants, network)
+    scale = constants.compute * (1.0 + cluster.stragglers.spread * slowest_of(case.gpus))
+    overlap = cluster.overlap
     layers = case.middle
-    layer = layer_times(cluster, case, constants.overhead)
+    layer = layer_times(cluster, case, constants.overhead, cap)
     share = np.asarray(RECOMPUTED)[np.asarray(case.recompute)]
     whole = np.asarray(case.recompute) == RECOMPUTE.index("full")
-    again = np.where(whole, scale * layer.forward, share * scale * layer.elementwise_forward)
+    core = np.asarray(RECOMPUTED_ATTENTION)[np.asarray(case.recompute)]
+    part = share * layer.elementwise_forward + core * layer.attention_forward
+    again = scale * np.where(whole, layer.forward, part)
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)
     tp_again = np.where(whole, tp_forward, 0.0)
     # A block enters and leaves a tensor-parallel region forward and backward, and once more forward if recomputed.
     regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
-    floor = (layer.kernels * cluster.kernels.host_us + regions * cluster.kernels.region_us) * 1e-6
+    floor = (layer.kernels * case.launch_us + regions * case.region_host_us) * 1e-6
     busy = scale * (layer.forward + layer.backward) + again + tp_forward + tp_backward + tp_again
     host = np.maximum(0.0, floor * np.where(whole, 1.5, 1.0) - busy)
     layer_forward = scale * layer.forward + tp_forward + host / 3
     layer_backward = scale * layer.backward + tp_backward + again + tp_again + host * 2 / 3
 
-    last_forward, last_backward = (scale * x for x in logits_seconds(cluster, case))
+    last_forward, last_backward = (scale * x for x in logits_seconds(cluster, case, cap))
     # With sequence parallelism the last hidden states are gathered once more; backward hides its two collectives.
     one = _tensor_collective(cluster, case, network)
     gathered = np.where(case.sequence_parallel, one, 0.0)
@@ -127,10 +147,16 @@ def stage_times(
     last_backward = last_backward + np.where(case.sequence_parallel, 2.0 * overlap.slowdown, 1.0) * one
     fewer = case.last - case.middle
     bytes_moved = 2.0 * case.micro * case.sequence * case.hidden / case.tensor
-    same_host = case.tensor * case.data < cluster.gpus_per_host
     piped = case.pipeline > 1
-    transfer = np.where(piped, network.p2p(bytes_moved, same_host), 0.0)
-    double = np.where(piped, network.p2p(2 * bytes_moved, same_host), 0.0)
+    # Of the p-1 hops between stages some cross hosts: all where a stage fills one, none where all stages share one.
+    # In the steady state every stage waits for the slowest hop.
+    near, hops = neighbours_on_host(cluster, case), np.maximum(case.pipeline - 1, 1)
+    all_near = near >= hops
+    far = contention(cluster, case)
+    transfer = np.where(piped, network.p2p(bytes_moved, all_near) * np.where(all_near, 1.0, far), 0.0)
+    double = np.where(piped, network.p2p(2 * bytes_moved, all_near) * np.where(all_near, 1.0, far), 0.0)
+    both = near * network.p2p(bytes_moved, True) + (hops - near) * network.p2p(bytes_moved, False) * far
+    mean_transfer = np.where(piped, both / hops, 0.0)
     blocking = piped & ~np.asarray(case.pp_overlap, dtype=bool)
     exchange = np.where(blocking, np.where(case.virtual > 1, double, transfer) + overlap.blocking_us * 1e-6, 0.0)
     exchanges = np.where(blocking, np.where(case.virtual > 1, case.virtual, 2), 0)
@@ -154,12 +180,15 @@ def stage_times(
         layer_forward=layer_forward,
         layer_backward=layer_backward,
         transfer=transfer,
+        mean_transfer=mean_transfer,
+        near_transfer=np.where(piped, network.p2p(bytes_moved, True), 0.0),
         exchange=exchange,
         exchanges=exchanges,
         residual=residual,
         scatter=scatter,
         gather=once,
         optimizer=optimizer_seconds(cluster, case, parameters),
+        forward_kernels=layers * scale * layer.forward,
         parts={
             "gemm": layers * scale * (layer.gemm_forward + layer.gemm_backward),
             "attention": layers * scale * (layer.attention_forward + layer.attention_backward),
@@ -169,6 +198,60 @@ def stage_times(
             "tensor": layers * (tp_forward + tp_backward),
         },
     )
+
+
+def slowest_of(ranks: Any) -> Any:
+    """Standard deviations by which the slowest of so many normally distributed GPUs lies above the mean.
+
+    GPUs of one kind differ in speed for good, and all of a step's GPUs wait for each other. Blom's approximation of
+    the expected maximum, the quantile by Abramowitz and Stegun 26.2.22 (within 0.003).
+    """
+    n = np.maximum(np.asarray(ranks, dtype=float), 1.0)
+    t = np.sqrt(-2.0 * np.log(0.625 / (n + 0.25)))
+    z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
+    return np.where(n > 1, np.maximum(z, 0.0), 0.0)
+
+
+def neighbours_on_host(cluster: ClusterSpec, case: Case) -> Any:
+    """How many of a model's p-1 hops between stages stay on a host, on average over models and their tensor ranks.
+
+    Ranks run over the tensor axis, then data, then pipeline (core/grid.py): a stage's neighbour is tensor x data
+    ranks away. A stage that fills a host or more never has its neighbour there.
+    """
+    stride = case.tensor * case.data
+    on_host = np.maximum(1, cluster.gpus_per_host // np.maximum(stride, 1))
+    crossing = np.ceil(case.pipeline / on_host) - 1
+    return np.where(stride < cluster.gpus_per_host, case.pipeline - 1 - crossing, 0)
+
+
+def contention(cluster: ClusterSpec, case: Case) -> Any:
+    """How much longer transfers between stages take because some leave their leaf switch all at once.
+
+    A stage that fills a leaf's hosts has all its neighbours under another leaf; data-parallel rings run along
+    neighbouring hosts and leave a leaf once in as many hosts, too seldom to meet.
+    """
+    slower = flow_slowdown(cluster.between)
+    if slower == 1.0:
+        return 1.0
+    away = case.tensor * case.data / cluster.gpus_per_host
+    # A model whose ranks all stand under one leaf crosses none.
+    leaf = np.where(case.gpus / cluster.gpus_per_host <= cluster.between.leaf_hosts, 0.0, 1.0)
+    return 1.0 + (slower - 1.0) * leaf * np.minimum(1.0, away / cluster.between.leaf_hosts)
+
+
+def gemm_cap(cluster: ClusterSpec, case: Case, constants: Constants, network: Network) -> Any:
+    """Share of peak that the power limit leaves a GEMM: the rate that GEMMs alone hold, more where they pause.
+
+    The limit holds for the mean over tens of milliseconds, so what counts is waiting that returns with every
+    micro-batch (exposed transfers, launches), not the ends of the step. Other kernels draw the limit as GEMMs do.
+    """
+    power = cluster.power
+    if power is None:
+        return 1.0
+    times = stage_times(cluster, case, constants, network, power.gemm_sustained)
+    busy = times.parts["gemm"]
+    waits = times.parts["tensor"] + times.parts["host"] + times.exchange * times.exchanges + times.residual
+    return power.gemm_sustained * (1.0 + (1.0 - power.idle) * waits / busy) ** (1.0 / power.exponent)
 
 
 def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, network: Network) -> tuple[Any, Any]:
@@ -193,21 +276,36 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
 def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network) -> Any:
     """Seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
     whole = 2.0 * case.micro * case.sequence * case.hidden
-    return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host))
+    gap = np.where(case.tensor > 1, case.region_gap_us * 1e-6, 0.0)
+    return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host)) + gap
 
 
-def straggler_factor(cluster: ClusterSpec, case: Case, constants: Constants) -> Any:
-    """Expected step over a step without slow hosts: replicas wait for each other, so one slow host slows all.
+def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, times: StageTimes) -> Any:
+    """Expected seconds a micro-batch that slow hosts cost: replicas wait for each other, so one slow host slows all.
 
-    This is the upper bound, in which no slack hides a slow host; `event` shows how much of it the slack that the last
-    stage's logits leave would hide. The paper's own table grows with the number of GPUs about as the bound does, so
-    it is kept as the scale factor of everything that makes replicas wait for each other: slow hosts, late launches
-    before the gradient reduction, contention.
+    A slow host takes `slow_by` longer for the same forward code (paper section 6.3). On any stage but the last the
+    slack that the last stage's logits leave hides as much of it as it can. At 12,288 GPUs this comes to what the
+    paper gained by removing such hosts, about 0.7 MFU points.
     """
     rate = cluster.stragglers.slow_hosts
     by = cluster.stragglers.slow_by if constants.slow_by is None else constants.slow_by
     hosts = np.maximum(1.0, case.gpus / cluster.gpus_per_host)
-    return 1.0 + by * (1.0 - (1.0 - rate) ** hosts)
+    last = 1.0 - (1.0 - rate) ** (hosts / case.pipeline)
+    other = 1.0 - (1.0 - rate) ** (hosts - hosts / case.pipeline)
+    longer = by * times.forward_kernels
+    slack = np.maximum(0.0, times.last_forward + times.last_backward)
+    return last * longer + (1.0 - last) * other * np.maximum(0.0, longer - slack)
+
+
+def late_seconds(cluster: ClusterSpec, case: Case, constants: Constants) -> Any:
+    """Seconds at a step's end until the last of all hosts is there: the mean of the largest of n exponential delays.
+
+    Garbage collection, data loading and logging delay hosts independently, the gradient reduction waits for the last
+    (paper section 6.3); asynchronous preparation and planned collection (section 3.4) leave `data_share` of it.
+    """
+    hosts = np.maximum(1.0, case.gpus / cluster.gpus_per_host)
+    left = np.where(np.asarray(case.async_data, dtype=bool), 1.0 - constants.data_share, 1.0)
+    return constants.fixed * left * (np.log(hosts) + EULER)
 
 
 def step_parts(
@@ -218,18 +316,18 @@ def step_parts(
     m, p, v = case.microbatches, case.pipeline, case.virtual
     waits = COUPLING * cluster.stragglers.jitter * np.where(times.exchanges > 0, times.forward + times.backward, 0.0)
     same_host = times.exchange * times.exchanges + times.residual + waits
-    middle = times.forward + times.backward + same_host
-    factor = straggler_factor(cluster, case, constants)
+    slow = slow_host_seconds(cluster, case, constants, times)
     # The first and the last micro-batch pass all p v chunks one after another, a transfer between each two.
     stall = np.where(times.exchanges > 0, cluster.overlap.blocking_us * 1e-6, 0.0)
-    hops = 2 * (p * v - 1) * times.transfer + 2 * (p - 1) * stall
+    # Blocking exchanges go at the pace of the slowest hop.
+    hop = np.where(times.exchanges > 0, times.transfer, times.mean_transfer)
+    hops = 2 * (v * (p - 1) * hop + (v - 1) * times.transfer) + 2 * (p - 1) * stall
     # With one chunk a stage, a micro-batch's round trip cannot hide its transfers; slack before the logits can.
     trip = np.where((v == 1) & (times.exchanges == 0), 2 * (p - 1) / p * times.transfer, 0.0)
     ramp = (p - 1) / v * (times.forward + times.backward) + hops
     logits = np.maximum(times.last_forward + times.last_backward, np.where(p > 1, trip, -np.inf))
-    piped = m * (middle + logits) + ramp
     data = data_exposed(cluster, case, constants, times)
-    fixed = constants.fixed * (1.0 - constants.data_share * np.asarray(case.async_data, dtype=float))
+    fixed = late_seconds(cluster, case, constants)
     return Parts(
         gemm=m * times.parts["gemm"],
         attention=m * times.parts["attention"],
@@ -241,7 +339,7 @@ def step_parts(
         data=data,
         logits=m * logits,
         bubble=ramp,
-        stragglers=(factor - 1.0) * piped,
+        stragglers=m * slow,
         optimizer=times.optimizer,
         fixed=fixed,
     )
@@ -251,26 +349,41 @@ def data_exposed(cluster: ClusterSpec, case: Case, constants: Constants, times: 
     """Data-parallel communication that the step waits for.
 
     Overlapped, a chunk's gradients are scattered while earlier chunks finish their last backward passes and its
-    parameters gathered while earlier chunks do their first forward passes: the last scatter stays exposed, the first
-    gather is prefetched behind the batch preparation (paper section 3.2).
+    parameters gathered while earlier chunks do their first forward passes. The last scatter and the first gather
+    stay exposed: the gather is prefetched (paper section 3.2), but on both levels nothing is assumed to run before it.
     """
     plain = times.scatter + times.gather
-    pieces = np.where(case.virtual > 1, case.virtual, np.minimum(BUCKETS, np.maximum(1, case.layers // case.pipeline)))
+    pieces = pieces_of(case)
     # Between a chunk's last backward and the next chunk's lie a round's worth of passes; buckets of a single chunk
     # have the last backward itself.
     size = np.maximum(case.pipeline, case.micro_batch_group_size)
     rounds = np.where(case.virtual > 1, np.minimum(size, case.microbatches), 1)
-    rest = (pieces - 1) / pieces
     # Reduced after every micro-batch, gradients have all backward passes to hide behind.
-    rounds_back = np.where(case.reduce_each, case.microbatches, rounds)
-    tail = times.scatter / pieces / np.where(case.reduce_each, case.microbatches, 1)
-    late = np.maximum(0.0, times.scatter - tail - rest * rounds_back * times.backward)
-    early = np.maximum(0.0, rest * times.gather - rest * rounds * times.forward)
-    first = np.maximum(0.0, times.gather / pieces - constants.fixed)
-    exposed = tail + late + early + first
-    hidden = np.maximum(0.0, plain - exposed)
-    # The first and the last micro-batch pass the stages one after another while the same NICs carry collectives.
-    chunks = case.pipeline * case.virtual
-    hops = np.minimum(chunks, times.gather * case.virtual / times.forward)
-    hops = hops + np.minimum(chunks, times.scatter * case.virtual / times.backward)
-    return np.where(case.dp_overlap, exposed + cluster.overlap.slowdown * hidden + hops * times.transfer, plain)
+    each = np.asarray(case.reduce_each, dtype=bool)
+    rounds_back = np.where(each, case.microbatches, rounds)
+    # A round of one chunk ends when its last micro-batch has passed all stages.
+    hops = np.where((case.virtual > 1) & (rounds <= case.pipeline), case.pipeline * times.mean_transfer, 0.0)
+    slowed = np.where(case.virtual > 1, cluster.overlap.slowdown, 0.0)
+    scatter, gather = times.scatter / pieces, times.gather / pieces
+    tail = scatter / np.where(each, case.microbatches, 1)
+    behind = rounds_back * times.backward / pieces + hops
+    late = (pieces - 1) * _overlapped(scatter, behind, slowed, hops, case.pipeline)
+    early = (pieces - 1) * _overlapped(gather, rounds * times.forward / pieces + hops, slowed, hops, case.pipeline)
+    return np.where(case.dp_overlap, tail + late + gather + early, plain)
+
+
+def pieces_of(case: Case) -> Any:
+    """Pieces in which a stage's gradients and parameters travel: its chunks, or buckets where it has one chunk."""
+    buckets = np.minimum(BUCKETS, np.maximum(1, case.layers // case.pipeline))
+    return np.where(case.virtual > 1, case.virtual, buckets)
+
+
+def _overlapped(collective: Any, compute: Any, slowdown: Any, transfers: Any, stages: Any) -> Any:
+    """Seconds that a round of `compute` ends later for a collective beside it.
+
+    Either the round waits for the collective's end, or its passes are slowed while the collective lasts on any of
+    the stages that they go through, and the transfers between stages share its NIC.
+    """
+    alone = collective / (1.0 + slowdown)
+    slow = slowdown * np.minimum(compute, alone + np.minimum(compute / stages, alone) * (stages - 1))
+    return np.maximum(slow + np.where(collective > 0, transfers, 0.0), collective - compute)

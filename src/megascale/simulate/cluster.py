@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class GpuSpec(_Part):
@@ -25,28 +25,31 @@ class GpuSpec(_Part):
     processors: int = Field(ge=1, description="SMs: GEMM tiles run in waves of this many")
     memory_gbs: float = Field(gt=0, description="HBM bandwidth as printed")
     memory_gib: float = Field(gt=0, description="HBM size")
+    float8_tflops: float | None = Field(None, gt=0, description="dense float8; absent: the GPU has none")
 
 
 class Kernels(_Part):
     """How much of the hardware kernels reach."""
 
     gemm: float = Field(gt=0, le=1, description="share of peak of a GEMM with whole waves and a long inner dimension")
-    gemm_sustained: float = Field(
-        gt=0,
-        le=1,
-        description="share of peak that GEMMs hold for seconds, whatever their shape: the power limit",
-    )
+    gemm_best: float = Field(gt=0, le=1, description="share of peak of the fastest GEMM that was measured")
     gemm_half_depth: float = Field(gt=0, description="inner dimension at which a GEMM reaches half of that")
     memory: float = Field(gt=0, le=1, description="share of the printed HBM bandwidth that streaming kernels reach")
     accumulate_exposed: float = Field(
         ge=0, le=1, description="share of the fp32 gradient accumulation's memory traffic not hidden under its GEMM"
     )
     launch_us: float = Field(ge=0, description="gap between dependent kernels")
-    host_us: float = Field(ge=0, description="host time to launch one kernel; compute is at least this x kernels")
-    region_us: float = Field(ge=0, description="host time to enter or leave a tensor-parallel region, beside kernels")
     attention: dict[str, list[list[float]]] = Field(
         description="kernel -> [[sequence, TFLOP/s forward+backward of the causal half], ...], interpolated in log"
     )
+
+
+class Power(_Part):
+    """What the power limit leaves of GEMMs. Only for a GPU on which it was measured."""
+
+    gemm_sustained: float = Field(gt=0, le=1, description="share of peak that GEMMs alone hold for seconds on end")
+    idle: float = Field(ge=0, le=1, description="power while waiting between kernels, share of the limit")
+    exponent: float = Field(ge=1, description="power of a GEMM grows with its rate to this")
 
 
 class LinkSpec(_Part):
@@ -60,6 +63,9 @@ class LinkSpec(_Part):
     p2p_gbs: float = Field(gt=0, description="GB/s of one large send beside one receive")
     latency_us: float = Field(ge=0, description="fixed time of a collective or transfer")
     hop_us: float = Field(ge=0, description="added for each rank of a ring")
+    leaf_hosts: int | None = Field(None, ge=1, description="hosts under one set of leaf switches; absent: unknown")
+    uplinks: int | None = Field(None, ge=1, description="uplinks of a leaf switch, hashed over by flow")
+    uplink_gbs: float | None = Field(None, gt=0, description="GB/s of an uplink")
 
 
 class Overlap(_Part):
@@ -75,7 +81,8 @@ class Stragglers(_Part):
     """Slow hosts and noise."""
 
     slow_hosts: float = Field(ge=0, lt=1, description="share of hosts that are persistently slow")
-    slow_by: float = Field(ge=0, description="how much longer such a host computes")
+    slow_by: float = Field(ge=0, description="how much longer such a host takes for the same forward code")
+    spread: float = Field(ge=0, le=0.2, description="standard deviation of GPUs' persistent speeds, relative")
     jitter: float = Field(ge=0, description="relative standard deviation of one chunk's time, independent noise")
 
 
@@ -87,6 +94,7 @@ class ClusterSpec(_Part):
     gpus_per_host: int = Field(ge=1)
     gpu: GpuSpec
     kernels: Kernels
+    power: Power | None = Field(None, description="absent where nobody measured it")
     inside: LinkSpec = Field(description="within a host")
     between: LinkSpec = Field(description="between hosts")
     overlap: Overlap
@@ -118,6 +126,32 @@ def load_cluster(name: str) -> ClusterSpec:
         raise ConfigError(f"cluster file {name!r} is not valid TOML: {error}") from None
 
 
+def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
+    """The cluster with one figure replaced; ConfigError naming it where a cluster file with that value is refused.
+
+    A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much.
+    """
+    section = getattr(cluster, part, None)
+    if not isinstance(section, _Part) or key not in type(section).model_fields:
+        parts = ", ".join(name for name in type(cluster).model_fields if isinstance(getattr(cluster, name), _Part))
+        raise ConfigError(
+            f"cluster.{part}.{key}: no such figure; write cluster.PART.KEY, as cluster.between.gbs (parts: {parts})"
+        )
+    now = getattr(section, key)
+    if isinstance(now, bool) or not isinstance(now, int | float):
+        raise ConfigError(f"cluster.{part}.{key}: only numbers can be set, this is {now!r}")
+    tree = section.model_dump()
+    tree[key] = value
+    if isinstance(section, LinkSpec) and key == "gbs" and isinstance(value, int | float):
+        tree["bus"] = [[ranks, gbs * value / now] for ranks, gbs in section.bus]
+        tree["p2p_gbs"] = section.p2p_gbs * value / now
+    try:
+        return cluster.model_copy(update={part: type(section).model_validate(tree)})
+    except ValidationError as error:
+        first = next((e for e in error.errors() if e["loc"][:1] == (key,)), error.errors()[0])
+        raise ConfigError(f"cluster.{part}.{key}={value!r} is wrong: {first['msg']}") from None
+
+
 def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:
     """Validate nested dictionaries; every section of figures must name its source."""
     try:
@@ -128,9 +162,10 @@ def cluster_of(tree: Mapping[str, Any]) -> ClusterSpec:
         raise ConfigError(f"cluster key {key}={first['input']!r} is wrong: {first['msg']}") from None
     figures = {
         f"{part}.{key}"
-        for part in ("gpu", "kernels", "inside", "between", "overlap", "stragglers")
+        for part in ("gpu", "kernels", "power", "inside", "between", "overlap", "stragglers")
+        if getattr(cluster, part) is not None
         for key in type(getattr(cluster, part)).model_fields
-        if key != "name"
+        if key != "name" and getattr(getattr(cluster, part), key) is not None
     }
     missing = sorted(figures - set(cluster.sources))
     if missing:

@@ -13,7 +13,7 @@ from megascale.errors import DataError
 from megascale.simulate.calibration import BOUNDS, load_calibration
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_runs import load_predictions, matching, measure
+from megascale.simulate.measured_runs import load_predictions, matching, measure, refuse_other_device
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, own_software, run
 
@@ -54,6 +54,7 @@ def explain_run(
 ) -> list[Row]:
     """Predicted and measured step of a run, and for each constant the value that alone would close the gap."""
     measured, machine = measure(folder, gpus), load_cluster(cluster)
+    refuse_other_device(measured, machine)
     name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
     fitted = load_calibration(calibration, machine.name)
     scenario = Scenario(measured.config, measured.gpus, machine, fitted, own_software(measured.config, stack(name)))

@@ -18,7 +18,7 @@ from megascale.core.schedule import ActionKind
 from megascale.core.schedule_registry import checked_schedule
 from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
-from megascale.simulate.closed import BUCKETS, StageTimes, stage_times
+from megascale.simulate.closed import StageTimes, late_seconds, pieces_of, stage_times
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.network import Network
 
@@ -97,8 +97,7 @@ def simulate(
     last = int(makespan.argmax())
     one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.moving[:, last])
     tail = float(times.optimizer) + (0.0 if case.dp_overlap else float(times.gather))
-    fixed = constants.fixed * (1.0 - constants.data_share * bool(case.async_data))
-    seconds = float(reduced.max()) + tail + fixed
+    seconds = float(reduced.max()) + tail + float(late_seconds(cluster, case, constants))
     return SimulatedEvent(seconds, one, makespan[which], reduced, times, slow)
 
 
@@ -127,17 +126,22 @@ def _durations(
     if case.reduce_each:
         reduce /= int(case.microbatches)
     durations = graph.durations(forward + share, backward + share, transfer, transfer, gather, reduce)
-    if case.dp_overlap:
-        # The first chunk's parameters come behind the preparation of the batch; a single chunk's come in buckets,
-        # all but the first behind the first forward.
-        first = (graph.kind == ActionKind.GATHER_PARAMS) & (graph.chunk == 0)
-        durations[first] = 0.0 if v > 1 else max(0.0, _rest(case) * (gather - float(times.forward)))
+    if not blocking:
+        stride = int(case.tensor) * int(case.data)
+        host = np.arange(p) * stride // cluster.gpus_per_host
+        for kind, step in ((ActionKind.SEND_FORWARD, 1), (ActionKind.SEND_BACKWARD, -1)):
+            near = (graph.kind == kind) & (host[graph.stage] == host[(graph.stage + step) % p])
+            durations[near] = float(times.near_transfer)
+    if case.dp_overlap and v == 1:
+        # A single chunk's parameters come in buckets, all but the first behind the first forward.
+        only = graph.kind == ActionKind.GATHER_PARAMS
+        durations[only] = gather - _rest(case) * min(gather, float(times.forward))
     return durations
 
 
 def _rest(case: Case) -> float:
     """Share of a single chunk's gradients that are not in its last bucket."""
-    buckets = min(BUCKETS, max(1, int(case.layers) // int(case.pipeline)))
+    buckets = int(pieces_of(case))
     return (buckets - 1) / buckets
 
 
@@ -198,6 +202,8 @@ def draw_hosts(cluster: ClusterSpec, case: Case, seed: int, slow_by: float | Non
     """A random fleet: each host is slow with the cluster's probability."""
     hosts = max(1, -(-int(case.gpus) // cluster.gpus_per_host))
     by = cluster.stragglers.slow_by if slow_by is None else slow_by
+    # Slow in forward, which is a third of the compute.
+    by = by / 3.0
     chosen = np.flatnonzero(np.random.default_rng(seed).random(hosts) < cluster.stragglers.slow_hosts)
     return {int(h): 1.0 + by for h in chosen}
 

@@ -133,11 +133,14 @@ def _identify(
                 f"these rows cannot tell apart: {', '.join(text for _, text in sorted(mix, reverse=True))} "
                 f"(a tenth of their ranges in this direction changes predictions by {seen:.2%})"
             )
-        variance += np.square(direction) * (noise / value**2 if value > 0 else np.inf)
+        if value > 0:
+            variance += np.square(direction) * noise / value**2
+        else:
+            variance[np.abs(direction) > 1e-6] = np.inf
     errors = {n: float(np.sqrt(v) * s) for n, v, s in zip(names, variance, span, strict=True)}
     for n, value, a, b in zip(names, x, low, high, strict=True):
         if value <= a or value >= b:
             warnings.append(f"{n}={value:g} stands at its bound [{a:g}, {b:g}]: the rows ask for more than is physical")
-        elif errors[n] > 0.5 * (b - a):
+        elif errors[n] > abs(value) or errors[n] > 0.5 * (b - a):
             warnings.append(f"{n}={value:.3g} has a standard error of {errors[n]:.2g}: hardly decided by these rows")
     return errors, tuple(warnings)

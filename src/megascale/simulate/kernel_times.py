@@ -29,10 +29,13 @@ FUSED_FORWARD = {"norm": 2.0, "residual": 3.0, "qkv": 0.0, "mlp": 2.0}
 FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 0.0, "mlp": 3.0}
 EAGER_KERNELS = (18, 32)
 FUSED_KERNELS = (11, 20)
-# Passes over the s x s scores of unfused attention: write, mask + softmax, dropout, read; and their gradients.
-SCORE_PASSES = (6.0, 9.0)
+# Passes over the s x s scores of unfused attention: write, mask + softmax (which reads the lower triangle alone, as
+# Megatron-LM's causal kernel does), dropout, read; and their gradients.
+SCORE_PASSES = (5.5, 8.0)
 # Bytes moved a value of the logits by the vocabulary-parallel cross-entropy, forward and backward.
 LOSS_BYTES = 60.0
+# Bytes moved a value of each operand for its cast to float8 beyond what the kernel before does anyway.
+FLOAT8_CAST_BYTES = 1.5
 # Bytes moved a parameter by the optimizer: gradient, master, two moments read, three written, weight written.
 OPTIMIZER_BYTES = 30.0
 
@@ -70,24 +73,36 @@ def wave_efficiency(rows: Any, columns: Any, processors: int) -> Any:
     return best
 
 
-def gemm_seconds(cluster: ClusterSpec, rows: Any, columns: Any, depth: Any, accumulate: Any = None) -> Any:
+def gemm_seconds(
+    cluster: ClusterSpec,
+    rows: Any,
+    columns: Any,
+    depth: Any,
+    accumulate: Any = None,
+    cap: Any = 1.0,
+    float8: Any = False,
+) -> Any:
     """One GEMM [rows, depth] x [depth, columns] in bf16.
 
-    `accumulate`: bytes of a gradient value that the result is added to, None for a plain bf16 output.
+    `accumulate`: bytes of a gradient value that the result is added to, None for a plain bf16 output. `cap`: share of
+    peak that the power limit leaves. `float8`: operands are cast first, by one pass over each.
     """
     kernels, gpu = cluster.kernels, cluster.gpu
     burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * wave_efficiency(rows, columns, gpu.processors)
-    # Products that fill the processors better draw more power and clock down: none holds more than this.
-    rate = gpu.peak_tflops * 1e12 * np.minimum(burst, kernels.gemm_sustained)
+    # GEMMs that fill the processors better draw more power and clock down: none holds more than the cap.
+    peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
+    rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap)
     compute = 2.0 * rows * columns * depth / rate
     bandwidth = gpu.memory_gbs * 1e9 * kernels.memory
+    # Read in two bytes, written in one, for each operand: half of the casts ride on the kernel before.
+    compute = compute + np.where(float8, FLOAT8_CAST_BYTES * (rows + columns) * depth / bandwidth, 0.0)
     inputs = 2.0 * (rows + columns) * depth
     output = rows * columns * (2.0 if accumulate is None else 2.0 * accumulate)
     exposed = 0.0 if accumulate is None else kernels.accumulate_exposed * output / bandwidth
     return np.maximum(compute + exposed, (inputs + output) / bandwidth)
 
 
-def _gemms(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
+def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     """Forward and backward seconds of a layer's GEMMs."""
     tokens = case.micro * case.sequence
     t, h = case.tensor, case.hidden
@@ -96,9 +111,9 @@ def _gemms(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
     up = inner * np.where(case.gated, 2, 1)
 
     def both(columns: Any, depth: Any) -> tuple[Any, Any]:
-        forward = gemm_seconds(cluster, tokens, columns, depth)
-        backward = gemm_seconds(cluster, tokens, depth, columns)
-        backward = backward + gemm_seconds(cluster, depth, columns, tokens, case.gradient_bytes)
+        forward = gemm_seconds(cluster, tokens, columns, depth, None, cap, case.float8)
+        backward = gemm_seconds(cluster, tokens, depth, columns, None, cap, case.float8)
+        backward = backward + gemm_seconds(cluster, depth, columns, tokens, case.gradient_bytes, cap, case.float8)
         return forward, backward
 
     serial = [both(qkv, h), both(h, case.query / t), both(up, h), both(h, inner)]
@@ -175,9 +190,9 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     return forward, backward, np.where(fused, sum(FUSED_KERNELS), sum(EAGER_KERNELS))
 
 
-def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0) -> LayerTimes:
+def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0, cap: Any = 1.0) -> LayerTimes:
     """All kernels of one layer for one micro-batch; those that are no GEMMs take `overhead` times their seconds."""
-    gemm, attention = _gemms(cluster, case), _attention(cluster, case)
+    gemm, attention = _gemms(cluster, case, cap), _attention(cluster, case)
     forward, backward, kernels = _elementwise(cluster, case)
     return LayerTimes(
         gemm[0],
@@ -190,14 +205,14 @@ def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0) -> Laye
     )
 
 
-def logits_seconds(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
+def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[Any, Any]:
     """Forward and backward seconds of the output GEMM and the loss, which only the last stage has."""
     tokens, columns = case.micro * case.sequence, case.vocab / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
     loss = LOSS_BYTES * tokens * columns / bandwidth
-    forward = gemm_seconds(cluster, tokens, columns, case.hidden) + loss / 2
-    backward = gemm_seconds(cluster, tokens, case.hidden, columns) + loss / 2
-    return forward, backward + gemm_seconds(cluster, case.hidden, columns, tokens, case.gradient_bytes)
+    forward = gemm_seconds(cluster, tokens, columns, case.hidden, None, cap) + loss / 2
+    backward = gemm_seconds(cluster, tokens, case.hidden, columns, None, cap) + loss / 2
+    return forward, backward + gemm_seconds(cluster, case.hidden, columns, tokens, case.gradient_bytes, cap)
 
 
 def optimizer_seconds(cluster: ClusterSpec, case: Case, parameters: Any) -> Any:

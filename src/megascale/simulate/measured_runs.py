@@ -14,6 +14,7 @@ from typing import Any
 from megascale import config as configuration
 from megascale.config import Config
 from megascale.errors import ConfigError, DataError
+from megascale.simulate.cluster import ClusterSpec
 
 # Steps at the start of a run that compile, allocate and measure kernels.
 WARM_UP = 5
@@ -32,6 +33,7 @@ class MeasuredRun:
         seconds: median step after the warm-up.
         spread: half the distance from the 10th to the 90th percentile, relative.
         steps: how many steps that is.
+        device: what it ran on, "cpu" or "cuda".
     """
 
     folder: Path
@@ -40,6 +42,7 @@ class MeasuredRun:
     seconds: float
     spread: float
     steps: int
+    device: str = "cuda"
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
             f"{folder} is no run folder: {error}; name one such as runs/NAME, or a file of `bench train --out`"
         ) from None
     records: dict[int, float] = {}
-    world = gpus
+    world, device = gpus, config.train.device if config.train.device != "auto" else "cpu"
     for line in lines:
         try:
             record = json.loads(line)
@@ -94,6 +97,8 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
             continue  # the last line of a run that died
         if isinstance(record, dict) and "seconds" in record and "step" in record:
             records[int(record["step"])] = float(record["seconds"])
+            if "mfu" in record:  # of a GPU whose peak is known; a CPU has none
+                device = "cuda"
     steps = [seconds for step, seconds in sorted(records.items())][WARM_UP:]
     if len(steps) < LEAST_STEPS:
         raise DataError(
@@ -106,14 +111,14 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
         world = parallel.tensor * parallel.pipeline * parallel.data
     if not world:
         raise DataError(f"{folder} does not say on how many GPUs it ran; give --gpus")
-    return _measured(folder, config, int(world), steps)
+    return _measured(folder, config, int(world), steps, device)
 
 
-def _measured(source: Path, config: Config, gpus: int, steps: list[float]) -> MeasuredRun:
+def _measured(source: Path, config: Config, gpus: int, steps: list[float], device: str) -> MeasuredRun:
     ordered = sorted(steps)
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     middle = statistics.median(steps)
-    return MeasuredRun(source, config, gpus, middle, (high - low) / (2 * middle), len(steps))
+    return MeasuredRun(source, config, gpus, middle, (high - low) / (2 * middle), len(steps), device)
 
 
 def measures(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
@@ -148,7 +153,17 @@ def _benched(source: Path, told: Any) -> MeasuredRun:
         ) from None
     if len(steps) < LEAST_STEPS:
         raise DataError(f"{source} has {len(steps)} timed steps; a measurement needs at least --steps {LEAST_STEPS}")
-    return _measured(source, config, gpus, steps)
+    device = "cpu" if config.train.device == "cpu" or "cpu" in str(told.get("device", "")).lower() else "cuda"
+    return _measured(source, config, gpus, steps, device)
+
+
+def refuse_other_device(run: MeasuredRun, cluster: ClusterSpec) -> None:
+    """ConfigError if the run was made on a CPU and the cluster is of GPUs: one says nothing of the other."""
+    if run.device == "cpu" and cluster.gpu.name != "cpu":
+        raise ConfigError(
+            f"{run.folder} ran on a CPU and cluster {cluster.name} is of {cluster.gpu.name}: nothing can be learnt or "
+            "judged from one about the other; name a cluster file of that machine (`megascale simulate measure`)"
+        )
 
 
 def _world(events: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,6 +62,21 @@ class RingNetwork:
             bytes / (here.p2p_gbs * 1e9) + here.latency_us * 1e-6,
             bytes / (there.p2p_gbs * 1e9) + there.latency_us * 1e-6,
         )
+
+
+def flow_slowdown(link: LinkSpec) -> float:
+    """How much longer a flow takes on average where every host under a leaf switch sends one over hashed uplinks.
+
+    Equal flows fall on uplinks at random; one that shares its uplink with more than fit at full speed gets its share.
+    1 where the cluster does not say how its leaves are built.
+    """
+    if link.leaf_hosts is None or link.uplinks is None or link.uplink_gbs is None:
+        return 1.0
+    flows, k, fit = link.leaf_hosts, link.uplinks, link.uplink_gbs / link.gbs
+    others = np.arange(flows)
+    chance = np.array([comb(flows - 1, int(i)) for i in others], dtype=float)
+    chance *= (1.0 / k) ** others * (1.0 - 1.0 / k) ** (flows - 1 - others)
+    return float((chance * np.maximum(1.0, (others + 1) / fit)).sum())
 
 
 def _bus(link: LinkSpec, ranks: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megascale.core import flops
 from megascale.simulate.step import StepEstimate
@@ -32,6 +33,27 @@ PART_NAMES = {
 }
 
 
+def show_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], console: Console, title: str = "") -> None:
+    """Rows as a table where every cell fits the terminal whole, else as a block of lines a row: no digit is cut."""
+    widths = [max(len(Text.from_markup(r[i]).plain) for r in (headers, *rows)) for i in range(len(headers))]
+    if title:
+        console.print(f"[italic]{title}[/italic]", soft_wrap=True)
+    if sum(widths) + 2 * len(widths) > console.width:
+        for row in rows:
+            for name, cell in zip(headers, row, strict=True):
+                if cell:
+                    console.print(f"  {name or '-':{max(map(len, headers))}s}  {cell}", soft_wrap=True)
+            console.print()
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for i, name in enumerate(headers):
+        figures = all(r[i][:1].isdigit() or r[i][:1] in "+-~[" or not r[i] for r in rows)
+        table.add_column(name, justify="right" if figures else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 def shown_parts(results: Sequence[StepEstimate]) -> list[str]:
     """Parts that any of the results spends more than a ten-thousandth of its step on, in step order."""
     return [part for part in PART_NAMES if any(abs(r.parts.get(part, 0.0)) > 1e-4 * r.seconds for r in results)]
@@ -47,19 +69,17 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
         soft_wrap=True,
     )
-    table = Table()
-    table.add_column("")
-    for result in results:
-        table.add_column(result.scenario.label, justify="right")
-    table.add_row("step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results))
-    table.add_row("P10 to P90", *(f"{r.low:.3f} to {r.high:.3f}" for r in results))
-    table.add_row("tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results))
-    table.add_row("MFU", *(f"{100 * r.mfu:.1f}%" for r in results))
-    table.add_row(f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results))
-    table.add_row("memory of the fullest rank", *(f"{r.memory_gib:.1f} GiB" for r in results))
+    rows = [
+        ["step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results)],
+        ["P10 to P90", *(f"{r.low:.3f} to {r.high:.3f}" for r in results)],
+        ["tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results)],
+        ["MFU", *(f"{100 * r.mfu:.1f}%" for r in results)],
+        [f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results)],
+        ["memory of the fullest rank", *(f"{r.memory_gib:.1f} GiB" for r in results)],
+    ]
     if len(results) > 1:
-        table.add_row("time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results))
-    console.print(table)
+        rows.append(["time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results)])
+    show_rows(["", *(r.scenario.label for r in results)], rows, console)
     scenario = results[0].scenario
     console.print(
         f"[dim]{results[0].level} level, calibration {scenario.calibration.name} "
@@ -67,6 +87,8 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
         "days without failures (see `simulate effective`)[/dim]",
         soft_wrap=True,
     )
+    for text in dict.fromkeys(text for r in results for text in r.cautions):
+        console.print(f"[yellow]mind[/yellow] {text}", soft_wrap=True, highlight=False)
 
 
 def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
@@ -97,52 +119,65 @@ def waterfall(results: Sequence[StepEstimate], console: Console) -> None:
 
 def ablation_chart(rows: Sequence[tuple[str, StepEstimate, float]], title: str, change: str, console: Console) -> None:
     """Techniques one by one: step, MFU, and what each changes (named by `change`)."""
-    table = Table(title=title, title_justify="left")
-    for name in ("", "step, s", "MFU", change):
-        table.add_column(name, justify="left" if not name else "right")
-    for i, (name, result, changed) in enumerate(rows):
-        table.add_row(name, f"{result.seconds:.3f}", f"{100 * result.mfu:.1f}%", f"{changed:.1%}" if i else "")
-    console.print(table)
+    cells = [
+        [name, f"{result.seconds:.3f}", f"{100 * result.mfu:.1f}%", f"{changed:.1%}" if i else ""]
+        for i, (name, result, changed) in enumerate(rows)
+    ]
+    show_rows(["", "step, s", "MFU", change], cells, console, title)
 
 
 def layouts(results: Sequence[StepEstimate], tokens: float, console: Console, title: str) -> None:
     """Layouts side by side."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
     names = ("GPUs", "TP", "PP", "chunks", "round", "DP", "MBS", "step, s", "P10-P90", "MFU", "GiB", "days")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for r in results:
         p, t = r.scenario.config.parallel, r.scenario.config.train
-        table.add_row(
-            f"{r.scenario.gpus:,}",
-            str(p.tensor),
-            str(p.pipeline),
-            str(p.virtual_stages),
-            str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
-            str(r.scenario.layout.grid.data),
-            str(t.micro_batch),
-            f"{r.seconds:.3f}",
-            f"{r.low:.2f}-{r.high:.2f}",
-            f"{100 * r.mfu:.1f}%",
-            f"{r.memory_gib:.1f}",
-            f"{r.days(tokens):.2f}",
+        rows.append(
+            (
+                f"{r.scenario.gpus:,}",
+                str(p.tensor),
+                str(p.pipeline),
+                str(p.virtual_stages),
+                str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
+                str(r.scenario.layout.grid.data),
+                str(t.micro_batch),
+                f"{r.seconds:.3f}",
+                f"{r.low:.2f}-{r.high:.2f}",
+                f"{100 * r.mfu:.1f}%",
+                f"{r.memory_gib:.1f}",
+                f"{r.days(tokens):.2f}",
+            )
         )
-    console.print(table)
+    show_rows(names, rows, console, title)
 
 
 def checks(results: Sequence[AnchorCheck], console: Console, rows: bool) -> None:
     """The validation table, then what was fitted, skipped and could not be identified."""
-    table = Table(title="validation: scored on seconds unless it says points", title_justify="left", show_lines=True)
-    for name in ("", "what", "reached", "target", "verdict"):
-        table.add_column(name, overflow="fold")
     words = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: "[yellow]skipped[/yellow]"}
     for check in results:
-        reached = "\n".join(f"{n} {a:.2f}{u}" for n, (a, _, u) in check.figures.items())
-        target = "\n".join(f"{n} {t:g}{u}" for n, (_, t, u) in check.figures.items())
-        table.add_row(check.key, check.what, reached or check.skipped, target, words[check.passed])
-    console.print(table)
-    for check in results:
-        console.print(f"[bold]{check.key}[/bold] fitted: {check.fitted}", soft_wrap=True, highlight=False)
+        console.print(
+            f"\n[bold]{check.key}[/bold] {words[check.passed]}  {check.what}", soft_wrap=True, highlight=False
+        )
+        if check.skipped:
+            console.print(f"   {check.skipped}", soft_wrap=True, highlight=False)
+            continue
+        for name, (reached, target, unit) in check.figures.items():
+            console.print(f"   {name}: {reached:.2f}{unit}, must {target:g}{unit}", highlight=False)
+        if check.columns:
+            cells = [
+                [
+                    c.name,
+                    str(c.rows),
+                    f"{c.mean:.2f}",
+                    f"{c.worst:.1f}",
+                    f"{c.bias:+.2f}",
+                    "" if c.covered is None else f"{100 * c.covered:.0f}",
+                    "" if c.width is None else f"{100 * c.width:.1f}",
+                ]
+                for c in check.columns
+            ]
+            show_rows(["errors in seconds, %", "rows", "mean", "worst", "bias", "in band", "width"], cells, console)
+        console.print(f"   fitted: {check.fitted}", soft_wrap=True, highlight=False)
         for note in check.notes:
             console.print(f"   {note}", soft_wrap=True, highlight=False)
         if rows:

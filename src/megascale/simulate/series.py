@@ -9,7 +9,7 @@ from typing import Any
 
 from megascale.config import Config, from_tree
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.search import scaled
+from megascale.simulate.cluster import with_figure
 from megascale.simulate.software import switch
 from megascale.simulate.step import Level, Scenario, StepEstimate, run
 
@@ -50,12 +50,15 @@ def leave_one_out(full: Scenario, names: Sequence[str], level: Level) -> Ablatio
         if software == full.software:
             continue
         result = run(replace(full, software=software, label=f"without {name}"), level, check_memory=False)
-        rows.append((f"without {name}", result, whole.seconds / result.seconds - 1.0))
+        rows.append((f"without {name}", result, result.seconds / whole.seconds - 1.0))
     return rows
 
 
 def parse_vary(text: str) -> tuple[str, list[Any]]:
-    """("gpus", [256, 512]) from "gpus=256:512" (doubling) or "gpus=256,512". ConfigError if it is neither."""
+    """("gpus", [256, 512, 768]) from "gpus=256:768" (doubling, then the end itself) or "gpus=256,512,768".
+
+    ConfigError if it is neither.
+    """
     key, equals, values = text.partition("=")
     if not (equals and key and values):
         raise ConfigError(f"--vary {text!r} is not KEY=VALUES, such as gpus=256:12288 or train.micro_batch=1,2,4")
@@ -69,6 +72,8 @@ def parse_vary(text: str) -> tuple[str, list[Any]]:
         points = [low]
         while points[-1] * 2 <= high * (1 + 1e-9):
             points.append(points[-1] * 2)
+        if points[-1] < high * (1 - 1e-9):
+            points.append(high)
         return key, [_number(f"{p:.12g}") for p in points]
     return key, [_number(v) for v in values.split(",")]
 
@@ -85,18 +90,14 @@ def _number(text: str) -> Any:
 def _varied(scenario: Scenario, key: str, value: Any) -> Scenario:
     """The scenario with one thing changed."""
     if key == "gpus":
-        return replace(scenario, gpus=int(value))
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"--vary gpus={value}: a number of GPUs is a whole number from 1 on")
+        return replace(scenario, gpus=value)
     parts = key.split(".")
     if parts[0] == "cluster":
-        if len(parts) != 3 or not hasattr(getattr(scenario.cluster, parts[1], None), parts[2]):
+        if len(parts) != 3:
             raise ConfigError(f"--vary {key}: no such figure; write cluster.PART.KEY, such as cluster.between.gbs")
-        now = getattr(getattr(scenario.cluster, parts[1]), parts[2])
-        if not isinstance(now, int | float):
-            raise ConfigError(f"--vary {key}: only numbers can be varied, this is {now!r}")
-        if parts[1] in ("inside", "between") and parts[2] == "gbs":
-            return replace(scenario, cluster=scaled(scenario.cluster, parts[1], "gbs", float(value) / now))
-        section = getattr(scenario.cluster, parts[1]).model_copy(update={parts[2]: value})
-        return replace(scenario, cluster=scenario.cluster.model_copy(update={parts[1]: section}))
+        return replace(scenario, cluster=with_figure(scenario.cluster, parts[1], parts[2], value))
     if len(parts) != 2:
         raise ConfigError(f"--vary {key}: write gpus, section.key or cluster.part.key")
     tree = scenario.config.model_dump(exclude_none=True)

@@ -15,9 +15,11 @@ from megascale.errors import ConfigError
 # Kernels for attention that a cluster file must give rates for.
 ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
 # Activations done again in backward: norms and the activation alone, or whole layers.
-RECOMPUTE = ("none", "norms", "activation", "selective", "full")
-# Part of a layer's elementwise work that is done again.
-RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0)
+# ("core-attention" is what Megatron-LM calls selective: scores, softmax and their product with the values).
+RECOMPUTE = ("none", "norms", "activation", "selective", "full", "core-attention")
+# Part of a layer's elementwise work, and of its attention, that is done again.
+RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0, 0.0)
+RECOMPUTED_ATTENTION = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Software:
         recompute: one of RECOMPUTE.
         gradient_bytes: bytes of a gradient in the accumulator; reduce_bytes: as communicated.
         reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
+        launch_us: host time to launch one kernel; a layer takes at least this for each of its kernels.
+        region_host_us: host time to enter or leave a tensor-parallel region, beside its kernels.
+        region_gap_us: what a collective of such a region takes on the device beyond what it takes alone: ranks that
+            come late to it, waits between streams. HOST_SOURCES says where these three come from for each stack.
+        float8: linear layers multiply in float8 where the GPU has it.
     """
 
     parallel_block: bool = False
@@ -55,6 +62,10 @@ class Software:
     gradient_bytes: int = 4
     reduce_bytes: int = 4
     reduce_each: bool = False
+    launch_us: float = 15.0
+    region_host_us: float = 60.0
+    region_gap_us: float = 110.0
+    float8: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_KERNELS:
@@ -66,6 +77,24 @@ class Software:
 # The paper does not print its window. 768 of 2,048 tokens keep 0.61 of the causal triangle, which is what the MFU
 # column of the paper's Table 2 credits (0.60 with its vocabulary of 64,000).
 PAPER_WINDOW = 768
+
+# Where the host's and regions' times come from, by stack; nothing of them was fitted to a published step.
+HOST_SOURCES = {
+    "megatron-2022": (
+        "assumed: eager PyTorch 1.x launches a kernel in about 15 us and a collective in about 60; gap: 50 MB "
+        "all-gathers reach 200 GB/s in nccl-tests, 150 in vTrain's validated configurations and 120 in Calculon's, "
+        "which is 75 and 150 us each"
+    ),
+    "megatron-core": (
+        "measured on the H200 host, 2026-11-20: layers of GPT 13B in TP2 at micro-batch 1 take 7.3 ms with "
+        "TransformerEngine, less 31 kernels, over 8 regions"
+    ),
+    "megascale": (
+        "measured on an H200 (docs/log.md): gpt2-124m at micro-batch 1 takes 25 ms a micro-batch, 12 layers of 31 "
+        "kernels and as much again around them; regions are copies of the same stream of launches"
+    ),
+    "graphs": "assumed: one launch replays a layer's kernels",
+}
 
 MEGATRON_2023 = Software()
 MEGASCALE = Software(
@@ -79,10 +108,13 @@ MEGASCALE = Software(
     attention="flash2",
 )
 # Megatron-core of today: overlaps and fused operators on, serial block, full attention.
-MEGATRON_CORE = replace(MEGASCALE, parallel_block=False, window=None, tp_overlap=False)
+MEGATRON_CORE = replace(
+    MEGASCALE, parallel_block=False, window=None, tp_overlap=False, launch_us=15.0, region_host_us=850.0
+)
 MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
 # This project's engine: every overlap, cuDNN attention where the GPU has it.
-MEGASCALE_H200 = replace(MEGASCALE, attention="cudnn")
+MEGASCALE_H200 = replace(MEGASCALE, attention="cudnn", launch_us=40.0, region_host_us=80.0, region_gap_us=10.0)
+MEGASCALE_H200_GRAPHS = replace(MEGASCALE_H200, launch_us=1.0, region_host_us=2.0)
 # vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels.
 MEGATRON_DEEPSPEED = Software(
     attention="unfused",
@@ -99,6 +131,7 @@ STACKS = {
     "megascale": MEGASCALE,
     "megatron-core-h200": MEGATRON_CORE_H200,
     "megascale-h200": MEGASCALE_H200,
+    "megascale-h200-graphs": MEGASCALE_H200_GRAPHS,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
 }
 

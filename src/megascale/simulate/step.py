@@ -19,6 +19,7 @@ from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.event import SimulatedEvent, draw_hosts, simulate
 from megascale.simulate.network import Network
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
+from megascale.simulate.prediction_band import band_width, cautions
 from megascale.simulate.software import MEGATRON_2023, Software
 
 Level = Literal["closed", "event"]
@@ -81,6 +82,7 @@ class Scenario:
                 config.train.micro_batch,
                 config.train.precision,
                 config.gemms_on_side_stream,
+                config.optimizer.name,
             ).total
             for s in stages
         )
@@ -94,11 +96,12 @@ class StepEstimate:
     Attributes:
         scenario, level: what was priced, and how.
         seconds: the step.
-        low, high: P10 and P90 from the calibration's residuals.
+        low, high: P10 and P90, see prediction_band.
         parts: where the seconds go, adding up to `seconds` (on the event level the closed form's parts, with what
             the events add or save under `interplay`).
         memory_gib: of the fullest rank.
         event: the event level's record, None on the closed level.
+        cautions: what makes this less sure than the calibration's own rows: extrapolation, assumed figures.
     """
 
     scenario: Scenario
@@ -109,6 +112,7 @@ class StepEstimate:
     parts: dict[str, float]
     memory_gib: float
     event: SimulatedEvent | None = None
+    cautions: tuple[str, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -151,6 +155,7 @@ class StepEstimate:
             "mfu_convention": flops.CONVENTION,
             "memory_gib": self.memory_gib,
             "parts": self.parts,
+            "cautions": list(self.cautions),
         }
 
 
@@ -259,5 +264,7 @@ def run(
         shares["stragglers"] = event.seconds - healthy
         shares["interplay"] = healthy - sum(v for k, v in shares.items() if k != "stragglers")
         seconds = event.seconds
-    low, high = scenario.calibration.band(seconds)
-    return StepEstimate(scenario, level, seconds, low, high, shares, memory, event)
+    width = band_width(scenario.cluster, case, scenario.calibration)
+    low, high = (float(x) for x in width.around(seconds))
+    said = cautions(scenario.cluster, case, scenario.calibration)
+    return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, said)

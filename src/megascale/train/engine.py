@@ -144,7 +144,7 @@ class Engine:
             # Without ZeRO the data-parallel ranks hold the same gradients, which count once.
             norm=self.world,
             norm_weight=1.0 / grid.data if config.parallel.zero == 0 else 1.0,
-            stage=_axis(groups, "stage", grid.tensor * grid.data, 0) if config.parallel.zero else self.tensor,
+            stage=self._stage_axis(groups, rank),
             duplicates=frozenset({TIED} if stages > 1 and self.last else ()),
         )
         train = config.train
@@ -152,6 +152,13 @@ class Engine:
         self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, recorder)
         if stages > 1 and device.type == "cuda":
             self.load_kernels()
+
+    def _stage_axis(self, groups: Groups | None, rank: int) -> Axis:
+        """The ranks whose shards make up this stage: without ZeRO each replica's tensor-parallel ranks have it all."""
+        if not self.config.parallel.zero:
+            return self.tensor
+        ranks = self.layout.grid.group(("tensor", "data"), rank)
+        return _axis(groups, "stage", len(ranks), list(ranks).index(rank))
 
     def _tensor_axis(self, axis: Axis) -> Axis:
         """The tensor axis with the overlap that works here; ConfigError if the one asked for does not."""

@@ -22,7 +22,7 @@ from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.status import FAILED_IN_STEP
 from megascale.data.loader.feed import open_feed
-from megascale.errors import DataError, MegascaleError, TrainingError
+from megascale.errors import DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.observe.metrics import JsonLines, MetricSink, TensorBoard, Terminal, Wandb
 from megascale.ops import dispatch
 from megascale.optim.learning_rate import learning_rate
@@ -135,7 +135,8 @@ class Trainer:
                 self.config, rank=at.rank, world=at.world, local_rank=at.local_rank, device=at.device
             )
             self._closing.callback(self._leave)
-            refusal = Peers().share(refusal)
+            told = Peers().share(refusal and (kind_of(refusal), str(refusal)), tuple[str, str] | None)
+            refusal = refusal or (named(*told) if told else None)
         if refusal is not None:
             self._ended = True  # whoever trains there has the word
             raise refusal
@@ -426,7 +427,7 @@ class Trainer:
                 self.feed.start(self.consumed)
             except DataError as error:
                 problem = str(error)
-        if problem := next(filter(None, self.checkpointer.peers.exchange(problem)), None):
+        if problem := next(filter(None, self.checkpointer.peers.exchange(problem, str | None)), None):
             raise DataError(problem)
         self.origin.accept()
         self.checkpointer.accept()

@@ -377,6 +377,7 @@ def _flat_cuts(
 
 
 def _boxes(cuts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
+    from megascale.config.optimizers import OPTIMIZERS
     from megascale.core.tensors import flat_boxes
 
     for flat, pieces, starts in cuts:
@@ -387,5 +388,6 @@ def _boxes(cuts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
                 a, b = max(low, start) - start, min(high, start + piece.box.count) - start
                 if a < b:
                     for box, _, _ in flat_boxes(piece.box, a, b):
-                        for prefix in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq"):
-                            yield f"{prefix}.{piece.name}", piece.shape, "float32", box
+                        yield f"model.{piece.name}", piece.shape, "float32", box
+                        for kept in OPTIMIZERS["adamw"].state(piece.name, piece.shape):
+                            yield f"optimizer.{kept}.{piece.name}", piece.shape, "float32", box

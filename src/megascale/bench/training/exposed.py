@@ -389,7 +389,7 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
 
 def _axes(engine: Engine) -> list[Any]:
     flat = engine.flats[0].axes
-    return [flat.data, flat.reduce, flat.tied, engine.world, engine.optimizer.stage]
+    return [flat.data, flat.reduce, flat.tied, engine.world, engine.optimizer.rule.shards.stage]
 
 
 def _again(axis: Any, op: str, size: int, times: int, device: Any) -> None:

@@ -110,7 +110,11 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
         parallel["micro_batch_group_size"] = chance.randint(pipeline, pipeline + 3)
     if chunks > 1 and pick((True, False)):
         parallel["layer_split"] = _split(chance, layers, chunks)
-    optimizer = {"name": pick(("adamw", "lamb")), "clip": pick((0.0, 1e-3, 0.3)), "weight_decay": pick((0.0, 0.1))}
+    optimizer = {
+        "name": pick(("adamw", "lamb", "muon")),
+        "clip": pick((0.0, 1e-3, 0.3)),
+        "weight_decay": pick((0.0, 0.1)),
+    }
     train: dict[str, Any] = {"precision": "float64", "device": "cpu", "threads": 1, "seed": chance.randint(0, 9999)}
     train |= {"micro_batch": micro_batch, "global_batch": micro_batch * data * microbatches}
     overlap = {"tensor": pick(("auto", "async", "off")), "pipeline": pick((True, False)), "data": pick((True, False))}

@@ -96,6 +96,7 @@ class LayoutCost:
                 train.micro_batch,
                 train.precision,
                 config.gemms_on_side_stream,
+                config.optimizer.name,
             )
             for s in range(grid.pipeline)
         ]

@@ -14,11 +14,18 @@ import numpy as np
 
 from megascale.config import ModelConfig
 from megascale.errors import DataError
+from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.measured_runs import load_predictions
 from megascale.simulate.software import MEGATRON_DEEPSPEED, Software, stack, switch
+from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.validation.split import is_development
 
 # vTrain does not print its vocabulary; Megatron-DeepSpeed pads GPT-2's to this.
 VTRAIN_VOCABULARY = 51200
+# From here on the paper's table is held out: extrapolation in scale.
+LARGE = 3072
 # FLOP/s that the paper's MFU is a share of.
 PAPER_PEAK = 312e12
 VTRAIN_FILE = "steps/vtrain_multi_node_sample.csv"
@@ -94,6 +101,38 @@ def strong_scaling() -> Rows:
     return _rows(names, cases, seconds, first, tree["strong_scaling"]["source"])
 
 
+def paper_development() -> Rows:
+    """The table's rows that may be developed and fitted on: up to 1,024 GPUs."""
+    rows = strong_scaling()
+    return rows.subset(rows.gpus < LARGE)
+
+
+def own_rounds() -> list[str]:
+    """Names of the prediction files whose runs have shipped measurements."""
+    return list(anchor_file("own-runs"))
+
+
+def own_runs(name: str) -> Rows:
+    """Measured steps of this project's engine for the predictions of one file, as cases under the stack assumed."""
+    table, (_, said) = anchor_file("own-runs")[name], load_predictions(name)
+    cluster = load_cluster("h200-host")
+    names, cases, seconds = [], [], []
+    for one in said:
+        if one.name in table["seconds"]:
+            config = one.config()
+            software = own_software(config, stack(one.software))
+            scenario = Scenario(config, one.gpus, cluster, Calibration("none", cluster.name), software)
+            names.append(one.name)
+            cases.append(scenario.case())
+            seconds.append(float(table["seconds"][one.name]))
+    return _rows(names, cases, seconds, [True] * len(names), table["measured"])
+
+
+def own_first() -> Rows:
+    """The first round of own runs, which constants may be fitted on."""
+    return own_runs("h200")
+
+
 def ablation() -> tuple[Rows, np.ndarray]:
     """The paper's ablation: cases (seconds derived from MFU are in `seconds`) and MFU in percent."""
     tree = anchor_file("megascale")
@@ -152,6 +191,14 @@ def h200_peers(host_bound: bool = False) -> Rows:
         names.append(f"GPT 13B TP{tensor} PP{pipeline}(x{virtual}) DP{data}, micro-batch {micro}")
         seconds.append(step)
     return _rows(names, cases, seconds, [True] * len(names), tree["runs"]["source"])
+
+
+def vtrain_development(rows: Rows) -> np.ndarray:
+    """Which of vTrain's rows are on the development side of the split: by their configuration's hash."""
+    c = rows.cases
+    figures = (c.layers, c.hidden, c.heads, c.sequence, c.tensor, c.pipeline, c.data, c.micro, c.batch)
+    keys = [" ".join(str(int(f[i])) for f in figures) for i in range(len(rows))]
+    return np.array([is_development("vtrain-multi", key) for key in keys])
 
 
 def vtrain(folder: Path) -> Rows:

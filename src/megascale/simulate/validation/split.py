@@ -1,0 +1,74 @@
+"""Which measured rows the model may be developed on, and which are held out: a rule fixed before scores were looked at.
+
+Fixed on 2026-11-23, in a commit of its own, before any row was scored in that round of work on the model. Physics may
+be changed with development rows in view and constants fitted on them; held-out rows are scored when the model is
+frozen, and what is changed after that says so. A row's side never depends on how well it is predicted: a set goes
+whole by where and when it was published and at which scale, or row by row by a hash of its configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+DEVELOPMENT, HELD_OUT, BY_HASH = "development", "held-out", "by hash"
+
+
+@dataclass(frozen=True)
+class MeasuredSet:
+    """A set of measured rows.
+
+    Attributes:
+        side: DEVELOPMENT, HELD_OUT or BY_HASH.
+        why: the reason, none of which is a score.
+        seen: what the makers of the model had seen of it before the rule was fixed.
+    """
+
+    side: str
+    why: str
+    seen: str
+
+
+SETS = {
+    "paper-small": MeasuredSet(
+        DEVELOPMENT, "Table 2 of the MegaScale paper up to 1,024 GPUs: small scale", "all, 2026-11-21; constants fitted"
+    ),
+    "paper-large": MeasuredSet(
+        HELD_OUT, "Table 2 from 3,072 GPUs on: extrapolation in scale", "all, 2026-11-21; constants fitted on them too"
+    ),
+    "ablation": MeasuredSet(
+        DEVELOPMENT, "Table 3: one technique a row, which is what tells physics apart", "all, 2026-11-21; not fitted"
+    ),
+    "weak-scaling": MeasuredSet(
+        HELD_OUT, "Figure 9, 530B: another model at large scale", "all, 2026-11-21; one rule of the model came from it"
+    ),
+    "megatron-2021": MeasuredSet(
+        DEVELOPMENT, "Table 1 of Narayanan et al. 2021: an earlier publication", "nothing scored before the rule"
+    ),
+    "vtrain-multi": MeasuredSet(
+        BY_HASH, "40 published rows of one kind", "all 40, 2026-11-21; constants fitted on every second row of the file"
+    ),
+    "h200-peers": MeasuredSet(DEVELOPMENT, "measured here before the model", "all, 2026-11-21; constants fitted"),
+    "own-first": MeasuredSet(DEVELOPMENT, "first round of own runs", "all, 2026-11-21; constants fitted on nine"),
+    "own-second": MeasuredSet(HELD_OUT, "second round, predicted before measured", "all, 2026-11-21; never fitted"),
+    "own-third": MeasuredSet(HELD_OUT, "third round, predicted before measured", "nothing: not measured yet"),
+    "vtrain-other": MeasuredSet(HELD_OUT, "vTrain's other multi-node rows, for others to check", "nothing"),
+    "vtrain-single": MeasuredSet(
+        HELD_OUT, "vTrain's single-node rows, for others to check", "a mean error of an earlier model, told by others"
+    ),
+    "korthikanti-2022": MeasuredSet(
+        HELD_OUT, "Korthikanti et al. 2022, 22B to 1T, for others to check", "the paper is public; nothing scored"
+    ),
+}
+
+
+def is_development(name: str, key: str) -> bool:
+    """Whether the row `key` of set `name` may be developed on.
+
+    By hash: the first hexadecimal digit of SHA-256 of "NAME KEY" is below 8. `key` holds the row's configuration and
+    nothing measured.
+    """
+    side = SETS[name].side
+    if side != BY_HASH:
+        return side == DEVELOPMENT
+    return int(hashlib.sha256(f"{name} {key}".encode()).hexdigest()[0], 16) < 8

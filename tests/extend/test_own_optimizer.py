@@ -1,0 +1,68 @@
+"""An optimizer of another package: declared, trained on any layout, saved and counted like ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.config.optimizers import OptimizerFacts
+from megascale.core.optimizer_state import state_elements
+from megascale.optim.base import Rule, Step
+from megascale.optim.rules import register
+from megascale.parallel.buffers import FlatShard
+from tests.exact.cases import case
+from tests.exact.compare import assert_equal
+from tests.exact.training import Told, train
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+STEPS = 2
+
+
+class Lion(Rule):
+    """Chen et al. 2023: the sign of a momentum, and decoupled decay."""
+
+    def update(self, step: Step, updated: Callable[[FlatShard], None]) -> None:
+        """One pass over each shard."""
+        config = self.config
+        for s in self.shards.order:
+            for part in s.parts:
+                held, grad = part.state["average"], part.of(s.shard.grads)
+                grad = grad if step.scale is None else grad * step.scale.to(grad.dtype)
+                for row in part.segments.rows:
+                    where = slice(row.start, row.stop)
+                    w, m, g = part.of(s.master)[where], held[where], grad[where]
+                    # A smooth sign: near zero the sign itself would turn rounding into a difference.
+                    sign = torch.tanh(1e3 * torch.lerp(m, g, 1 - config.beta1))
+                    new = w - step.learning_rate * (sign + config.weight_decay * row.decay * w)
+                    w.copy_(torch.where(step.skip, w, new))
+                    m.copy_(torch.where(step.skip, m, torch.lerp(m, g, 1 - config.beta2)))
+                if s.param_out is not None:
+                    part.of(s.param_out).copy_(part.of(s.master))
+            updated(s.shard)
+
+
+register("lion", OptimizerFacts(lambda name, shape: ("average",), peak=1e-4), Lion)
+
+
+def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
+    """As `train`; that a worker looks for this function here makes it register the optimizer."""
+    return train(rank, world, tree, steps)
+
+
+def test_it_trains_on_a_layout_as_on_one_process(pool):
+    own = case(2, 2, 2, virtual=2, microbatches=2, optimizer={"name": "lion"}, parallel={"bucket_elements": 700})
+    [reference] = pool.run(train_own, 1, own.twin, STEPS)
+    found = pool.run(train_own, own.world, own.tree, STEPS)
+    assert_equal(reference, found, from_tree(own.tree).model)
+    assert {box.name.split(".")[1] for box in reference.state if box.name.startswith("optimizer.")} == {"average"}
+
+
+def test_its_declaration_is_what_planner_and_configuration_read():
+    config = from_tree({"optimizer": {"name": "lion"}, "model": {"vocab_size": 50}})
+    assert config.lr.peak == 1e-4
+    assert state_elements("lion", config.model, 1000, 0, 100) == 1000

@@ -1,0 +1,68 @@
+"""`simulate measure` on this CPU, small: its files load, carry what was measured, and price a step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from megascale.cli.main import app
+from megascale.errors import ConfigError
+from megascale.simulate.calibration import load_calibration
+from megascale.simulate.closed import step_parts
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.measured_machine import cluster_from
+from tests.simulate.simulator_cases import GPT_13B, case
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """One measurement of this machine, two processes for the collectives."""
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("machine")
+    words = ["simulate", "measure", "--device", "cpu", "--seconds", "0.02", "--processes", "2"]
+    done = CliRunner().invoke(app, [*words, "--out", str(folder), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return folder, json.loads(done.stdout)
+
+
+def test_files_say_what_was_measured_and_what_was_not(measured):
+    folder, figures = measured
+    cluster = load_cluster(str(folder / "this-machine.toml"))
+    fastest = max(rate for *_, rate in figures["gemms"])
+    assert cluster.gpu.peak_tflops == pytest.approx(fastest)
+    assert cluster.inside.bus == [[n, bus] for n, bus, *_ in figures["collectives"]]
+    assert cluster.sources["kernels.gemm_best"].startswith("measured")
+    assert cluster.sources["between.gbs"].startswith("not measured, of h200-host")
+    constants = load_calibration(str(folder / "this-machine-calibration.toml"), cluster.name)
+    assert constants.cluster == cluster.name
+    assert not constants.fitted
+    assert any("launch" in row for row in constants.rows)
+
+
+def test_a_step_of_the_measured_machine_takes_longer_than_a_gpu_s(measured):
+    folder, _ = measured
+    cluster, one = load_cluster(str(folder / "this-machine.toml")), case(1, 1, 1, 1, 1, 4, model=GPT_13B)
+    assert float(step_parts(cluster, one).total) > 10 * float(step_parts(load_cluster("a100-roce"), one).total)
+
+
+def test_a_gpu_s_figures_keep_its_printed_peak_and_power_limit(measured):
+    _, figures = measured
+    gemms = [[4096, 4096, 4096, 700.0], [8192, 8192, 8192, 790.0], [2048, 6144, 12288, 730.0]]
+    told = figures | {"device": "NVIDIA H200", "memory_gib": 139.8, "processors": 132, "gemms": gemms}
+    told |= {"sustained_tflops": 670.0, "watts": 692.0, "copy_gbs": 4170.0, "add_gbs": 4200.0}
+    base = load_cluster("h200-host")
+    cluster = cluster_from(told, base, "mine")
+    assert cluster.gpu.peak_tflops == base.gpu.peak_tflops
+    assert cluster.kernels.gemm_best == pytest.approx(790 / 989.4)
+    assert cluster.power is not None
+    assert cluster.power.gemm_sustained == pytest.approx(670 / 989.4)
+    assert "692 W" in cluster.sources["power.gemm_sustained"]
+    assert cluster_from(told | {"sustained_tflops": 795.0}, base, "cool").power is None
+
+
+def test_wrong_devices_are_refused():
+    for words, says in ((["--device", "tpu"], "auto, cuda or cpu"), (["--like", "nowhere"], "neither a shipped")):
+        with pytest.raises(ConfigError, match=says):
+            CliRunner().invoke(app, ["simulate", "measure", "--seconds", "0.01", *words], catch_exceptions=False)

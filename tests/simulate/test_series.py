@@ -1,0 +1,93 @@
+"""Sweeps and ablations: figures that a cluster file would refuse, ends of ranges, signs, digits on a narrow screen."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from megascale import config as configuration
+from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
+from megascale.errors import ConfigError
+from megascale.simulate.calibration import Calibration
+from megascale.simulate.cluster import load_cluster, with_figure
+from megascale.simulate.planner.layout_cost import DEVICES
+from megascale.simulate.render import show_rows
+from megascale.simulate.series import leave_one_out, parse_vary, sweep_rows
+from megascale.simulate.software import TECHNIQUES, stack
+from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.validation.split import BY_HASH, SETS, is_development
+
+
+@pytest.fixture(scope="module")
+def scenario() -> Scenario:
+    config = configuration.load("examples/gpt-175b.toml", ["train.global_batch=256"])
+    cluster = load_cluster("a100-roce")
+    return Scenario(config, 256, cluster, Calibration("none", cluster.name), own_software(config, stack("megascale")))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("cluster.between.gbs", 0, "cluster.between.gbs=0"),
+        ("cluster.between.gbs", -4.0, "cluster.between.gbs=-4.0"),
+        ("cluster.between.gbs", "fast", "cluster.between.gbs='fast'"),
+        ("cluster.stragglers.slow_hosts", 2, "cluster.stragglers.slow_hosts=2"),
+        ("cluster.gpu.peak_tflops", float("inf"), "finite"),
+        ("cluster.gpu.name", 3, "only numbers"),
+        ("cluster.between.colour", 3, "no such figure"),
+        ("cluster.network.gbs", 3, "parts: gpu"),
+        ("cluster.gbs", 3, "PART.KEY"),
+        ("gpus", 2.5, "gpus=2.5"),
+        ("gpus", 0, "gpus=0"),
+    ],
+)
+def test_a_varied_figure_is_checked_as_a_cluster_file_is(scenario, key, value, says):
+    with pytest.raises(ConfigError, match=says):
+        sweep_rows(scenario, [(key, [value])], [scenario], "closed")
+
+
+def test_bandwidths_of_a_link_move_together():
+    cluster = load_cluster("a100-roce")
+    half = with_figure(cluster, "between", "gbs", cluster.between.gbs / 2)
+    assert half.between.bus == [[r, b / 2] for r, b in cluster.between.bus]
+    assert half.between.p2p_gbs == cluster.between.p2p_gbs / 2
+
+
+def test_a_range_ends_at_its_end():
+    assert parse_vary("gpus=256:12288")[1] == [256, 512, 1024, 2048, 4096, 8192, 12288]
+    assert parse_vary("gpus=256:1024")[1] == [256, 512, 1024]
+
+
+def test_leaving_a_technique_out_is_slower_by_a_positive_share(scenario):
+    whole, *rows = leave_one_out(scenario, list(TECHNIQUES), "closed")
+    for _, result, slower in rows:
+        assert slower == pytest.approx(result.seconds / whole[1].seconds - 1)
+    assert {name: s for name, _, s in rows}["without parallel-block"] > 0
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_digit_is_cut(width):
+    told = io.StringIO()
+    figures = ["12,288", "megatron-core-h200", "123.456", "120.01-129.99", "1,984,123"]
+    show_rows(["GPUs", "software", "step, s", "P10-P90", "tokens/s"], [figures] * 3, Console(file=told, width=width))
+    text = told.getvalue()
+    assert all(text.count(figure) == 3 for figure in figures)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_plan_and_simulate_plan_for_the_same_machine():
+    gpu = load_cluster(DEFAULT_CLUSTER).gpu
+    assert DEFAULT_DEVICE in gpu.name
+    assert DEVICES[DEFAULT_DEVICE] == gpu.memory_gib
+
+
+def test_the_split_depends_on_configurations_alone():
+    keys = [f"{layers} 4096 32 2048" for layers in range(1, 200)]
+    sides = [is_development("vtrain-multi", key) for key in keys]
+    assert sides == [is_development("vtrain-multi", key) for key in keys]
+    assert 60 < sum(sides) < 140
+    for name, one in SETS.items():
+        if one.side != BY_HASH:
+            assert len({is_development(name, key) for key in keys}) == 1
