@@ -322,7 +322,9 @@ def flows(
         from megascale.simulate.fabric.fabric_plots import bars
 
         series = {
-            "data-parallel time over full rate": [r["data"] for r in rows],
-            "step, s": [r["step_s"] for r in rows],
+            "data-parallel, alone": [r["data"] for r in rows],
+            "with pipeline": [r["data_busy"] for r in rows],
+            "pipeline, alone": [r["pipeline"] for r in rows],
         }
-        bars([r["name"] for r in rows], series, plot, "", f"{config.train.name} on {gpus:,} GPUs")
+        title = f"{config.train.name} on {gpus:,} GPUs: " + ", ".join(f"{r['step_s']:.2f} s" for r in rows) + " a step"
+        bars([r["name"] for r in rows], series, plot, "time over that at full NIC rate", title)

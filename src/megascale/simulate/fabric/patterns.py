@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ def small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
     """The shipped fabric's links with one NIC a host, leaf switches of 8 hosts and switches of 16 ports: three tiers
     for hundreds of NICs. Split cables as in the shipped one, so 4 uplinks of 400G for 8 NICs; packet memory in
     proportion to ports."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "hosts": nics,
         "nics": 1,
         "rails": False,
