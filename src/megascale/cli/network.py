@@ -9,7 +9,6 @@ import typer
 
 from megascale.cli.common import OVERRIDES
 from megascale.cli.network_packets import packets, tune, validate
-from megascale.config import load_command_line
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -135,6 +134,7 @@ def topology(
 
 
 def _traffic(context: typer.Context, file: Path, gpus: int) -> StepTraffic:
+    from megascale.config import load_command_line
     from megascale.simulate.fabric.step_traffic import step_traffic
 
     return step_traffic(load_command_line(file, list(context.args)), gpus)
@@ -301,6 +301,8 @@ def flows(
         if not equals:
             raise ConfigError(f"--vary={vary!r} must be KEY=A,B, such as leaf_oversubscription=1,2")
         variants = {f"{key} {value}": base.with_key(key, value) for value in values.split(",")}
+    from megascale.config import load_command_line
+
     config = load_command_line(file, list(context.args))
     rows = vary_network(config, gpus, variants)
     if as_json:

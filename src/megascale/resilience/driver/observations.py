@@ -15,6 +15,7 @@ from megascale.resilience.driver.nodes import Nodes, Note
 from megascale.resilience.driver.phase_durations import PhaseDurations
 from megascale.resilience.driver.transitions import JobEvent
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
+from megascale.resilience.rules.silence import FIRST_STEP
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import View
 
@@ -67,12 +68,17 @@ class Observations:
 
     def learn(self, before: Heartbeat | None, after: Heartbeat) -> None:
         """Phase durations: how long trainers were in a phase without any change, of those that then went on."""
-        if before is None or before.attempt != after.attempt or self._job.phase is not Phase.RUNNING:
-            return  # a first step is longer than any other
+        starting = self._job.phase is Phase.STARTING
+        if before is None or before.attempt != after.attempt or not (starting or self._job.phase is Phase.RUNNING):
+            return
         for old, new in zip(before.workers, after.workers, strict=False):
             moved = (old.phase, old.step, old.action) != (new.phase, new.step, new.action)
-            if moved and old.rank == new.rank and old.phase:
+            if not moved or old.rank != new.rank or not old.phase:
+                continue
+            if not starting:
                 self._phase_durations.add(old.phase, old.status_age)
+            elif old.phase == "train":  # longer than any other step
+                self._phase_durations.add(FIRST_STEP, old.status_age)
 
     def progress(self, now: float, workers: list[Worker]) -> None:
         """The furthest step, and whether this attempt has done its first."""
