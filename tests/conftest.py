@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.forked import Forked
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# The processes that tests start compile the package once, not each for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["MEGASCALE_STRICT_TRANSITIONS"] = "1"  # what a driver's state machine does not have is an error here
+
+# How long an example or its making takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 TINY = """
 [model]
@@ -72,17 +82,19 @@ def tiny(tokens: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def megascale(tmp_path: Path):
+def megascale(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs the command line in a process of its own; returns the finished process."""
+    started: list[Forked] = []
 
-    def run(*words: object, **options) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megascale.cli.main", *map(str, words)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | options.pop("env", {})
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240, **options
-        )
+    def run(*words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        process = Forked(words, env={"COLUMNS": "200"} | (env or {}), cwd=tmp_path, split=True)
+        started.append(process)
+        out, err = process.communicate(timeout=240)
+        return subprocess.CompletedProcess(process.words, process.wait(), out, err)
 
-    return run
+    yield run
+    for process in started:
+        process.kill()
 
 
 def lines(file: Path) -> list[dict]:

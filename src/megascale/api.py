@@ -196,8 +196,10 @@ def export_model(run: str | Path, out: str | Path, **options: Any) -> Converted:
     return convert_model.export_model(Path(run), Path(out), **options)
 
 
-def visible_gpus() -> int:
-    """CUDA devices that this process sees."""
+def visible_gpus(config: Config | None = None) -> int:
+    """CUDA devices that this process sees, for the run of `config` if one is given: one on CPU has none."""
+    if config is not None and config.train.device == "cpu":
+        return 0  # nor is torch loaded for that, which takes longer than all else that a launcher does
     import torch
 
     return torch.cuda.device_count()

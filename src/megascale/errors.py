@@ -39,6 +39,17 @@ class TrainingError(MegascaleError):
     """Training that cannot go on: a loss that is not a number, a full disk, a lost process (exit 1)."""
 
 
+def kind_of(error: MegascaleError) -> str:
+    """Name of the class here that an error is of, for `named` in another process: it decides the exit code."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+
+
+def named(kind: str, words: str) -> MegascaleError:
+    """The error of a class by its name, as another process told it; TrainingError where there is no such class."""
+    found = globals().get(kind)
+    return found(words) if isinstance(found, type) and issubclass(found, MegascaleError) else TrainingError(words)
+
+
 def remedy(extra: str) -> str:
     """How to get what an optional part of the package needs."""
     return f"run pip install -e '.[{extra}]' in Megascale's folder"

@@ -7,7 +7,6 @@ workers: they are killed and the next job gets new ones, so nothing it left behi
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import time
@@ -20,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forked import context
+
 PROCESSES = 8
 TIMEOUT = 120.0  # seconds for a job; the machine may be busy with other tests
 GROUP_TIMEOUT = timedelta(seconds=100)
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "megascale.train.engine", "megascale.checkpoint.saver"])
 
 
 class JobFailed(AssertionError):
@@ -93,8 +91,8 @@ class Pool:
 
     def _start(self) -> tuple[Any, Connection]:
         self.started += 1
-        here, there = _context.Pipe()
-        process = _context.Process(target=_serve, args=(there, self._port), daemon=True)
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(there, self._port), daemon=True)
         process.start()
         there.close()
         return process, here

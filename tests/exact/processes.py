@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +11,9 @@ from pathlib import Path
 
 import psutil
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+from tests.forked import Forked
+
+ENVIRONMENT = {"COLUMNS": "200"}
 LIMIT = 200.0  # seconds for what takes some; the machine may be busy
 
 
@@ -37,14 +36,13 @@ class Ended:
 
 
 @contextmanager
-def ranks(file: Path, common: list[str], starts: list[Start]) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(file: Path, common: list[str], starts: list[Start]) -> Iterator[list[Forked]]:
     """`megascale train FILE` as several ranks of this host; none outlives the context."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     processes = []
     for start in starts:
-        code = f"{start.before}\nfrom megascale.cli.main import main\nmain()"
         variables = {
             "RANK": start.rank,
             "LOCAL_RANK": start.rank,
@@ -54,12 +52,10 @@ def ranks(file: Path, common: list[str], starts: list[Start]) -> Iterator[list[s
             "MASTER_PORT": port,
         }
         processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, "train", str(file), *common, *start.words],
-                env=os.environ | ENVIRONMENT | {name: str(value) for name, value in variables.items()},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+            Forked(
+                ["train", file, *common, *start.words],
+                env=ENVIRONMENT | {name: str(value) for name, value in variables.items()},
+                before=start.before,
             )
         )
     try:
@@ -70,10 +66,10 @@ def ranks(file: Path, common: list[str], starts: list[Start]) -> Iterator[list[s
             process.wait()
 
 
-def end(process: subprocess.Popen[str]) -> Ended:
+def end(process: Forked) -> Ended:
     """Wait for a process."""
     text, _ = process.communicate(timeout=LIMIT)
-    return Ended(process.returncode, " ".join(text.split()))
+    return Ended(process.wait(), " ".join(text.split()))
 
 
 def run_ranks(file: Path, common: list[str], starts: list[Start]) -> list[Ended]:
@@ -83,23 +79,18 @@ def run_ranks(file: Path, common: list[str], starts: list[Start]) -> list[Ended]
 
 
 @contextmanager
-def launched(file: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[int, psutil.Process]]]:
+def launched(file: Path, *words: str) -> Iterator[tuple[Forked, dict[int, psutil.Process]]]:
     """`megascale train FILE`, and the ranks that it started, once the first step is in the metrics."""
     from megascale.config import load
+    from megascale.core.status import read_status
 
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "megascale.cli.main", "train", str(file), *words],
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    launcher = Forked(["train", file, *words], env=ENVIRONMENT)
     children: list[psutil.Process] = []
     try:
         wait_for_step(load(file, words).run_folder, 1, launcher)
         children = psutil.Process(launcher.pid).children(recursive=True)
-        # The host's services are children too, and have no rank.
-        yield launcher, {int(e["RANK"]): child for child in children if "RANK" in (e := child.environ())}
+        status = [read_status(file) for file in (load(file, words).run_folder / "status").glob("rank-*.status")]
+        yield launcher, {s.rank: psutil.Process(s.pid) for s in status if s is not None}
     finally:
         launcher.kill()
         launcher.wait()
@@ -108,7 +99,7 @@ def launched(file: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], d
                 child.kill()
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(run: Path, step: int, process: Forked) -> None:
     """Return once `step` stands in the metrics, or the process has ended."""
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + LIMIT
     while process.poll() is None and time.monotonic() < deadline:

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from megascale.config import ModelConfig
 from megascale.core.inventory import MLP_PARTS, Kept, LogicalTensor, PartInventory, out_std
 from megascale.core.inventory import linear as linear_tensors
-from megascale.model import mlp
-from megascale.model.context import LayerSetup
-from megascale.model.fusion import Branch
+from megascale.model import block, mlp, norm
+from megascale.model.block import SerialBlock
+from megascale.model.context import ForwardContext, LayerSetup, Rotary
+from megascale.model.fusion import Branch, Flow, add_residual, sum_branches
+from megascale.model.norm import norm_and_project
 from megascale.ops import activation
+from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel import linear
 from megascale.parallel.collectives import all_reduce
@@ -27,6 +30,26 @@ from megascale.parallel.tensor import ColumnLinear, RowLinear
 def squared_relu(x: Tensor) -> Tensor:
     """So et al. 2021."""
     return torch.relu(x) ** 2
+
+
+def l1_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """By the mean magnitude."""
+    return x / (x.abs().mean(-1, keepdim=True) + eps) * weight
+
+
+class MlpFirst(SerialBlock):
+    """A serial block whose halves stand the other way round."""
+
+    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+        """As SerialBlock."""
+        at, like = self.at, x if isinstance(x, Tensor) else x.y_SBH
+        fused = self.mlp.fuses_bias_gradient(like)
+        x_SBH, inner = norm_and_project(self.norm1, self.mlp_in, x, self.recompute, fused)
+        y = sum_branches(at.linears, self.mlp(inner, self.mlp_in, self.recompute))
+        between = add_residual(at, y, x_SBH, 0, context, True, self.mlp.residual_bias)
+        x_SBH, qkv = norm_and_project(self.norm2, self.attention_in, between, self.recompute)
+        y = sum_branches(at.linears, self.attention(qkv, rotary, context))
+        return add_residual(at, y, x_SBH, 1, context, defer_add, self.attention.residual_bias)
 
 
 class ScaledMlp(mlp.DenseMlp):
@@ -154,12 +177,12 @@ class Deferred(LinearPrecision):
         self._later: list[Callable[[], None]] = []
 
     def accumulate_gradient(
-        self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
+        self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
         """See LinearPrecision."""
         if not self._later:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self._later.append(lambda: super(Deferred, self).accumulate_gradient(weight, dy, x))
+        self._later.append(lambda: super(Deferred, self).accumulate_gradient(sink, dy, x))
         Deferred.most = max(Deferred.most, len(self._later))
 
     @torch.no_grad()
@@ -178,6 +201,8 @@ def register() -> None:
             "scaled", ScaledMlp, PartInventory(scaled_tensors, scaled_keeps), "a dense MLP with a learnt scale"
         )
         mlp.register("gather", GatherMlp, PartInventory(gather_tensors, gather_keeps), "makes its own GEMMs")
+        norm.register("l1", norm.NormOperators(l1_norm), bias=False)
+        block.register("mlp_first", MlpFirst, block.BLOCK_PARTS["serial"], "the MLP before the attention")
         linear.register("eight_bit", EightBit, "eight bits a number")
         linear.register("deferred", Deferred, "weight gradients at the end of a backward pass")
 
@@ -186,6 +211,11 @@ def unregister() -> None:
     """Forget them."""
     activation.ACTIVATIONS.remove("squared_relu")
     activation.KINDS.remove("squared_relu")
+    norm.NORMS.remove("l1")
+    norm.KINDS.remove("l1")
+    block.BLOCKS.remove("mlp_first")
+    block.KINDS.remove("mlp_first")
+    block.BLOCK_PARTS.remove("mlp_first")
     for name in ("scaled", "gather"):
         mlp.MLPS.remove(name)
         mlp.KINDS.remove(name)

@@ -59,6 +59,8 @@ def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, in
         {"mlp": "scaled"},
         {"mlp": "scaled", "block": "parallel"},
         {"mlp": "gather"},
+        {"norm": "l1"},
+        {"block": "mlp_first"},
         {"mlp": "gather", "block": "parallel", "parallel_norms": 2},
     ],
 )

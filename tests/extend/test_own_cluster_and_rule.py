@@ -9,22 +9,22 @@ import pytest
 
 from megascale.errors import ConfigError
 from megascale.resilience import plugins, rules
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.local import LocalCluster
-from megascale.resilience.cluster.registry import register_cluster
 from tests.resilience.conftest import launch  # noqa: F401
 
 PACKAGE = '''
 """Local processes under another name, which writes down what the driver asks of it; and a rule about steps."""
 
 from megascale.resilience.cluster.local import LocalCluster
-from megascale.resilience.cluster.registry import register_cluster
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.rules import register_rule
 from megascale.resilience.rules.verdicts import Verdict
 
 
 class Told:
     def __init__(self, request):
-        self._local, self._file = LocalCluster(request.run, list(request.devices)), request.run / "asked"
+        self._local, self._file = LocalCluster(request.run, request.devices), request.run / "asked"
 
     def _asked(self, what):
         with open(self._file, "a") as file:
@@ -54,7 +54,7 @@ def fifth_step(view):
     return [Verdict("fifth_step", (m.node,), (w.rank,), "respawn", ("five are enough",)) for m, w in came[:1]]
 
 
-register_cluster("told", Told)
+CLUSTERS.register("told", Told)
 register_rule(fifth_step, quick=True)
 '''
 
@@ -88,7 +88,7 @@ def test_a_cluster_that_nobody_registered_is_refused_with_those_there_are(packag
     pytest.importorskip("fastapi")
     done = megascale("launch", tiny, "--resilience.cluster=slurn")
     assert done.returncode == 2
-    assert "resilience.cluster=slurn is not known; there are: local, told" in done.stderr
+    assert "resilience.cluster='slurn' is not known; choose among 'local', 'apart', 'told'" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -102,7 +102,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(package, megascale, tiny):
 
 def test_a_name_means_one_cluster_and_a_rule_is_applied_once(monkeypatch):
     with pytest.raises(ConfigError, match="'local' is registered already"):
-        register_cluster("local", lambda request: LocalCluster(request.run))
+        CLUSTERS.register("local", lambda request: LocalCluster(request.run))
     monkeypatch.setattr(rules, "SLOW", [])
     for _ in range(2):
         rules.register_rule(rules.metrics_rules.losses)

@@ -11,12 +11,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from megascale.bench.resilience import hang_bench
 from megascale.bench.resilience.hang_bench import CASES, run_case
 from megascale.cli.main import app
 from megascale.config import from_tree
@@ -29,12 +31,15 @@ from megascale.observe.hang.evidence import RankEvidence, Scene, collect, proces
 from megascale.observe.hang.flight import read_flight
 from megascale.observe.hang.hang_report import examine
 from megascale.observe.hang.verdict import Hang, explain
+from megascale.parallel.runtime import Runtime
+from tests.forked import popen
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_real_hang_is_named(case, tmp_path):
+def test_a_real_hang_is_named(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(hang_bench, "subprocess", SimpleNamespace(Popen=popen))
     outcome = run_case(case, tmp_path, random.Random(f"{case} {os.getpid()}"))
     assert outcome.right, outcome
 
@@ -357,5 +362,5 @@ def test_a_dump_that_lies_or_is_cut_off_is_refused(data, tmp_path):
         read_flight(tmp_path / "nccl_trace_rank_0")
 
 
-def test_nothing_is_recorded_unless_installed():
-    assert type(calls.current) is calls.NoCalls
+def test_nothing_is_recorded_without_a_trainer():
+    assert type(Runtime().calls) is calls.NoCalls

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megascale.ops import dispatch
 from megascale.ops.embedding import RUN, add_rows, embedding, embedding_reference
+from megascale.ops.gradient_sink import GradientSink, attach, detach, sink_of
 from tests.ops.tools import distance
 
 
@@ -25,7 +26,7 @@ def _fused():
 
 def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     made = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype).requires_grad_()
-    made.main_grad = torch.ones(rows, columns)  # type: ignore[attr-defined]
+    attach(made, GradientSink(torch.ones(rows, columns)))
     return made
 
 
@@ -38,7 +39,7 @@ def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 )
 def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
     w, told = weight(12, columns, dtype), []
-    w.grad_ready = lambda: told.append(1)  # type: ignore[attr-defined]
+    sink_of(w).told = lambda: told.append(1)
     ids = torch.tensor(tokens)[:, None]
     mine = (ids != 1) & (ids != 11) if cut else None
     upstream = torch.randn(len(tokens), 1, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -49,7 +50,7 @@ def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
     assert told == [1]
     exact = w.detach().double().requires_grad_()
     embedding_reference(ids, exact, mine).backward(upstream.double())
-    assert distance(w.main_grad, 1.0 + exact.grad) < 1e-6  # with what was there: sums may cancel
+    assert distance(sink_of(w).main, 1.0 + exact.grad) < 1e-6  # with what was there: sums may cancel
     assert dispatch.active()["embedding"] == "triton"
 
 
@@ -70,6 +71,6 @@ def test_many_long_runs_of_every_length_meet_in_one_block():
 
 def test_without_a_float32_gradient_of_its_own_it_is_the_plain_one():
     w = weight(5, 3, torch.float32)
-    del w.main_grad
+    detach(w)
     embedding(torch.tensor([1, 1, 4]), w).sum().backward()
     assert w.grad.sum(1).tolist() == [0, 6, 0, 0, 3]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch, norm
 from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
 from megascale.ops.fused_projection import split_fused_projection
+from megascale.ops.gradient_sink import GradientSink, attach, main_of
 from megascale.ops.norm import (
     add_norm,
     add_norm_reference,
@@ -133,9 +134,8 @@ def parameter(*shape: int, dtype: torch.dtype, main: bool) -> torch.Tensor:
     """A leaf; with `main` it collects its gradient in float32, on top of what is there, and counts how often."""
     made = random(*shape, dtype=dtype).requires_grad_()
     if main:
-        made.main_grad = torch.full(shape, 3.0)
         made.told = []
-        made.grad_ready = lambda: made.told.append(1)
+        attach(made, GradientSink(torch.full(shape, 3.0), lambda: made.told.append(1)))
     return made
 
 
@@ -155,8 +155,8 @@ def parameter(*shape: int, dtype: torch.dtype, main: bool) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_go_straight_to_main_grad(kind, dtype):
-    """What autograd would give, added to what main_grad holds, each parameter told once and no gradient left over."""
+def test_gradients_go_straight_to_their_sinks(kind, dtype):
+    """What autograd would give, added to what the sink holds, each parameter told once and no gradient left over."""
     width = 40
 
     def run(main: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -195,7 +195,7 @@ def test_gradients_go_straight_to_main_grad(kind, dtype):
                 y = split_fused_projection(x, 2, 1, width, "swiglu", both)[3]
         y.float().square().sum().backward()
         assert all(len(p.told) == 1 and p.grad is None for p in used) if main else all(p.grad is not None for p in used)
-        return [p.main_grad - 3.0 if main else p.grad.float() for p in used], x.grad
+        return [main_of(p) - 3.0 if main else p.grad.float() for p in used], x.grad
 
     (straight, dx), (returned, dx_again) = run(True), run(False)
     assert torch.equal(dx, dx_again)

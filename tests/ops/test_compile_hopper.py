@@ -18,6 +18,7 @@ from megascale.ops import activation, adamw, cross_entropy, dropout, fused_proje
 from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format
+from megascale.ops.gradient_sink import GradientSink, attach
 from megascale.parallel.linear import PLAIN
 from megascale.parallel.tensor import linear_scatter
 from tests.ops.offline import compile_for_hopper, stack_bytes
@@ -32,7 +33,7 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def collecting(*shape: int) -> torch.Tensor:
     """A parameter that collects its gradient in float32."""
     made = zeros(*shape)
-    made.main_grad = torch.zeros(shape)  # type: ignore[attr-defined]
+    attach(made, GradientSink(torch.zeros(shape)))
     return made
 
 

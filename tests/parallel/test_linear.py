@@ -7,6 +7,7 @@ import torch
 
 from megascale.config import from_tree
 from megascale.errors import ConfigError
+from megascale.ops.gradient_sink import GradientSink, attach, main_of, sink_of
 from megascale.ops.linear import Operand
 from megascale.parallel.collectives import ALONE
 from megascale.parallel.linear import LINEARS, LinearPrecision, make_linears
@@ -18,7 +19,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_linear_accumulates_into_main_grad(dtype):
+def test_linear_accumulates_into_sinks(dtype):
     x, w, b = randn(3, 2, 8).to(dtype), randn(5, 8, seed=1).to(dtype), randn(5, seed=2).to(dtype)
     x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
     plain = gather_linear(x, w, b)
@@ -28,8 +29,7 @@ def test_linear_accumulates_into_main_grad(dtype):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     called = []
     for p in (w, b):
-        p.main_grad = torch.ones(p.shape, dtype=wide)
-        p.grad_ready = lambda p=p: called.append(p.shape)
+        attach(p, GradientSink(torch.ones(p.shape, dtype=wide), lambda p=p: called.append(p.shape)))
     for _ in range(2):
         gather_linear(x, w, b).backward(dy)
     assert called == [w.shape, b.shape] * 2
@@ -38,15 +38,15 @@ def test_linear_accumulates_into_main_grad(dtype):
     exact_w = 1 + 2 * dy.double().flatten(0, 1).T @ x.detach().double().flatten(0, 1)
     exact_b = 1 + 2 * dy.double().flatten(0, 1).sum(0)
     rtol = 1e-6 if dtype != torch.float64 else 1e-12  # bfloat16 too: the sum is never rounded to it
-    torch.testing.assert_close(w.main_grad.double(), exact_w, rtol=rtol, atol=rtol)
-    torch.testing.assert_close(b.main_grad.double(), exact_b, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(main_of(w).double(), exact_w, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(main_of(b).double(), exact_b, rtol=rtol, atol=rtol)
     torch.testing.assert_close(x.grad, 2 * want[0])
     # What an unset gradient holds is undefined: the first GEMM writes it, the next one adds.
-    w.main_grad.fill_(float("nan"))
-    w.overwrite_main_grad = True
+    main_of(w).fill_(float("nan"))
+    sink_of(w).overwrite = True
     for _ in range(2):
         gather_linear(x, w, b).backward(dy)
-    torch.testing.assert_close(w.main_grad.double(), exact_w - 1, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(main_of(w).double(), exact_w - 1, rtol=rtol, atol=rtol)
 
 
 def test_an_unknown_precision_is_told_with_those_there_are():

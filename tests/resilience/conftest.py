@@ -87,7 +87,15 @@ class Launched:
         self.wait(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}")
 
     def pid(self, rank: int) -> int:
-        return self.wait(lambda: read_status(self.run / "status" / f"rank-{rank}.status"), "a whole status").pid
+        """Of a rank's newest process, whichever folder its node has."""
+
+        def find() -> int:
+            folders = [self.run, *self.run.parent.glob(f"{self.run.name}.apart/*/runs/{self.run.name}")]
+            found = [read_status(folder / "status" / f"rank-{rank}.status") for folder in folders]
+            newest = max((status for status in found if status), key=lambda s: s.time_ns, default=None)
+            return newest.pid if newest is not None else 0
+
+        return self.wait(find, "a whole status")
 
     def agent(self, node: str) -> int:
         return json.loads((self.run / "nodes" / node / "agent.json").read_text())["pid"]

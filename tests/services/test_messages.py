@@ -82,14 +82,14 @@ claims = st.builds(
 
 
 @given(st.lists(st.binary(max_size=40) | claims, max_size=12).map(b"".join))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_random_bytes_are_refused(data):
     if (message := read(data)) is not None:
         assert SCHEMA.decode(SCHEMA.encode(message)) == message
 
 
 @given(messages, st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_mutated_messages_are_refused_or_fit_the_schema(message, data):
     body = bytearray(SCHEMA.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -149,7 +149,7 @@ def test_what_would_be_refused_is_not_written():
     st.binary(min_size=HEAD.size, max_size=HEAD.size)
     | st.binary(max_size=HEAD.size - 3).map(lambda b: (b"MS" + bytes([FORM]) + b).ljust(HEAD.size, b"\0"))
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_head_is_within_the_limits_or_refused(data):
     try:
         size, attached, _ = read_head(data, 1000, 50)

@@ -24,20 +24,24 @@ BEFORE = """
 import atexit
 from megascale.ops import attention, attention_backends
 attention_backends.BACKENDS["explicit"] = lambda q, k, v, w: attention.attention_reference(q, k, v, window=w)
-attention.chooser.measure = lambda shape, device: attention.AttentionChoice("sdpa", {"sdpa": %s, "explicit": %s})
-atexit.register(lambda: print("ran:", sorted({c.name for c in attention.chooser.choices.values()})))
+attention.measure = lambda shape, device: attention.AttentionChoice("sdpa", {"sdpa": %s, "explicit": %s})
+ran, adopt = set(), attention.AttentionChooser.adopt
+def adopted(self, shape, name, why=""):
+    ran.add(name)
+    adopt(self, shape, name, why)
+attention.AttentionChooser.adopt = adopted
+atexit.register(lambda: print("ran:", sorted(ran)))
 """
 
 
 @pytest.fixture
 def backends(monkeypatch):
     """Has this process prefer the named backend, of two that round otherwise."""
-    monkeypatch.setattr(attention.chooser, "choices", {})
     monkeypatch.setitem(BACKENDS, "explicit", lambda q, k, v, w: attention_reference(q, k, v, window=w))
 
     def prefer(name: str) -> None:
         times = {"sdpa": 2.0, "explicit": 2.0, name: 1.0}
-        monkeypatch.setattr(attention.chooser, "measure", lambda shape, device: AttentionChoice(name, dict(times)))
+        monkeypatch.setattr(attention, "measure", lambda shape, device: AttentionChoice(name, dict(times)))
 
     return prefer
 
@@ -71,7 +75,6 @@ def test_a_run_goes_on_bit_for_bit_whatever_is_measured_then(tiny, tmp_path, bac
         run = tmp_path / "runs" / name
         for number, stop in enumerate(stops):
             backends("explicit" if not number else "sdpa")
-            attention.chooser.choices.clear()
             if number and name == "moved":
                 (run / "kernels.json").unlink()  # the checkpoint knows it as well
             train(load_config(tiny, [f"--train.name={name}", "--train.steps=8", f"--train.stop_after={stop}"]))
@@ -82,7 +85,6 @@ def test_a_run_goes_on_bit_for_bit_whatever_is_measured_then(tiny, tmp_path, bac
         for tensor, value in weights(tmp_path / "runs" / name).items():
             assert torch.equal(value, expected[tensor]), tensor
     backends("sdpa")
-    attention.chooser.choices.clear()
     train(load_config(tiny, ["--train.name=other", "--train.steps=8"]))
     assert losses(tmp_path / "runs" / "other") != losses(tmp_path / "runs" / "calm"), "the two must differ"
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.errors import TrainingError
 from tests.conftest import lines
+from tests.forked import Forked
 from tests.train.test_run import kill_when, losses, weights
 
 BACKGROUND = ["--checkpoint.background=true", "--checkpoint.linger=100"]
@@ -46,18 +44,15 @@ def test_saving_in_the_background_changes_nothing_but_the_wait(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_killed_run_goes_on_from_memory(tiny, tmp_path, world):
+def test_a_killed_run_goes_on_from_memory(tiny, megascale, tmp_path, world):
     options = ["--train.steps=12", "--checkpoint.interval=100", f"--parallel.tensor={world}"]
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *options]
-    calm = subprocess.run([*command, "--train.name=calm"], capture_output=True, text=True, timeout=120)
+    command = ["train", tiny, *options]
+    calm = megascale(*command, "--train.name=calm")
     assert calm.returncode == 0, calm.stderr
     command += ["--train.name=killed", *BACKGROUND, "--checkpoint.memory_interval=1"]
     run = tmp_path / "runs" / "killed"
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True
-    )
-    kill_when(run, process, 6, 0.0)
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    kill_when(run, Forked(command), 6, 0.0)
+    found = megascale(*command)
     assert found.returncode == 0, found.stderr
     (resumed,) = events(run, "resumed")
     assert resumed["loaded_from"] == "memory"

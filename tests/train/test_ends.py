@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from megascale.errors import ConfigError, DataError
 from megascale.train import loop
 from tests.conftest import lines
 from tests.exact.processes import Start, run_ranks, wait_for_step
+from tests.forked import Forked
 
 
 def told(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
@@ -30,12 +29,7 @@ def told(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
 @pytest.mark.parametrize("interval", [0, 3])
 def test_an_interruption_without_a_last_checkpoint_says_which_step_is_kept(tiny, tmp_path, interval):
     words = ["--train.steps=100000", "--checkpoint.at_end=false", f"--checkpoint.interval={interval}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = Forked(["train", tiny, *words])
     run = tmp_path / "runs" / "tiny"
     wait_for_step(run, 5, process)
     process.send_signal(signal.SIGTERM)

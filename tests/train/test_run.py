@@ -18,6 +18,7 @@ from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.train.restore import restore
 from tests.conftest import lines
+from tests.forked import Forked
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -58,7 +59,7 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(tiny, megascale, tmp
     assert (tmp_path / "runs" / "tiny" / "plots" / "loss.png").stat().st_size > 10_000
 
 
-def kill_when(run: Path, process: subprocess.Popen, step: int, delay: float) -> None:
+def kill_when(run: Path, process: Forked, step: int, delay: float) -> None:
     """SIGKILL the process `delay` seconds after `step` stands in the metrics."""
     metrics = run / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -75,14 +76,11 @@ def test_killed_and_restarted_equals_undisturbed_bit_for_bit(tiny, tmp_path):
     rng = random.Random(os.getpid())
     dropout = ["--model.dropout=0.1", "--train.steps=14", "--checkpoint.interval=3"]
     train(load_config(tiny, [*dropout, "--train.name=calm"]))
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *dropout, "--train.name=killed"]
+    command = ["train", tiny, *dropout, "--train.name=killed"]
     run = tmp_path / "runs" / "killed"
     for step in sorted(rng.sample(range(2, 13), 2)):
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        kill_when(run, process, step, rng.random() * 0.02)
-    assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120).returncode == 0
+        kill_when(run, Forked(command), step, rng.random() * 0.02)
+    assert Forked(command).wait(120) == 0
     calm = tmp_path / "runs" / "calm"
     assert losses(run) == losses(calm)
     assert lines(run / "samples" / "ledger.jsonl") == lines(calm / "samples" / "ledger.jsonl")
@@ -93,8 +91,7 @@ def test_killed_and_restarted_equals_undisturbed_bit_for_bit(tiny, tmp_path):
 
 def test_an_interruption_saves_and_the_same_command_goes_on(tiny, tmp_path):
     options = ["--train.steps=100000", "--checkpoint.interval=0"]
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = Forked(["train", tiny, *options])
     run = tmp_path / "runs" / "tiny"
     while process.poll() is None and not (
         (run / "metrics.jsonl").exists() and '"step": 5,' in (run / "metrics.jsonl").read_text()

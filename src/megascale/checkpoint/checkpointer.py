@@ -94,14 +94,14 @@ class Checkpointer:
             pending_saves.finish_pending(storage)
             commits = [c for c in folders.survey(storage)[0] if step in (None, c.step)]
             newest = (max((c.sequence for c in commits), default=0), folders.identity(storage))
-        sequence, identity = self.peers.share(newest)
+        sequence, identity = self.peers.share(newest, tuple[int, str | None] | None)
         if self.config.background and identity:
             state = self._load_held(sequence, identity, step, shards, report, accept, complete)
             if isinstance(state, dict):
                 return state
             held_damage = state
         # A first save that died half-way leaves nothing to load and nothing lost: as if there were none.
-        there = self.peers.share(any(folders.survey(storage)) if self.peers.rank == 0 else None)
+        there = self.peers.share(any(folders.survey(storage)) if self.peers.rank == 0 else None, bool | None)
         if not there and step is None:
             if held_damage:  # it may lie in the weights by now
                 raise DataError(

@@ -87,7 +87,7 @@ def load(
     tensors and the key that likely differs), or if all are damaged.
     """
     storage, peers = open_storage(folder), Peers(group)
-    candidates = peers.share(find_candidates(storage, step) if peers.rank == 0 else None)
+    candidates = peers.share(find_candidates(storage, step) if peers.rank == 0 else None, list[Commit] | str | None)
     if isinstance(candidates, str):
         raise DataError(candidates)
     damages: list[str] = []
@@ -163,10 +163,10 @@ def load_commit(
 ) -> str | None:
     """Fill shards from one commit; None if all is well, else what is damaged, the same on all. DataError if the
     checkpoint is of another model."""
-    opened = peers.share(_open(storage, commit) if peers.rank == 0 else None)
-    if isinstance(opened, str):
-        return opened
-    index = CheckpointIndex.from_bytes(opened)
+    table, damage = peers.share(_open(storage, commit) if peers.rank == 0 else None, tuple[bytes, str])
+    if damage:
+        return damage
+    index = CheckpointIndex.from_bytes(table)
     place = folders.step_name(commit.step)
 
     def read(file: str, start: int, stop: int) -> memoryview | bytes | bytearray:
@@ -176,14 +176,14 @@ def load_commit(
     return fill(index, shards, peers, read, name=name, state=commit.state, report=report, complete=complete)
 
 
-def _open(storage: Storage, commit: Commit) -> bytes | str:
-    """The index as bytes, or what is damaged: read by one process for all."""
+def _open(storage: Storage, commit: Commit) -> tuple[bytes, str]:
+    """The index as bytes, and what is damaged: read by one process for all."""
     try:
         index = folders.read_index(storage, commit)
         folders.check_sizes(storage, commit)
     except Damaged as damage:
-        return str(damage)
-    return index.to_bytes()
+        return b"", str(damage)
+    return index.to_bytes(), ""
 
 
 def fill(
@@ -214,7 +214,7 @@ def fill(
     mine = Want(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
     if problem is None:
         mine = want(index, [(s.name, s.box) for s in shards])
-    answers = peers.exchange((problem, mine))
+    answers = peers.exchange((problem, mine), tuple[str | None, Want])
     wrong = next((p for p, _ in answers if p), None)
     if wrong:
         raise DataError(wrong)
@@ -238,7 +238,7 @@ def fill(
                 for shard in by_name[index.name(row)]:
                     _copy(box, tensor, shard)
     found, report.damage = report.damage, []
-    return next((d[0] for d in peers.exchange(found[:1]) if d), None)
+    return next((d[0] for d in peers.exchange(found[:1], list[str]) if d), None)
 
 
 def fetch(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:

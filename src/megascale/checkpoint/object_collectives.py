@@ -1,4 +1,4 @@
-"""Small collectives over Python objects, the same for one process alone and for a process group."""
+"""Small collectives over plain values (plain_values.py), the same for one process alone and for a process group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megascale.checkpoint.plain_values import dump, load
+from megascale.errors import TrainingError
+
+_LIMIT = 8 << 30  # bytes of one value: the index of the largest checkpoint takes some hundred million
 
 _controls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -48,37 +53,58 @@ class Peers:
         dist.all_reduce(words, dist.ReduceOp.MIN, group=self.group)
         return [bool(word) for word in words.tolist()]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Everyone's value on the first process, an empty list elsewhere."""
+    def gather(self, value: Any, kind: Any) -> list[Any]:
+        """Everyone's value (of type `kind`) on the first process, an empty list elsewhere."""
         if self.alone:
             return [value]
-        out: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, out, group=self.group, group_dst=0)
-        return out or []
+        mine, sizes = self._sized(dump(value))
+        longest = max(sizes)
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
+        dist.gather(_padded(mine, longest), rows, group=self.group, group_dst=0)
+        return [load(row[:size].numpy().data, kind) for row, size in zip(rows or [], sizes, strict=False)]
 
-    def share(self, value: Any) -> Any:
-        """The first process's value, on everyone."""
+    def share(self, value: Any, kind: Any) -> Any:
+        """The first process's value (of type `kind`), on everyone."""
         if self.alone:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+        mine = _bytes(dump(value)) if self.rank == 0 else None
+        size = torch.tensor([len(mine) if mine is not None else 0])
+        dist.broadcast(size, group=self.group, group_src=0)
+        _bounded(int(size))
+        data = mine if mine is not None else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, group=self.group, group_src=0)
+        return value if self.rank == 0 else load(data.numpy().data, kind)
 
-    def scatter(self, values: list[Any]) -> Any:
-        """The first process hands each its own; others pass an empty list."""
+    def scatter(self, values: list[Any], kind: Any) -> Any:
+        """The first process hands each its own (of type `kind`); others pass an empty list."""
         if self.alone:
             return values[0]
-        out: list[Any] = [None]
-        dist.scatter_object_list(out, values if self.rank == 0 else None, group=self.group, group_src=0)
-        return out[0]
+        parts = [_bytes(dump(value)) for value in values] if self.rank == 0 else []
+        sizes = torch.tensor([len(part) for part in parts] or [0] * self.size)
+        dist.broadcast(sizes, group=self.group, group_src=0)
+        longest = int(sizes.max())
+        _bounded(longest)
+        out = torch.empty(longest, dtype=torch.uint8)
+        rows = [_padded(part, longest) for part in parts] if self.rank == 0 else None
+        dist.scatter(out, rows, group=self.group, group_src=0)
+        return values[0] if self.rank == 0 else load(out[: int(sizes[self.rank])].numpy().data, kind)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Everyone's value, on everyone."""
+    def exchange(self, value: Any, kind: Any) -> list[Any]:
+        """Everyone's value (of type `kind`), on everyone."""
         if self.alone:
             return [value]
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value, group=self.group)
-        return out
+        mine, sizes = self._sized(dump(value))
+        longest = max(sizes)
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(rows, _padded(mine, longest), group=self.group)
+        return [load(row[:size].numpy().data, kind) for row, size in zip(rows, sizes, strict=True)]
+
+    def _sized(self, data: bytes) -> tuple[torch.Tensor, list[int]]:
+        """Own bytes, and how many each process has."""
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=self.group)
+        _bounded(int(sizes.max()))
+        return _bytes(data), sizes.tolist()
 
     def swap(self, sends: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
         """Send bytes to each process and get `sizes[i]` bytes from process i; uint8, in host memory or on the device
@@ -96,3 +122,19 @@ class Peers:
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         dist.all_to_all_single(incoming, outgoing, list(sizes), counts, group=group)
         return list(incoming.split(list(sizes)))
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    """Collectives want one length of all."""
+    out = torch.zeros(size, dtype=torch.uint8)
+    out[: len(data)] = data
+    return out
+
+
+def _bounded(size: int) -> None:
+    if not 0 < size <= _LIMIT:
+        raise TrainingError(f"another process of the group announced {size:,} bytes; at most {_LIMIT:,} are taken")

@@ -23,7 +23,7 @@ from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.chunks import TensorShard, slices, split
 from megascale.checkpoint.format.index import TensorInfo
 from megascale.checkpoint.format.torch_index import torch_metadata
-from megascale.checkpoint.format.write_plan import RankPart, WritePlan, data_file, make_offer, make_plan
+from megascale.checkpoint.format.write_plan import Offer, RankPart, WritePlan, data_file, make_offer, make_plan
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage, StorageWriter
 from megascale.checkpoint.storage.opening import open_storage
@@ -84,7 +84,7 @@ def agree(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart, WriteP
         offer: Any = make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)
     except (ValueError, TrainingError) as error:
         offer = str(error)
-    offers = peers.gather(offer)
+    offers = peers.gather(offer, Offer | str)
     if peers.rank == 0:
         try:
             wrong = next((o for o in offers if isinstance(o, str)), None)
@@ -94,7 +94,7 @@ def agree(peers: Peers, shards: Sequence[TensorShard]) -> tuple[RankPart, WriteP
             answers = plan.parts
         except ValueError as error:
             answers = [f"the checkpoint cannot be saved: {error}"] * peers.size
-    part = peers.scatter(answers)
+    part = peers.scatter(answers, RankPart | str)
     if isinstance(part, str):
         raise TrainingError(part)
     return part, plan
@@ -154,19 +154,52 @@ def save_to(
 ) -> int:
     """As `save`; the checkpoint's bytes, the same on all."""
     part, plan = agree(peers, shards)
-    start = peers.share(_begin(storage, step, plan.size) if plan else None)
-    if isinstance(start, TrainingError):
-        raise start
+    start = peers.share(_begin(storage, step, plan.size) if plan else None, tuple[str, int] | SaveFailure | None)
+    if isinstance(start, SaveFailure):
+        raise start.error()
     generation, needed = start
     result = _write_mine(storage, f"{folders.step_name(step)}/{generation}-{data_file(peers.rank)}", part, cut(shards))
-    results = peers.gather(result)
-    outcome = peers.share(_finish(storage, step, generation, plan, results, state, keep) if plan else None)
+    results = peers.gather(result, Written | SaveFailure)
+    finished = _finish(storage, step, generation, plan, results, state, keep) if plan else None
+    outcome = peers.share(finished, int | SaveFailure | None)
     if isinstance(outcome, int):
         return outcome
-    raise outcome if isinstance(outcome, TrainingError) else explain(outcome, storage, needed)
+    failed = outcome.error()
+    raise failed if isinstance(failed, TrainingError) else explain(failed, storage, needed)
 
 
-def _begin(storage: Storage, step: int, needed: int) -> tuple[str, int] | TrainingError:
+Written = tuple[np.ndarray, int]  # checksums of the chunks of a file, and of the file
+
+
+@dataclass(frozen=True)
+class SaveFailure:
+    """What kept a process from saving, for the others. kind: class of the error; errno: of its system call, 0: none."""
+
+    kind: str
+    text: str
+    errno: int = 0
+
+    @classmethod
+    def of(cls, error: Exception) -> SaveFailure:
+        """As plain data."""
+        if isinstance(error, OSError):
+            return cls("OSError", error.strerror or str(error), error.errno or 0)
+        if isinstance(error, TrainingError):
+            return cls("TrainingError", str(error), error.errno)
+        return cls("RuntimeError", repr(error))
+
+    def error(self) -> Exception:
+        """As the exception again."""
+        if self.kind == "OSError":
+            return OSError(self.errno, self.text) if self.errno else OSError(self.text)
+        if self.kind != "TrainingError":
+            return RuntimeError(self.text)
+        failed = TrainingError(self.text)
+        failed.errno = self.errno
+        return failed
+
+
+def _begin(storage: Storage, step: int, needed: int) -> tuple[str, int] | SaveFailure:
     """The save's generation and bytes, or why it cannot begin."""
     try:
         free = storage.free()
@@ -174,11 +207,13 @@ def _begin(storage: Storage, step: int, needed: int) -> tuple[str, int] | Traini
             raise OSError(errno.ENOSPC, "No space left on device")
         return folders.new_generation(storage), needed
     except OSError as error:
-        return explain(error, storage, needed)
+        return SaveFailure.of(explain(error, storage, needed))
 
 
-def _write_mine(storage: Storage, path: str, part: RankPart, chunks: Sequence[Slice]) -> Any:
-    """(checksums, checksum of the file), or the exception: told to all, since a process that fails alone would leave
+def _write_mine(
+    storage: Storage, path: str, part: RankPart, chunks: Sequence[Slice]
+) -> tuple[np.ndarray, int] | SaveFailure:
+    """(checksums, checksum of the file), or what went wrong: told to all, since a process that fails alone would leave
     the others waiting."""
     if not part.size:
         return np.zeros(0, np.uint32), 0
@@ -189,7 +224,7 @@ def _write_mine(storage: Storage, path: str, part: RankPart, chunks: Sequence[Sl
     except Exception as error:
         if sink is not None:
             sink.abort()
-        return error if isinstance(error, OSError) else RuntimeError(repr(error))
+        return SaveFailure.of(error)
 
 
 def _finish(
@@ -200,9 +235,9 @@ def _finish(
     results: Sequence[Any],
     state: dict[str, Any],
     keep: int,
-) -> Exception | int:
+) -> SaveFailure | int:
     """Commit and prune on the first process; the checkpoint's bytes, or what went wrong, what was written removed."""
-    failure = next((r for r in results if isinstance(r, Exception)), None)
+    failure = next((r for r in results if isinstance(r, SaveFailure)), None)
     if failure is None:
         try:
             index = plan.index.committed(generation, np.concatenate([crcs for crcs, _ in results]))
@@ -215,7 +250,7 @@ def _finish(
             folders.prune(storage, keep)
             return commit.size
         except Exception as error:
-            failure = error
+            failure = SaveFailure.of(error)
     with contextlib.suppress(OSError):
         folders.withdraw(storage, step, generation)
     return failure

@@ -9,7 +9,6 @@ import typer
 
 from megascale.cli.common import OVERRIDES
 from megascale.cli.network_packets import packets, tune, validate
-from megascale.config import load_command_line
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -54,26 +53,8 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="network")
 
 
-def parse_changes(words: list[str]) -> dict[str, Any]:
-    """KEY=VALUE words as TOML values; ConfigError for one without =."""
-    import tomllib
-
-    from megascale.errors import ConfigError
-
-    changes: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {word!r} must be KEY=VALUE, such as hosts=128")
-        try:
-            changes[key.strip()] = tomllib.loads(f"x = {value}")["x"]
-        except tomllib.TOMLDecodeError:
-            changes[key.strip()] = value
-    return changes
-
-
 def _fabric(name: str, words: list[str], **more: Any) -> Topology:
-    from megascale.simulate.fabric.fabric_spec import load_fabric
+    from megascale.simulate.fabric.fabric_spec import load_fabric, parse_changes
     from megascale.simulate.fabric.topology import build
 
     return build(load_fabric(name, {**parse_changes(words), **more}))
@@ -153,6 +134,7 @@ def topology(
 
 
 def _traffic(context: typer.Context, file: Path, gpus: int) -> StepTraffic:
+    from megascale.config import load_command_line
     from megascale.simulate.fabric.step_traffic import step_traffic
 
     return step_traffic(load_command_line(file, list(context.args)), gpus)
@@ -309,6 +291,7 @@ def flows(
       megascale network flows examples/gpt-175b.toml --gpus 12288 --vary placement=data,replicas,random
     """
     from megascale.errors import ConfigError
+    from megascale.simulate.fabric.fabric_spec import parse_changes
     from megascale.simulate.fabric_study import Variant, vary_network
 
     base = Variant(fabric, parse_changes(changes), chosen, queue_pairs, algorithm, polarised, draws, seed)
@@ -318,6 +301,8 @@ def flows(
         if not equals:
             raise ConfigError(f"--vary={vary!r} must be KEY=A,B, such as leaf_oversubscription=1,2")
         variants = {f"{key} {value}": base.with_key(key, value) for value in values.split(",")}
+    from megascale.config import load_command_line
+
     config = load_command_line(file, list(context.args))
     rows = vary_network(config, gpus, variants)
     if as_json:
@@ -339,7 +324,9 @@ def flows(
         from megascale.simulate.fabric.fabric_plots import bars
 
         series = {
-            "data-parallel time over full rate": [r["data"] for r in rows],
-            "step, s": [r["step_s"] for r in rows],
+            "data-parallel, alone": [r["data"] for r in rows],
+            "with pipeline": [r["data_busy"] for r in rows],
+            "pipeline, alone": [r["pipeline"] for r in rows],
         }
-        bars([r["name"] for r in rows], series, plot, "", f"{config.train.name} on {gpus:,} GPUs")
+        title = f"{config.train.name} on {gpus:,} GPUs: " + ", ".join(f"{r['step_s']:.2f} s" for r in rows) + " a step"
+        bars([r["name"] for r in rows], series, plot, "time over that at full NIC rate", title)

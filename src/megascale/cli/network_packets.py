@@ -18,10 +18,12 @@ def packets(
     dcqcn: str = typer.Option("fast", "--dcqcn", help="Parameter set: paper, hpcc, hpcc-paper, fast."),
     target_us: float | None = typer.Option(None, "--swift-base-us", help="Swift's base target delay."),
     hosts: int = typer.Option(64, "--hosts", min=2, help="Hosts of one NIC each, leaf switches of 8."),
+    changes: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Change a key of the fabric; repeatable."),
     tiers: int = typer.Option(3, "--tiers", help="2 or 3."),
     mb: float = typer.Option(2.0, "--mb", help="10^6 bytes of a flow."),
     senders: int = typer.Option(32, "--senders", help="Of incast and all-to-all."),
     pfc: bool = typer.Option(True, "--pfc/--no-pfc", help="Whether switches pause their neighbours."),
+    tuned: bool = typer.Option(False, "--tuned", help="Tune DCQCN and Swift on this traffic first, by a grid."),
     seed: int = typer.Option(0, "--seed", help="Of hashes and marking."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
     plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it."),
@@ -34,7 +36,7 @@ def packets(
 
       megascale network packets --pattern incast --senders 32
 
-      megascale network packets --pattern all-to-all --senders 64 --mb 0.25 --plot all-to-all.png
+      megascale network packets --pattern all-to-all --senders 64 --mb 0.25 --tuned --plot all-to-all.png
     """
     from dataclasses import replace
 
@@ -53,8 +55,15 @@ def packets(
         raise ConfigError(f"--tiers={tiers} cannot be built here; use 2 or 3 tiers of switches")
     swift = SwiftSettings() if target_us is None else replace(SwiftSettings(), base_us=target_us)
     settings = PacketSettings(dcqcn=SETS[dcqcn], swift=swift, pfc=pfc, seed=seed)
-    built = patterns.small_fabric(hosts, tiers)
+    from megascale.simulate.fabric.fabric_spec import parse_changes
+
+    built = patterns.small_fabric(hosts, tiers, **parse_changes(changes))
     traffic = patterns.traffic(built, pattern, mb * 1e6, senders, seed)
+    about = f"DCQCN set {dcqcn!r}"
+    if tuned:
+        from megascale.simulate.fabric.fair_tuning import tuned_parents
+
+        settings, about = tuned_parents(traffic, settings)
     found = compare_controls(built, traffic.flows, traffic.paths, settings, tuple(control.split(",")))
     rows = {name: patterns.summary(result, traffic) for name, result in found.items()}
     fluid = finish_times(traffic.paths, traffic.flows.size, patterns.fluid_bandwidth(built, settings)) * 1e6
@@ -62,7 +71,7 @@ def packets(
         extra = {"fluid": {"mean_us": float(fluid.mean()), "max_us": float(fluid.max())}}
         typer.echo(strict_json.dumps({**rows, **extra}, indent=2))
     else:
-        _show(rows, fluid, f"{pattern}, {len(traffic.flows)} flows of {mb:g} MB on {hosts} hosts, DCQCN set {dcqcn!r}")
+        _show(rows, fluid, f"{pattern}, {len(traffic.flows)} flows of {mb:g} MB on {hosts} hosts\n{about}")
         speed = {name: result.packets_per_second / 1e6 for name, result in found.items()}
         typer.echo("million packets a second and core: " + ", ".join(f"{n} {v:.2f}" for n, v in speed.items()))
     if plot is not None:

@@ -41,6 +41,8 @@ CLUSTER = typer.Option(
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Write the rows as CSV too.")
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it.")
+PRICE = typer.Option(None, "--price", min=0, help="Price of one GPU for one hour: prints what the run costs.")
+WATTS = typer.Option(None, "--watts", min=0, help="Power of one GPU with its part of host and cooling: prints energy.")
 HOW_MANY = typer.Option(TOKENS, "--tokens", min=1, help="Tokens of the whole run, for days.")
 
 
@@ -148,6 +150,12 @@ def step(
     ),
     seed: int = typer.Option(0, "--seed", help="Event level: which hosts are slow, and the jitter."),
     tokens: float = HOW_MANY,
+    price: float | None = PRICE,
+    watts: float | None = WATTS,
+    context_ranks: int = typer.Option(1, "--context", min=1, help="Ranks that a sequence is cut over (closed form)."),
+    experts: int = typer.Option(1, "--experts", min=1, help="Experts of each layer, each as wide as the MLP."),
+    top_k: int = typer.Option(1, "--top-k", min=1, help="Experts that see a token."),
+    expert_parallel: int = typer.Option(1, "--expert-parallel", min=1, help="Ranks that experts are spread over."),
     as_json: bool = JSON,
     csv: Path | None = CSV,
     plot: Path | None = PLOT,
@@ -167,24 +175,31 @@ def step(
 
       megascale simulate step --model.preset=gpt-13b --gpus 8 --cluster h200-host --parallel.tensor=2 --json
     """
+    from dataclasses import replace
+
     from megascale.errors import ConfigError
     from megascale.simulate import perfetto, render, simulation_plots
     from megascale.simulate.cluster import with_figure
+    from megascale.simulate.run_cost import run_cost
     from megascale.simulate.step import run
 
     level = _level("event" if trace is not None else level)
     scenario = _scenario(_config(context, file), gpus, cluster, calibration, software)
+    scenario = replace(scenario, context=context_ranks, experts=experts, top_k=top_k, expert_parallel=expert_parallel)
+    if scenario.beyond_training and level == "event":
+        raise ConfigError("--context and experts are priced in closed form only; leave out --level event and --trace")
     if slow_hosts is not None:
-        from dataclasses import replace
-
         scenario = replace(scenario, cluster=with_figure(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
     scenarios = [scenario] if against == "none" else [_baseline(scenario, against), scenario]
     results: list[StepEstimate] = [run(s, level, fleet=seed, seed=seed) for s in scenarios]  # type: ignore[arg-type]
     if as_json:
-        typer.echo(strict_json.dumps([r.as_dict() for r in results], indent=2))
+        bills = [run_cost(r, tokens, 1.0, price, watts).as_dict() for r in results]
+        records = [r.as_dict() | {"cost": b} for r, b in zip(results, bills, strict=True)]
+        typer.echo(strict_json.dumps(records, indent=2))
     else:
         console = _console()
         render.headline(results, tokens, console)
+        render.bill(run_cost(results[-1], tokens, 1.0, price, watts), console)
         render.waterfall(results, console)
         _say_slow(results, console)
     if csv is not None:
@@ -330,9 +345,16 @@ def search(
     gpus: str = typer.Option(..., "--gpus", metavar="N|A:B", help="GPUs, or the range to look in."),
     days: float | None = typer.Option(None, "--days", min=0, help="Deadline: the fewest GPUs that meet it."),
     tokens: float = HOW_MANY,
-    share: float = typer.Option(
-        1.0, "--effective", min=0.01, max=1, help="Share of time spent stepping (`simulate effective` estimates it)."
+    share: float | None = typer.Option(
+        None, "--effective", min=0.01, max=1, help="Share of time spent stepping; default 1 (see --faults)."
     ),
+    faults: bool = typer.Option(
+        False, "--faults", help="Share of time spent stepping by faults of hosts, for each number of GPUs."
+    ),
+    batches: str | None = typer.Option(None, "--batches", metavar="A,B", help="Batches to try; default: the file's."),
+    precisions: str = typer.Option("bfloat16", "--precisions", help="bfloat16, float8 or both, comma-separated."),
+    price: float | None = PRICE,
+    watts: float | None = WATTS,
     cluster: str = CLUSTER,
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
@@ -342,40 +364,72 @@ def search(
 ) -> None:
     """The best layouts for N GPUs, or the fewest GPUs that meet a deadline; memory is checked; sensitivities.
 
-    The batch stays what the file says: change it with --train.global_batch.
+    A batch trains as well as another only within limits that no simulator knows: --batches says which to try.
 
     Examples:
 
       megascale simulate search examples/gpt-175b.toml --gpus 12288
 
-      megascale simulate search examples/gpt-175b.toml --gpus 64:16384 --days 2 --effective 0.94
+      megascale simulate search examples/gpt-175b.toml --gpus 64:16384 --days 2 --faults --price 2.5
+
+      megascale simulate search --model.preset=gpt-13b --gpus 64 --cluster h100-dgx --precisions bfloat16,float8
     """
-    from megascale.errors import ConfigError
+    from megascale.errors import ConfigError, FitError
+    from megascale.simulate import effective as monte_carlo
     from megascale.simulate import render, simulation_plots
     from megascale.simulate import search as finder
+    from megascale.simulate.run_cost import run_cost
 
     low, _, high = gpus.partition(":")
     try:
         ends = (int(low), int(high or low))
     except ValueError:
         raise ConfigError(f"--gpus={gpus!r} is neither a number nor a range such as 1024:16384") from None
-    config = _config(context, file)
-    scenario = _scenario(config, ends[1], cluster, calibration, software)
-    found = finder.search(config, scenario.cluster, scenario.calibration, scenario.software, *ends)
+    if share is not None and faults:
+        raise ConfigError("--effective gives the share that --faults would estimate; give one of them")
+    base = _config(context, file)
+    machine = _scenario(base, ends[1], cluster, calibration, software)
+    per_host = machine.cluster.gpus_per_host
+
+    def stepping(count: Any) -> Any:
+        if faults:
+            return monte_carlo.first_order_share(monte_carlo.FaultRates(), count / per_host)
+        return count * 0.0 + (share or 1.0)
+
+    results: list[StepEstimate] = []
+    refused: list[str] = []
+    for scenario in _variants(machine, batches, precisions):
+        config = scenario.config
+        found = finder.search(config, scenario.cluster, scenario.calibration, scenario.software, *ends)
+        try:
+            if days is not None:
+                least = finder.fewest(found, config, scenario, tokens, days, stepping)
+                results += [least, *finder.best(found, config, scenario, least.scenario.gpus, 4)[1:]]
+            else:
+                results += finder.best(found, config, scenario, int(found.gpus.max()))
+        except FitError as error:
+            refused.append(f"{scenario.label}, batch {config.train.global_batch:,}: {str(error).splitlines()[0]}")
+    if not results:
+        raise FitError("\n".join(refused))
     if days is not None:
-        least = finder.fewest(found, config, scenario, tokens, days, share)
-        title = f"fewest GPUs for {tokens:.3g} tokens in {days:g} days, {share:.0%} of the time stepping"
-        results = [least, *finder.best(found, config, scenario, least.scenario.gpus, 4)[1:]]
+        results.sort(key=lambda r: (r.scenario.gpus, r.days(tokens)))
+        title = f"fewest GPUs for {tokens:.3g} tokens in {days:g} days"
     else:
-        fastest = int(found.gpus.max())
-        title = f"fastest layouts of {len(found):,} that divide, {fastest:,} GPUs"
-        results = finder.best(found, config, scenario, fastest)
+        results.sort(key=lambda r: r.days(tokens))
+        title = f"fastest layouts on {results[0].scenario.gpus:,} GPUs"
+    shares = [float(stepping(r.scenario.gpus)) for r in results]
+    title += f", {shares[0]:.0%} of the time stepping"
+    bills = [run_cost(r, tokens, s, price, watts) for r, s in zip(results, shares, strict=True)]
     changes = finder.sensitivities(results[0].scenario)
     if as_json:
-        typer.echo(strict_json.dumps({"layouts": [r.as_dict() for r in results], "sensitivities": changes}, indent=2))
+        layouts = [r.as_dict() | {"cost": b.as_dict()} for r, b in zip(results, bills, strict=True)]
+        typer.echo(strict_json.dumps({"layouts": layouts, "sensitivities": changes, "left_out": refused}, indent=2))
     else:
         console = _console()
-        render.layouts(results, tokens / share, console, title)
+        render.layouts(results, tokens, shares, console, title)
+        render.bill(bills[0], console)
+        for text in refused:
+            console.print(f"[yellow]left out[/yellow] {text}", soft_wrap=True)
         for name, (lower, higher) in changes.items():
             console.print(f"  {name:26s} -20%: step {lower:+.1%}   +20%: step {higher:+.1%}")
     if csv is not None:
@@ -384,6 +438,33 @@ def search(
         simulation_plots.tornado(
             changes, 0.2, plot, f"{results[0].scenario.gpus:,} GPUs, {results[0].seconds:.2f} s a step"
         )
+
+
+def _variants(machine: Scenario, batches: str | None, precisions: str) -> list[Scenario]:
+    """The scenario with each batch and each precision; ConfigError for what cannot be."""
+    from dataclasses import replace
+
+    from megascale.errors import ConfigError
+    from megascale.simulate.series import varied
+
+    try:
+        sizes = [int(n) for n in batches.split(",")] if batches else [machine.config.train.global_batch]
+    except ValueError:
+        raise ConfigError(f"--batches={batches!r} are not whole numbers such as 1536,3072,6144") from None
+    found = []
+    for precision in precisions.split(","):
+        if precision not in ("bfloat16", "float8"):
+            raise ConfigError(f"--precisions={precisions!r}: {precision!r} is unknown; bfloat16 or float8")
+        if precision == "float8" and machine.cluster.gpu.float8_tflops is None:
+            raise ConfigError(
+                f"--precisions=float8: cluster {machine.cluster.name} gives {machine.cluster.gpu.name} no float8 rate "
+                "(gpu.float8_tflops)"
+            )
+        software = replace(machine.software, float8=precision == "float8")
+        for size in sizes:
+            one = varied(machine, "train.global_batch", size)
+            found.append(replace(one, software=software, label=precision))
+    return found
 
 
 def effective(

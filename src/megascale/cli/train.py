@@ -43,7 +43,7 @@ def register(app: typer.Typer) -> None:
         from megascale.train import launcher
 
         if dry_run:
-            world = launcher.processes_wanted(config, api.visible_gpus())
+            world = launcher.processes_wanted(config, api.visible_gpus(config))
             summary.print_description(api.describe(config), world)
             try:
                 check_data(api.resolve(config))
@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
                 typer.echo(f"# would be refused here: {error}")
             return
         if not launcher.started_by_launcher():
-            world = launcher.processes_wanted(config, api.visible_gpus())
+            world = launcher.processes_wanted(config, api.visible_gpus(config))
             if world > 1:
                 config = api.resolve(config)
                 lay_out(config, world)  # what does not divide is said once, before any process starts

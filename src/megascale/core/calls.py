@@ -2,7 +2,7 @@
 
 The engine says what it starts, what it waits for and where it stands in the schedule. Each word costs about a
 microsecond and no system call. `rank-N.calls` lies beside `rank-N.status`; the hang verdict joins all ranks' files.
-Nothing is recorded until `install` is called.
+Without a trainer nothing is recorded (`NoCalls`).
 """
 
 from __future__ import annotations
@@ -193,15 +193,6 @@ class Calls(NoCalls):
 
 def _signed(microbatch: int) -> int:
     return -1 if microbatch == _NONE else microbatch
-
-
-current: NoCalls = NoCalls()
-
-
-def install(calls: NoCalls) -> None:
-    """Let the engine of this process write to `calls`."""
-    global current
-    current = calls
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import weakref
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megascale.core.writers import other_writers
 from megascale.errors import ConfigError, TrainingError
 
 TRAINERS, DRIVERS = "trainer.lock", "driver.lock"
@@ -67,7 +68,7 @@ class RunLock:
     """A lock that this process holds until `release` or its end.
 
     Attributes:
-        warning: why it keeps nobody out, or may not; "" where it does.
+        warning: why it keeps nobody out, or may not, and who else may write into the folder; "" where all is well.
     """
 
     def __init__(self, handle: int, warning: str = "") -> None:
@@ -134,7 +135,7 @@ def take(folder: Path, what: str, grace_period: float = GRACE_PERIOD) -> RunLock
             "locks, and it must be ended"
         )
     lock.sign(_me(what, started_by_driver()))
-    return lock
+    return _told(lock, folder)
 
 
 def check(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
@@ -184,6 +185,12 @@ def take_for_driver(folder: Path, what: str, grace_period: float = GRACE_PERIOD)
             lock.drop()
             raise _busy(folder, holder)
         time.sleep(_LOOK)
+    return _told(lock, folder)
+
+
+def _told(lock: RunLock, folder: Path) -> RunLock:
+    """With a word on who else may write there: whoever writes into a run's folders is trusted."""
+    lock.warning = "; ".join(filter(None, (lock.warning, other_writers(folder))))
     return lock
 
 

@@ -33,7 +33,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         model, d = at.model, at.model.head_size
         self.layer, self.head_size, self.interleaved = at.layer, d, model.rotary_interleaved
-        self.window = model.layer_window(at.layer)
+        self.window, self._chooser = model.layer_window(at.layer), at.axis.runtime.attention
         self.heads, self.kv_heads = model.heads // at.axis.size, model.kv // at.axis.size
         self.width = (self.heads + 2 * self.kv_heads) * d  # of this rank's columns
         self.columns = [t for t in at.tensors.attention if t.cut == 0]
@@ -58,7 +58,7 @@ class CausalAttention(nn.Module):
                 old_k, old_v = context.cache.layers[self.layer]
                 k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
             context.cache.layers[self.layer] = (k, v)
-        return Branch(attention(q, k, v, window=self.window), self.out.weight)
+        return Branch(attention(q, k, v, window=self.window, chooser=self._chooser), self.out.weight)
 
 
 KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": CausalAttention})

@@ -328,7 +328,7 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, added: bool) -> Tensor:
         flat = flat_rows(x)
         ctx.save_for_backward(flat)
-        ctx.bias = bias  # the parameter itself carries main_grad
+        ctx.bias = bias  # the parameter itself has the sink
         ctx.kind, ctx.shape, ctx.added = kind, x.shape, added
         width = x.shape[-1] // 2 if ACTIVATIONS[kind].gated else x.shape[-1]
         y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
@@ -399,6 +399,6 @@ class RecomputedActivation:
         return y, dx
 
     def accumulate(self, d_bias: Tensor | None) -> None:
-        """Give the bias a gradient that its main_grad did not take."""
+        """Give the bias a gradient that its sink did not take."""
         if d_bias is not None and self.bias is not None:
             self.bias.grad = d_bias if self.bias.grad is None else self.bias.grad + d_bias

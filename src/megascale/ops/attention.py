@@ -113,9 +113,14 @@ def _first_line(error: Exception) -> str:
 
 
 class AttentionChooser:
-    """Measures once a shape which kernel is fastest there, and remembers."""
+    """Measures once a shape which kernel is fastest there, and remembers.
 
-    def __init__(self) -> None:
+    Args:
+        backend: kernels.attention: the one that serves all shapes, or "auto".
+    """
+
+    def __init__(self, backend: str = "auto") -> None:
+        self.backend = backend
         self.choices: dict[AttentionShape, AttentionChoice] = {}
         self.measure: Callable[[AttentionShape, torch.device], AttentionChoice] = measure
 
@@ -196,22 +201,29 @@ def _time(name: str, shape: AttentionShape, device: torch.device) -> tuple[float
     return best, out
 
 
-chooser = AttentionChooser()
-
-
-def attention(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None, backend: str = "auto") -> Tensor:
+def attention(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    *,
+    window: int | None,
+    backend: str = "auto",
+    chooser: AttentionChooser | None = None,
+) -> Tensor:
     """Causal attention; returns [S, B, N*D].
 
     q_SBND: [queries, batch, heads, head size]; k_SBGD, v_SBGD: [keys, batch, groups, head size], heads a multiple
     of groups; views of the fused QKV output are read where they lie. window: tokens a query sees, itself included;
     None for all before it. With fewer queries than keys (generation) the last query stands at the last key.
-    backend: "auto" is kernels.attention, else a name of `BACKENDS`. Raises ConfigError for an unknown name.
+    backend: "auto" is the chooser's, else a name of `BACKENDS`. Raises ConfigError for an unknown name.
+    chooser: knows what kernels.attention says and what was measured; default: one that knows nothing.
     """
     S, B, N, D = q_SBND.shape
     T, G = k_SBGD.shape[0], k_SBGD.shape[2]
     if window is not None and window >= T:
         window = None
-    name = dispatch.attention_backend() if backend == "auto" else backend
+    chooser = chooser or AttentionChooser()
+    name = chooser.backend if backend == "auto" else backend
     if S != T:
         name = "sdpa"  # a cache: the training kernels have no such mask
     elif name == "auto" and dispatch.mode() == "reference":

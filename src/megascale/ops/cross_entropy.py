@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
+from megascale.ops.gradient_sink import main_of, sink_of
 from megascale.ops.linear import ComputeType, Gemms, Operand
-from megascale.ops.reduce import column_sum, finish
+from megascale.ops.reduce import column_sum
 
 GEMMS = ComputeType()
 LOGITS_BYTES = 1 << 30  # a chunk's logits stay below this; wider chunks waste less on re-reading the accumulator
@@ -291,7 +292,7 @@ class _Head:
 
 
 def _accumulator(parameter: Tensor) -> Tensor:
-    main = getattr(parameter, "main_grad", None)
+    main = main_of(parameter)
     if main is not None:
         return main
     wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -299,11 +300,11 @@ def _accumulator(parameter: Tensor) -> Tensor:
 
 
 def _accumulate_gradient(parameter: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """What autograd is told of a parameter's gradient: nothing if it already went to main_grad."""
+    """What autograd is told of a parameter's gradient: nothing if it already went to its sink."""
     if parameter is None or grad is None:
         return None
-    if hasattr(parameter, "main_grad"):
-        finish(parameter)
+    if (sink := sink_of(parameter)) is not None:
+        sink.ready()
         return None
     return grad.to(parameter.dtype)
 
@@ -367,7 +368,7 @@ def linear_cross_entropy(
 
     x: [..., H]; weight: [V, H], rows from `vocab` on are padding and do not count; targets: [...] of int64,
     `ignore_index` gives loss 0 and no gradient. chunk: tokens at a time (default: by LOGITS_BYTES). Weight and bias
-    gradients go to `main_grad` where the parameter has it (see parallel/linear.py).
+    gradients go to the sink where the parameter has one (see parallel/linear.py).
 
     token_grad: the gradient that the caller promises to send back, of each token's loss ([...] or a scalar tensor,
     such as 1 / tokens in the step). With it all gradients are made in the forward pass while the chunk's logits

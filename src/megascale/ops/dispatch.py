@@ -31,7 +31,6 @@ INTERPRET = HAVE_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _mode = "auto"
-_attention = "auto"
 _active: dict[str, str] = {}
 
 
@@ -52,31 +51,25 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def configure(mode: str, attention: str = "auto") -> None:
+def configure(mode: str) -> None:
     """Set how operators are chosen: "auto", "fused" (an error where it cannot be) or "reference".
 
-    attention: kernels.attention, a backend of ops/attention_backends.py or "auto". Raises ConfigError if "fused" is
-    asked for on a machine without CUDA (or Triton's interpreter) or Triton.
+    Raises ConfigError if "fused" is asked for on a machine without CUDA (or Triton's interpreter) or Triton.
     """
-    global _attention, _mode
+    global _mode
     if mode == "fused" and not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())):
         missing = "Triton is not installed" if not HAVE_TRITON else "no CUDA device is visible"
         raise ConfigError(
             f"kernels.mode='fused' cannot be had here: {missing}; set --kernels.mode=auto to run the plain "
             "PyTorch operators where the fused ones are not available"
         )
-    _mode, _attention = mode, attention
+    _mode = mode
     _active.clear()
 
 
 def mode() -> str:
     """The mode in force: "auto", "fused" or "reference"."""
     return _mode
-
-
-def attention_backend() -> str:
-    """The attention backend asked for by kernels.attention."""
-    return _attention
 
 
 def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
-from megascale.ops.reduce import finish
+from megascale.ops.gradient_sink import main_of, sink_of
 
 RUN = 16  # places that one program sums
 BLOCK_COLUMNS = 512
@@ -106,24 +106,26 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, mine: Tensor | None) -> Tensor:
         ctx.save_for_backward(tokens if mine is None else torch.where(mine, tokens, -1))
-        ctx.weight = weight  # the parameter itself carries main_grad
+        ctx.weight = weight  # the parameter itself has the sink
         return embedding_reference(tokens, weight, mine)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
         dy = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
-        add_rows(ctx.weight.main_grad, tokens.reshape(-1), dy)
-        finish(ctx.weight)
+        sink = sink_of(ctx.weight)
+        assert sink is not None
+        add_rows(sink.main, tokens.reshape(-1), dy)
+        sink.ready()
         return None, None, None
 
 
 def embedding(tokens: Tensor, weight: Tensor, mine: Tensor | None = None) -> Tensor:
     """Rows of weight [V, H] for tokens [...]: [..., H], zeros where `mine` [...] is false (a row of another rank).
 
-    The gradient is added to `weight.main_grad` where the weight has one.
+    The gradient is added to the weight's sink where it has one.
     """
-    main = getattr(weight, "main_grad", None)
+    main = main_of(weight)
     straight = main is not None and main.dtype == torch.float32 and main.is_contiguous()
     if tokens.numel() and straight and torch.is_grad_enabled() and use_fused("embedding", weight):
         return _Embedding.apply(tokens, weight, mine)  # type: ignore[no-any-return]

@@ -22,7 +22,8 @@ from megascale.ops.activation import (
     fuses,
     run_activation,
 )
-from megascale.ops.reduce import column_sum, finish, flat_rows
+from megascale.ops.gradient_sink import main_of, sink_of
+from megascale.ops.reduce import column_sum, flat_rows
 from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
 
 
@@ -51,14 +52,14 @@ class _FusedGradient:
     width: int  # columns of q, k and v, before the MLP's
     bias: Tensor | None  # of all columns, added in the GEMM already
     whole: Tensor | None = None
-    total: Tensor | None = None  # float32: its main_grad, or zeros to add to
+    total: Tensor | None = None  # float32: its sink, or zeros to add to
 
     def open(self, like: Tensor) -> Tensor:
         """The gradient, made by the first who asks."""
         if self.whole is None:
             self.whole = torch.empty(self.shape, dtype=like.dtype, device=like.device)
             if self.bias is not None:
-                main = getattr(self.bias, "main_grad", None)
+                main = main_of(self.bias)
                 self.total = torch.zeros_like(self.bias, dtype=torch.float32) if main is None else main
         return self.whole
 
@@ -106,7 +107,7 @@ class _SplitFusedProjection(torch.autograd.Function):
         heads, groups, head_size = sizes
         qkv = fused_SBC[..., : gradient.width].unflatten(-1, (-1, head_size))
         parts = rotate_parts(qkv, heads, groups, (cos, sin), interleaved)
-        ctx.mlp_bias, ctx.fused_bias = mlp_bias, fused_bias  # the parameters themselves carry main_grad
+        ctx.mlp_bias, ctx.fused_bias = mlp_bias, fused_bias  # the parameters themselves have the sinks
         ctx.head_size, ctx.gradient, ctx.recompute = head_size, gradient, recompute
         ctx.activation, ctx.interleaved = activation, interleaved
         x_TF = fused_SBC.flatten(0, 1)[:, gradient.width :]
@@ -136,8 +137,8 @@ class _SplitFusedProjection(torch.autograd.Function):
         d_bias = None
         if bias is not None:
             column_sum(d_fused.flatten(0, 1)[:, :width], total[:width])
-            if hasattr(bias, "main_grad"):
-                finish(bias)
+            if (sink := sink_of(bias)) is not None:
+                sink.ready()
             else:
                 d_bias = total.to(bias.dtype)
         return d_fused, d_mlp_bias, d_bias, *(None,) * 7

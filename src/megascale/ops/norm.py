@@ -418,7 +418,7 @@ class _Norm(torch.autograd.Function):
         x_TH, y, statistics = _forward(flat_rows(x), None, None, weight, bias, eps, centre)
         ctx.save_for_backward(x_TH, weight, statistics)
         ctx.centre, ctx.shape = centre, x.shape
-        ctx.weight, ctx.bias = weight, bias  # the parameters themselves carry main_grad
+        ctx.weight, ctx.bias = weight, bias  # the parameters themselves have the sinks
         return y.view(x.shape)
 
     @staticmethod
@@ -444,7 +444,7 @@ class _AddNorm(torch.autograd.Function):
         total, y, statistics = _forward(flat_rows(x), flat_rows(residual), x_bias, weight, bias, eps, centre)
         ctx.save_for_backward(total, weight, statistics)
         ctx.centre, ctx.shape = centre, x.shape
-        ctx.weight, ctx.bias, ctx.x_bias = weight, bias, x_bias  # the parameters themselves carry main_grad
+        ctx.weight, ctx.bias, ctx.x_bias = weight, bias, x_bias  # the parameters themselves have the sinks
         return total.view(x.shape), y.view(x.shape)
 
     @staticmethod

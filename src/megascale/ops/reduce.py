@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
+from megascale.ops.gradient_sink import sink_of
 
 PARTS = 264  # most partial sums a backward kernel writes: two an SM of an H100 or H200
 
@@ -95,40 +96,34 @@ def _sum(parts_PC: Tensor, out: Tensor, second: Tensor, accumulate: bool) -> Non
     )
 
 
-def finish(parameter: Tensor) -> None:
-    """Tell whoever waits that `parameter.main_grad` has this backward pass's share."""
-    ready = getattr(parameter, "grad_ready", None)
-    if ready is not None:
-        ready()
-
-
 def accumulate_gradients(
     parts_PC: Tensor, first: Tensor, second: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of one or two parameters from their partial sums, which lie side by side in float32.
 
-    Added to `main_grad` where the parameters have it, and None returned for them; else returned in their type.
+    Added to their sinks where they have one, and None returned for them; else returned in their type.
     """
     given = [first] if second is None else [first, second]
-    mains: list[Tensor] = [parameter.main_grad for parameter in given if hasattr(parameter, "main_grad")]
+    sinks = [sink for parameter in given if (sink := sink_of(parameter)) is not None]
+    mains = [sink.main for sink in sinks]
     if len(mains) < len(given) or any(main.dtype != torch.float32 or not main.is_contiguous() for main in mains):
         sums = sum_parts(parts_PC, first.dtype)
         return sums[: first.numel()], None if second is None else sums[first.numel() :]
     _sum(parts_PC, mains[0], mains[-1], True)
-    for parameter in given:
-        finish(parameter)
+    for sink in sinks:
+        sink.ready()
     return None, None
 
 
 def bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
-    """dy [..., O] -> the gradient of bias [O], or None where there is no bias or `bias.main_grad` took it."""
+    """dy [..., O] -> the gradient of bias [O], or None where there is no bias or its sink took it."""
     if bias is None:
         return None
-    main = getattr(bias, "main_grad", None)
-    found = column_sum(dy.reshape(-1, dy.shape[-1]), main)
-    if main is None:
+    sink = sink_of(bias)
+    found = column_sum(dy.reshape(-1, dy.shape[-1]), None if sink is None else sink.main)
+    if sink is None:
         return found
-    finish(bias)
+    sink.ready()
     return None
 
 

@@ -61,20 +61,3 @@ class SideStream(InOrder):
         # Its inputs' memory may be used anew only by what the main stream runs after this.
         torch.cuda.current_stream().wait_event(self._open[0][1])
         self._open.popleft()
-
-
-current: InOrder = InOrder()
-_made: dict[torch.device, SideStream] = {}  # one a device: cuBLAS has a workspace for each stream
-
-
-def configure(wanted: bool, device: torch.device) -> str:
-    """Choose for this process; what was chosen, in words."""
-    global current
-    current.synchronize()
-    if wanted and device.type == "cuda":
-        if device not in _made:
-            _made[device] = SideStream(device)
-        current = _made[device]
-        return "on a side stream"
-    current = InOrder()
-    return "one after another" + (f": {device.type} has no streams" if wanted else "")

@@ -2,7 +2,7 @@
 
 Parameters of a chunk lie in one contiguous buffer in their own type, gradients in one of float32 (float64 for
 float64 models), in the order of `buffer_layout.py`. Weight gradients accumulate straight into the buffer, whose parts
-for GEMMs' weights are never made zero: a step's first GEMM writes them (`overwrite_main_grad`). Buckets are the unit
+for GEMMs' weights are never made zero: a step's first GEMM writes them (`GradientSink.overwrite`). Buckets are the unit
 of communication.
 """
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
+from megascale.ops.gradient_sink import GradientSink, attach, sink_of
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, lay_out
 from megascale.parallel.collectives import ALONE, Axis
 from megascale.parallel.parameters import Spec, materialise, spec_of
@@ -78,7 +79,7 @@ class FlatChunk:
         bucket_elements: size of a bucket; None for one bucket a chunk.
 
     Attributes:
-        on_gradient: called with a parameter's number when `main_grad` has one more contribution to its gradient.
+        on_gradient: called with a parameter's number when its sink has one more contribution to its gradient.
     """
 
     def __init__(
@@ -106,10 +107,11 @@ class FlatChunk:
         )
         self.parameters = list(module.parameters())
         self.on_gradient: Callable[[int], None] = lambda number: None
-        for i, p in enumerate(self.parameters):
-            p.grad_ready = self._ready_call(i)  # type: ignore[attr-defined]
-            p.register_post_accumulate_grad_hook(self._accumulate)
         self.grad_dtype = grad_dtype(dtype)
+        nowhere = torch.empty(0, dtype=self.grad_dtype, device=device)  # until `aim`
+        self.sinks = [attach(p, GradientSink(nowhere, self._told(i))) for i, p in enumerate(self.parameters)]
+        for p in self.parameters:
+            p.register_post_accumulate_grad_hook(self._accumulate)
         if self.zero == 2:
             self.grads = torch.empty(0, dtype=self.grad_dtype, device=device)
             self.sums = torch.zeros(self.layout.size // axes.data.size, dtype=self.grad_dtype, device=device)
@@ -131,18 +133,20 @@ class FlatChunk:
     def aim(self, buffer: torch.Tensor) -> None:
         """Let gradients accumulate in `buffer`, as long as the parameters."""
         self.grads = buffer
-        for p, start in zip(self.parameters, self.layout.starts, strict=True):
-            p.main_grad = buffer[start : start + p.numel()].view(p.shape)  # type: ignore[attr-defined]
+        for p, sink, start in zip(self.parameters, self.sinks, self.layout.starts, strict=True):
+            sink.main = buffer[start : start + p.numel()].view(p.shape)
 
     @staticmethod
     def _accumulate(p: torch.Tensor) -> None:
         if p.grad is None:
-            return  # an operator has put it into main_grad and said so
-        p.main_grad.add_(p.grad)  # type: ignore[attr-defined]
+            return  # an operator has put it into the sink and said so
+        sink = sink_of(p)
+        assert sink is not None
+        sink.main.add_(p.grad)
         p.grad = None
-        p.grad_ready()  # type: ignore[attr-defined]
+        sink.ready()
 
-    def _ready_call(self, number: int) -> Callable[[], None]:
+    def _told(self, number: int) -> Callable[[], None]:
         return lambda: self.on_gradient(number)
 
     def units(self) -> list[list[int]]:
@@ -163,13 +167,11 @@ class FlatChunk:
             self._learn_overwritten(calls)
         torch_private.foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
         for i in self._overwritten:
-            self.parameters[i].overwrite_main_grad = True  # type: ignore[attr-defined]
+            self.sinks[i].overwrite = True
 
     def _learn_overwritten(self, calls: Sequence[int]) -> None:
         """Weights with one gradient a micro-batch, made by a GEMM (parallel/linear.py), need no zeros to add it to."""
-        self._overwritten = [
-            i for i, p in enumerate(self.parameters) if calls[i] == 1 and hasattr(p, "overwrite_main_grad")
-        ]
+        self._overwritten = [i for i, sink in enumerate(self.sinks) if calls[i] == 1 and sink.by_gemm]
         self._zeroed, at = [], 0
         spans = [(self.layout.starts[i], self.layout.starts[i] + self.parameters[i].numel()) for i in self._overwritten]
         for start, stop in [*sorted(spans), (self.layout.size, self.layout.size)]:
@@ -180,9 +182,9 @@ class FlatChunk:
     def zero_unwritten(self) -> None:
         """Make zero what no GEMM of this step has come to."""
         for i in self._overwritten:
-            if self.parameters[i].overwrite_main_grad:  # type: ignore[attr-defined]
-                self.parameters[i].main_grad.zero_()  # type: ignore[attr-defined]
-                self.parameters[i].overwrite_main_grad = False  # type: ignore[attr-defined]
+            if self.sinks[i].overwrite:
+                self.sinks[i].main.zero_()
+                self.sinks[i].overwrite = False
 
     # shards ----------------------------------------------------------------------------------------------------
 

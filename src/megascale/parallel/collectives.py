@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megascale.core import calls
+from megascale.core.calls import NoCalls
 from megascale.parallel.exchange import Exchange
+from megascale.parallel.runtime import Runtime
 
 # torch 2.13 has new names for these two and warns of the old ones, on every rank.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,6 +34,7 @@ class Axis:
             collective overlaps with independent GEMMs) or "off".
         exchange: with "fused", what does it (parallel/exchange.py).
         name: what the record of calls (core/calls.py) knows the group as; "" is not recorded.
+        runtime: what this rank runs with.
     """
 
     group: Any = None
@@ -41,6 +43,7 @@ class Axis:
     overlap: str = "async"
     name: str = ""
     exchange: Exchange | None = None
+    runtime: Runtime = field(default_factory=Runtime, compare=False)
 
 
 ALONE = Axis()  # a single-member group
@@ -50,21 +53,29 @@ class Pending:
     """A result that is in flight: `wait()` returns it.
 
     Args:
-        call: its handle in the record of calls.
+        call, calls: its handle in a record of calls, and the record.
         then: what makes the result of what has arrived, once; it may return another tensor.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, work: Any = None, call: int = -1, then: Callable[[], Any] | None = None
+        self,
+        tensor: torch.Tensor,
+        work: Any = None,
+        call: int = -1,
+        calls: NoCalls | None = None,
+        then: Callable[[], Any] | None = None,
     ) -> None:
-        self._tensor, self._work, self._call, self._then = tensor, work, call, then
+        self._tensor, self._work, self._call, self._calls, self._then = tensor, work, call, calls, then
 
     def wait(self) -> torch.Tensor:
         """The finished tensor; on CUDA the current stream waits, on CPU the caller does."""
         if self._work is not None:
-            calls.current.wait(self._call)
-            self._work.wait()
-            calls.current.done(self._call)
+            if self._calls is None:
+                self._work.wait()
+            else:
+                self._calls.wait(self._call)
+                self._work.wait()
+                self._calls.done(self._call)
             self._work = None
         if self._then is not None:
             then, self._then = self._then, None
@@ -85,15 +96,15 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    call = calls.current.begin(axis.name, "all_gather", out.nbytes)
-    return Pending(out, _all_gather(out, x, group=axis.group, async_op=True), call)
+    call = axis.runtime.calls.begin(axis.name, "all_gather", out.nbytes)
+    return Pending(out, _all_gather(out, x, group=axis.group, async_op=True), call, axis.runtime.calls)
 
 
 def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
     """As all_gather, by the axis's exchange."""
     assert axis.exchange is not None
-    call = calls.current.begin(axis.name, "fused_gather", axis.size * x.nbytes)
-    return Pending(x, _Arrival(), call, axis.exchange.gather(x.contiguous()))
+    call = axis.runtime.calls.begin(axis.name, "fused_gather", axis.size * x.nbytes)
+    return Pending(x, _Arrival(), call, axis.runtime.calls, axis.exchange.gather(x.contiguous()))
 
 
 def gather_and_consume(
@@ -101,9 +112,9 @@ def gather_and_consume(
 ) -> torch.Tensor:
     """All-gather x by the axis's exchange, with consume(part, rank) for each rank's part as it arrives."""
     assert axis.exchange is not None
-    call = calls.current.begin(axis.name, "fused_gather", axis.size * x.nbytes)
+    call = axis.runtime.calls.begin(axis.name, "fused_gather", axis.size * x.nbytes)
     whole = axis.exchange.gather_and_consume(x.contiguous(), consume, keep)
-    calls.current.done(call)
+    axis.runtime.calls.done(call)
     return whole
 
 
@@ -112,8 +123,8 @@ def exchange_scatter(
 ) -> Pending:
     """Reduce-scatter of what make(out [size, *shape]) writes, by the axis's exchange, under what comes next."""
     assert axis.exchange is not None
-    call = calls.current.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
-    return Pending(like, _Arrival(), call, axis.exchange.scatter(make, shape, like))
+    call = axis.runtime.calls.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
+    return Pending(like, _Arrival(), call, axis.runtime.calls, axis.exchange.scatter(make, shape, like))
 
 
 def scatter_now(
@@ -121,9 +132,9 @@ def scatter_now(
 ) -> torch.Tensor:
     """As exchange_scatter, done at once."""
     assert axis.exchange is not None
-    call = calls.current.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
+    call = axis.runtime.calls.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
     out = axis.exchange.scatter_now(make, shape, like)
-    calls.current.done(call)
+    axis.runtime.calls.done(call)
     return out
 
 
@@ -133,16 +144,18 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    call = calls.current.begin(axis.name, "reduce_scatter", x.nbytes)
-    return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True), call)
+    call = axis.runtime.calls.begin(axis.name, "reduce_scatter", x.nbytes)
+    return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True), call, axis.runtime.calls)
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
     """Sum (or `op`) over ranks, in place."""
     if axis.size == 1:
         return Pending(x)
-    call = calls.current.begin(axis.name, "all_reduce", x.nbytes)
-    return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), call)
+    call = axis.runtime.calls.begin(axis.name, "all_reduce", x.nbytes)
+    return Pending(
+        x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), call, axis.runtime.calls
+    )
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -181,8 +194,8 @@ def all_gather_into(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Pend
     """Gather equal parts into `whole`; `part` may be this rank's slice of it."""
     if axis.size == 1:
         return Pending(whole)
-    call = calls.current.begin(axis.name, "all_gather", whole.nbytes)
-    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True), call)
+    call = axis.runtime.calls.begin(axis.name, "all_gather", whole.nbytes)
+    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True), call, axis.runtime.calls)
 
 
 def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
@@ -190,8 +203,8 @@ def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(whole)
     part = whole.view(axis.size, -1)[axis.rank]
-    call = calls.current.begin(axis.name, "reduce_scatter", whole.nbytes)
-    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True), call)
+    call = axis.runtime.calls.begin(axis.name, "reduce_scatter", whole.nbytes)
+    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True), call, axis.runtime.calls)
 
 
 def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
@@ -205,7 +218,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
     part = whole.view(axis.size, -1)[axis.rank]
     sent = whole.to(dtype)
     got = _receive_buffer(whole, axis, dtype)
-    call = calls.current.begin(axis.name, "all_to_all", sent.nbytes)
+    call = axis.runtime.calls.begin(axis.name, "all_to_all", sent.nbytes)
     work = dist.all_to_all_single(got, sent, group=axis.group, async_op=True)
 
     def add() -> None:
@@ -213,7 +226,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
         arrived[axis.rank].zero_()
         part.add_(arrived.sum(0, dtype=whole.dtype))
 
-    return Pending(part, work, call, add)
+    return Pending(part, work, call, axis.runtime.calls, add)
 
 
 def exchange_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
@@ -224,9 +237,9 @@ def exchange_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int],
     if axis.size == 1:
         return Pending(x)
     out = x.new_empty(sum(receive))
-    call = calls.current.begin(axis.name, "all_to_all", total * x.element_size())
+    call = axis.runtime.calls.begin(axis.name, "all_to_all", total * x.element_size())
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
-    return Pending(out, work, call)
+    return Pending(out, work, call, axis.runtime.calls)
 
 
 def _receive_buffer(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:

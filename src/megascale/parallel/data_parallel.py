@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 
-from megascale.ops import side_stream
 from megascale.parallel.buffers import FlatChunk, FlatShard
 from megascale.parallel.collectives import (
     Pending,
@@ -84,6 +83,7 @@ class DataParallel:
         self, flats: Sequence[FlatChunk], overlap: bool = True, reduce_dtype: torch.dtype | None = None
     ) -> None:
         self.flats, self.overlap, self.reduce_dtype = list(flats), overlap, reduce_dtype
+        self._runtime = flats[0].axes.tensor.runtime
         self._chunks = [_Buckets(flat) for flat in flats]
         for buckets in self._chunks:
             buckets.flat.on_gradient = partial(self._mark, buckets)
@@ -97,7 +97,7 @@ class DataParallel:
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
         for buckets in self._chunks:
-            side_stream.current.synchronize()
+            self._runtime.stream.synchronize()
             buckets.flat.zero_grads(buckets.calls)
 
     def arm(self, chunk: int) -> None:
@@ -135,7 +135,7 @@ class DataParallel:
         if not buckets.armed:
             return
         buckets.armed = False
-        side_stream.current.synchronize()
+        self._runtime.stream.synchronize()
         flat.zero_unwritten()
         start, stop = flat.layout.replicated
         # Each tensor-parallel rank saw its part of the sequence only.
@@ -158,7 +158,7 @@ class DataParallel:
                 all_reduce(flat.shards[flat.layout.own_bucket].grads, flat.axes.tied).wait()
 
     def _reduce(self, buckets: _Buckets, bucket: int) -> None:
-        side_stream.current.synchronize()
+        self._runtime.stream.synchronize()
         flat = buckets.flat
         span = flat.layout.buckets[bucket]
         whole = flat.grads[span.start : span.stop]

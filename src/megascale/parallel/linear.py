@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megascale.config.parts import LINEAR_PRECISIONS, PartFacts
 from megascale.config.registry import Registry
-from megascale.ops import dispatch, side_stream
+from megascale.ops import dispatch
+from megascale.ops.gradient_sink import GradientSink, sink_of
 from megascale.ops.linear import ComputeType, Gemms, Operand
-from megascale.ops.reduce import finish
 from megascale.parallel.collectives import ALONE, Axis
 
 
@@ -26,7 +26,7 @@ class LinearPrecision(ComputeType):
     """GEMMs in the compute type, each weight's gradient made in its layer's backward. Others override what differs.
 
     Args:
-        axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale.
+        axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale. It carries the runtime.
     """
 
     def __init__(self, axis: Axis = ALONE) -> None:
@@ -44,29 +44,27 @@ class LinearPrecision(ComputeType):
     def wgrad(
         self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> Tensor | None:
-        """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where `weight.main_grad` takes it.
+        """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where its sink takes it.
 
-        `main_grad` is a float32 (or float64) view into a gradient buffer. The gradient is added there, or written where
-        `overwrite_main_grad` says that it holds nothing yet, on the side stream (ops/side_stream.py) from the event
-        `after` on; then `weight.grad_ready()` is called. x may be a function that waits. A layer whose weight gradient
-        is made later calls `accumulate_gradient` later.
+        There it is added, or written where the sink holds nothing yet, on the side stream (ops/side_stream.py) from the
+        event `after` on. x may be a function that waits. A layer whose weight gradient is made later calls
+        `accumulate_gradient` later.
         """
-        if getattr(weight, "main_grad", None) is None:
+        sink = sink_of(weight)
+        if sink is None:
             wide = weight.new_empty(weight.shape, dtype=_accumulation_dtype(weight))
             self.accumulate(wide, dy, x() if callable(x) else x, True)
             return wide.to(weight.dtype)
-        self.accumulate_gradient(weight, dy, x, after)
+        self.accumulate_gradient(sink, dy, x, after)
         return None
 
     def accumulate_gradient(
-        self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
+        self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
-        """Make the gradient of a weight that has a `main_grad`, and say so."""
-        main: Tensor = weight.main_grad  # type: ignore[attr-defined]
-        overwrite: bool = getattr(weight, "overwrite_main_grad", False)
-        weight.overwrite_main_grad = False  # type: ignore[attr-defined]  # that it has one says that a GEMM makes it
-        side_stream.current.run(lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite), after)
-        finish(weight)
+        """Put a weight's gradient into its sink, and say so."""
+        main, overwrite, stream = sink.main, sink.take_overwrite(), self.axis.runtime.stream
+        stream.run(lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite), after)
+        sink.ready()
 
 
 def _accumulation_dtype(weight: Tensor) -> torch.dtype:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megascale.core import calls
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 from megascale.core.spans import NoRecorder, Recorder
 from megascale.parallel.collectives import Pending
 from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.runtime import Runtime
 
 _LABELS = {kind: kind.label.encode() for kind in ActionKind}
 
@@ -61,6 +61,7 @@ class PipelineExecutor:
         streams: its communicators.
         shape, dtype, device: of an activation between chunks; static, so that nothing about it is ever sent.
         recorder: times each action.
+        runtime: what this rank runs with.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class PipelineExecutor:
         dtype: torch.dtype,
         device: torch.device,
         recorder: Recorder | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
+        self.runtime = runtime or Runtime()
         self.schedule, self.stage, self.streams = schedule, stage, streams
         self.shape, self.dtype, self.device = shape, dtype, device
         self.actions = schedule[stage]
@@ -104,7 +107,7 @@ class PipelineExecutor:
         loss: torch.Tensor | None = None
         started: set[int] = set()
         for index, (kind, chunk, i) in enumerate(self.actions):
-            calls.current.at(_LABELS[kind], chunk, i, index)
+            self.runtime.calls.at(_LABELS[kind], chunk, i, index)
             if kind.is_compute and self.schedule.exposed:
                 for queue in sending.values():
                     self._free(queue, 0)
@@ -163,7 +166,7 @@ class PipelineExecutor:
             y = None
             for chunk in range(self.schedule.virtual):
                 x = y if single_stage else None
-                calls.current.at(b"evaluate", chunk, i)
+                self.runtime.calls.at(b"evaluate", chunk, i)
                 if not single_stage and not self._is_first(chunk):
                     x, pending = self._receive(ActionKind.RECV_FORWARD)
                     pending.wait()
@@ -188,14 +191,14 @@ class PipelineExecutor:
     def _receive(self, kind: ActionKind) -> tuple[torch.Tensor, Any]:
         stream = self._stream(kind)
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        call = calls.current.begin(stream.name, "recv", self.bytes)
-        return buffer, Pending(buffer, dist.irecv(buffer, stream.peer, group=stream.group), call)
+        call = self.runtime.calls.begin(stream.name, "recv", self.bytes)
+        return buffer, Pending(buffer, dist.irecv(buffer, stream.peer, group=stream.group), call, self.runtime.calls)
 
     def _send(self, kind: ActionKind, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         stream = self._stream(kind)
         tensor = tensor.contiguous()
-        call = calls.current.begin(stream.name, "send", self.bytes)
-        return tensor, Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), call)
+        call = self.runtime.calls.begin(stream.name, "send", self.bytes)
+        return tensor, Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), call, self.runtime.calls)
 
     @staticmethod
     def _arrived(

@@ -20,6 +20,7 @@ from megascale.parallel.exchange import Exchange
 FLAG = 128  # bytes from one flag to the next
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, modulo 2**32
 _NUMBERS = 1 << 32
+_REASON = 500  # bytes in which a rank says why it cannot
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
@@ -40,9 +41,13 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: 
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     # All or none: a rank that exchanged alone would wait for ever.
-    reasons: list[Any] = [None] * axis.size
-    dist.all_gather_object(reasons, reason, group=axis.group)
-    said = next((f"rank {r} of the group: {text}" for r, text in enumerate(reasons) if text), None)
+    mine = torch.zeros(_REASON, dtype=torch.uint8)
+    text = reason.encode()[:_REASON]
+    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    reasons = [torch.empty(_REASON, dtype=torch.uint8, device=device) for _ in range(axis.size)]
+    dist.all_gather(reasons, mine.to(device), group=axis.group)
+    words = [bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace") for row in reasons]
+    said = next((f"rank {r} of the group: {text}" for r, text in enumerate(words) if text), None)
     return exchange if said is None and exchange is not None else str(said)
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from megascale.core.inventory import LogicalTensor
-from megascale.ops import side_stream
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.linear import Operand
 from megascale.ops.reduce import bias_gradient
@@ -114,7 +113,7 @@ class _GatherLinear(torch.autograd.Function):
             ctx.save_for_backward(*linears.keep(operand))
         else:
             ctx.save_for_backward(x)
-        # The parameters themselves, not saved copies: they carry main_grad.
+        # The parameters themselves, not saved copies: they have the sinks.
         ctx.weight, ctx.bias, ctx.linears, ctx.recompute_fn = weight, bias, linears, recompute_fn
         return _gathered_gemm(operand, weight, bias, linears, x)
 
@@ -133,7 +132,7 @@ class _GatherLinear(torch.autograd.Function):
         if axis.overlap == "off":
             gathering.wait()
         # The scatter is in flight while the weight's gradient is computed.
-        ready = side_stream.current.record_event()
+        ready = axis.runtime.stream.record_event()
         gradient = linears.gradient(dy, weight)
         shape = (*dy.shape[:-1], weight.shape[1])
         scattering = _scattered(lambda out: linears.dgrad(gradient, weight, out), shape, dy, axis, followed=True)

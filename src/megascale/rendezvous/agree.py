@@ -38,19 +38,23 @@ def digest(facts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout: float) -> None:
+def agree(
+    store: Store, rank: int, world: int, facts: Mapping[str, str], timeout: float, named: float | None = None
+) -> None:
     """Return once `world` ranks with equal `facts` have come; else raise the same error on every rank that came.
 
     Args:
         store: shared by the job, used under the prefix `start/`.
         facts: what must be equal everywhere, as text: settings by key, versions. No secrets.
         timeout: seconds to wait for the last rank.
+        named: the setting of which `timeout` is what is left, as errors name it.
 
     Raises:
         ConfigError: another world size, a rank twice, different settings or versions; names ranks and key.
         TrainingError: ranks that did not come within `timeout`; names them.
     """
     deadline = time.monotonic() + timeout
+    named = timeout if named is None else named
     facts = {"WORLD_SIZE": str(world), **facts}
     mark = digest(facts)
     hello = f"{mark} {socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
@@ -66,10 +70,10 @@ def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], timeout
             f"{socket.gethostname()}; give each process its own RANK",
         )
     if rank == 0 and before != _ALARM:
-        _judge(store, world, deadline, timeout)
+        _judge(store, world, deadline, named)
     verdict = _await(store, VERDICT, deadline + _GRACE)
     if verdict is None:
-        raise _missing(world, _came(store, world), timeout)
+        raise _missing(world, _came(store, world), named)
     if verdict.startswith("explain:"):
         speakers = json.loads(verdict.removeprefix("explain:"))
         if rank in speakers:
@@ -199,7 +203,7 @@ def _missing(world: int, came: list[int], timeout: float) -> TrainingError:
     absent = sorted(set(range(world)) - set(came))
     plural = "s" if len(absent) > 1 else ""
     return TrainingError(
-        f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={round(timeout, 1):g} "
+        f"rank{plural} {ranges(absent)} of {world} did not come within rendezvous.timeout={timeout:g} "
         f"seconds ({len(came)} did); look at {'their' if plural else 'its'} log and host, or raise --rendezvous.timeout"
     )
 

@@ -102,7 +102,7 @@ def _meet(config: Config, rank: int, world: int, lap: Callable[[str], None]) -> 
         store = connect(config, rank, world, left)
         lap("connect")
         try:
-            agree(store, rank, world, facts, left)
+            agree(store, rank, world, facts, left, settings.timeout)
             if isinstance(store, RedisStore):
                 store.seal()
             lap("agree")
@@ -187,13 +187,15 @@ def job_facts(config: Config) -> dict[str, str]:
     for name, section in config.model_dump(mode="json").items():
         for key, value in section.items():
             facts[f"{name}.{key}"] = json.dumps(value)
+    if "MEGASCALE_NODE" in os.environ:  # an agent gives its trainers a folder of their machine
+        del facts["train.runs"]
     return facts
 
 
 def connect(config: Config, rank: int, world: int, timeout: float) -> dist.Store:
     """The job's store, reached within `timeout` seconds."""
     if urlsplit(config.rendezvous.url).scheme == "env":
-        return _tcp_store(rank, world, timeout)
+        return _tcp_store(rank, world, timeout, config.rendezvous.timeout)
     return _redis_store(config, rank, timeout)
 
 
@@ -240,7 +242,7 @@ def job_name(config: Config) -> tuple[str, int]:
     return job, int(attempt)
 
 
-def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
+def _tcp_store(rank: int, world: int, timeout: float, named: float) -> dist.Store:
     """TCPStore on MASTER_ADDR:MASTER_PORT, served by rank 0 unless torchrun's agent serves it."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
@@ -285,7 +287,7 @@ def _tcp_store(rank: int, world: int, timeout: float) -> dist.Store:
             raise failed from None
         raise TrainingError(
             f"rank {rank} could not reach the store of rank 0 at MASTER_ADDR={host} MASTER_PORT={port} within "
-            f"rendezvous.timeout={round(timeout, 1):g} seconds: rank 0 did not come, or the address is wrong "
+            f"rendezvous.timeout={named:g} seconds: rank 0 did not come, or the address is wrong "
             f"({_first_line(error)})"
         ) from None
     return store

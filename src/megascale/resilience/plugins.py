@@ -1,7 +1,7 @@
 """Packages that add to the driver from outside: a cluster, a rule.
 
 A package names a module in its entry points' group `megascale.plugins`; `megascale launch` imports it, and it calls
-`register_cluster` (cluster/registry.py) or `register_rule` (rules/).
+`CLUSTERS.register` (cluster/cluster_registry.py) or `register_rule` (rules/).
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ class Case:
             the query and of the key/value projections, `vocab` is padded.
         share: part of the causal triangle that attention windows keep, mean over layers.
         tensor, pipeline, virtual, data, micro, batch: the layout; `batch` is sequences a step.
+        context: ranks over which a sequence is cut. experts, top_k, expert_parallel: experts of a layer, how many see a
+            token, and the ranks (of data x context) over which they are spread.
         middle, last: layers of the fullest stage but the last, and of the last.
         parallel_block ... gradient_bytes: see Software; `attention` is an index into ATTENTION_KERNELS, `recompute`
             one into RECOMPUTE.
@@ -65,6 +67,10 @@ class Case:
     region_host_us: Any = 0.0
     region_gap_us: Any = 0.0
     float8: Any = False
+    context: Any = 1
+    experts: Any = 1
+    top_k: Any = 1
+    expert_parallel: Any = 1
 
     @classmethod
     def of(
@@ -81,6 +87,10 @@ class Case:
         middle: Any = None,
         last: Any = None,
         micro_batch_group_size: Any = 0,
+        context: Any = 1,
+        experts: Any = 1,
+        top_k: Any = 1,
+        expert_parallel: Any = 1,
     ) -> Case:
         """One model under one software in one layout or, with arrays, in many.
 
@@ -129,6 +139,10 @@ class Case:
             region_host_us=software.region_host_us,
             region_gap_us=software.region_gap_us,
             float8=software.float8,
+            context=context,
+            experts=experts,
+            top_k=top_k,
+            expert_parallel=expert_parallel,
         )
 
     @classmethod
@@ -139,7 +153,17 @@ class Case:
     @property
     def gpus(self) -> Any:
         """Ranks of the layout."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def tokens(self) -> Any:
+        """Tokens of a micro-batch on one rank."""
+        return self.micro * self.sequence / self.context
+
+    @property
+    def replicas(self) -> Any:
+        """Ranks that hold the same dense weights and sum their gradients."""
+        return self.data * self.context
 
     @property
     def microbatches(self) -> Any:
@@ -156,13 +180,18 @@ class Case:
     def layer_flops(self) -> Any:
         """Forward FLOPs of one token in one layer."""
         h, q, f = self.hidden, self.query, self.ffn
-        projections = 2.0 * h * (2 * q + 2 * self.kv) + 2.0 * h * f * np.where(self.gated, 3, 2)
+        projections = 2.0 * h * (2 * q + 2 * self.kv) + 2.0 * h * f * self.top_k * np.where(self.gated, 3, 2)
         return projections + 4.0 * self.sequence * q * self.share
 
     @property
     def layer_parameters(self) -> Any:
-        """Weights of one layer; biases and norms are left out."""
-        return self.hidden * (2 * self.query + 2 * self.kv + self.ffn * np.where(self.gated, 3, 2))
+        """Weights of one layer that ranks hold, cut over the tensor axis; biases, norms and routers are left out."""
+        return self.hidden * (2 * self.query + 2 * self.kv) + self.expert_parameters
+
+    @property
+    def expert_parameters(self) -> Any:
+        """Of these, the MLP's: all of a dense layer's, or those of the experts that a rank holds."""
+        return self.hidden * self.ffn * np.where(self.gated, 3, 2) * self.experts / self.expert_parallel
 
     def fits(self) -> Any:
         """Whether sizes divide: layers over chunks, heads and widths over tensor, batch over replicas."""
@@ -173,7 +202,10 @@ class Case:
             & (self.ffn % t == 0)
             & (self.kv % t == 0)
             & (self.vocab % t == 0)
-            & (self.sequence % t == 0)
+            & (self.sequence % (t * self.context) == 0)
+            & (self.experts % self.expert_parallel == 0)
+            & (self.replicas % self.expert_parallel == 0)
+            & (self.top_k <= self.experts)
             & (self.batch % (self.data * self.micro) == 0)
             & (self.batch >= self.data * self.micro)
             & ((self.virtual == 1) | (self.pipeline > 1) | (self.micro_batch_group_size > 0))

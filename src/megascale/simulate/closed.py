@@ -18,6 +18,7 @@ from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.kernel_times import layer_times, logits_seconds, optimizer_seconds
 from megascale.simulate.network import Network, RingNetwork, flow_slowdown
 from megascale.simulate.software import RECOMPUTE, RECOMPUTED, RECOMPUTED_ATTENTION
+from megascale.simulate.token_exchange import expert_exchange, ring_attention
 
 # Stages that exchange in lock-step wait for the slowest: the pace rises by this share of the standard deviation of a
 # slot. Measured on the event-driven level (tests/simulate/test_levels.py holds the two together).
@@ -36,6 +37,7 @@ class Parts:
         gemm, attention, elementwise: kernels of a middle stage's layers over all micro-batches.
         recompute: forward passes done again.
         host: what launching kernels takes beyond what they run.
+        exchange: exposed transfers of keys and values around a ring, and of tokens to experts.
         tensor, pipeline, data: exposed communication on each axis (with the slow-down of what runs beside compute).
         logits: what the last stage's output GEMM and loss add, since everyone waits for it.
         bubble: idle while the pipeline fills and drains.
@@ -49,6 +51,7 @@ class Parts:
     recompute: Any
     host: Any
     tensor: Any
+    exchange: Any
     pipeline: Any
     data: Any
     logits: Any
@@ -131,13 +134,16 @@ def stage_times(
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)
     tp_again = np.where(whole, tp_forward, 0.0)
+    ring = ring_attention(cluster, case, network, scale * layer.attention_forward, scale * layer.attention_backward)
+    sent = expert_exchange(cluster, case, network)
+    swap_forward, swap_backward = (r + s for r, s in zip(ring, sent, strict=True))
     # A block enters and leaves a tensor-parallel region forward and backward, and once more forward if recomputed.
     regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
     floor = (layer.kernels * case.launch_us + regions * case.region_host_us) * 1e-6
     busy = scale * (layer.forward + layer.backward) + again + tp_forward + tp_backward + tp_again
     host = np.maximum(0.0, floor * np.where(whole, 1.5, 1.0) - busy)
-    layer_forward = scale * layer.forward + tp_forward + host / 3
-    layer_backward = scale * layer.backward + tp_backward + again + tp_again + host * 2 / 3
+    layer_forward = scale * layer.forward + tp_forward + swap_forward + host / 3
+    layer_backward = scale * layer.backward + tp_backward + swap_backward + again + tp_again + host * 2 / 3
 
     last_forward, last_backward = (scale * x for x in logits_seconds(cluster, case, cap))
     # With sequence parallelism the last hidden states are gathered once more; backward hides its two collectives.
@@ -146,7 +152,7 @@ def stage_times(
     last_forward = last_forward + gathered
     last_backward = last_backward + np.where(case.sequence_parallel, 2.0 * overlap.slowdown, 1.0) * one
     fewer = case.last - case.middle
-    bytes_moved = 2.0 * case.micro * case.sequence * case.hidden / case.tensor
+    bytes_moved = 2.0 * case.tokens * case.hidden / case.tensor
     piped = case.pipeline > 1
     # Of the p-1 hops between stages some cross hosts: all where a stage fills one, none where all stages share one.
     # In the steady state every stage waits for the slowest hop.
@@ -166,11 +172,20 @@ def stage_times(
     embedding = case.vocab * case.hidden / case.tensor
     parameters = layers * case.layer_parameters / case.tensor + embedding
     local = np.maximum(
-        1, np.minimum(case.data, cluster.gpus_per_host // np.minimum(case.tensor, cluster.gpus_per_host))
+        1, np.minimum(case.replicas, cluster.gpus_per_host // np.minimum(case.tensor, cluster.gpus_per_host))
     )
     # The all-reduce of a replicated optimizer is a reduce-scatter and an all-gather of the gradients.
-    scatter = network.collective(parameters * case.reduce_bytes, case.data, local)
-    once = np.where(case.distributed_optimizer, network.collective(parameters * 2.0, case.data, local), scatter)
+    spread = layers * case.expert_parameters / case.tensor
+
+    def everywhere(bytes_each: Any) -> Any:
+        """Dense weights over all replicas; experts over those that hold the same ones."""
+        dense = network.collective((parameters - spread) * bytes_each, case.replicas, local)
+        fewer = network.collective(spread * bytes_each, case.replicas / case.expert_parallel, 1)
+        whole = network.collective(parameters * bytes_each, case.replicas, local)
+        return np.where(case.expert_parallel > 1, dense + fewer, whole)
+
+    scatter = everywhere(case.reduce_bytes)
+    once = np.where(case.distributed_optimizer, everywhere(2.0), scatter)
     scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
     return StageTimes(
         forward=layers * layer_forward,
@@ -196,6 +211,7 @@ def stage_times(
             "recompute": layers * (again + tp_again),
             "host": layers * host,
             "tensor": layers * (tp_forward + tp_backward),
+            "exchange": layers * (swap_forward + swap_backward),
         },
     )
 
@@ -218,7 +234,7 @@ def neighbours_on_host(cluster: ClusterSpec, case: Case) -> Any:
     Ranks run over the tensor axis, then data, then pipeline (core/grid.py): a stage's neighbour is tensor x data
     ranks away. A stage that fills a host or more never has its neighbour there.
     """
-    stride = case.tensor * case.data
+    stride = case.tensor * case.replicas
     on_host = np.maximum(1, cluster.gpus_per_host // np.maximum(stride, 1))
     crossing = np.ceil(case.pipeline / on_host) - 1
     return np.where(stride < cluster.gpus_per_host, case.pipeline - 1 - crossing, 0)
@@ -233,7 +249,7 @@ def contention(cluster: ClusterSpec, case: Case) -> Any:
     slower = flow_slowdown(cluster.between)
     if slower == 1.0:
         return 1.0
-    away = case.tensor * case.data / cluster.gpus_per_host
+    away = case.tensor * case.replicas / cluster.gpus_per_host
     # A model whose ranks all stand under one leaf crosses none.
     leaf = np.where(case.gpus / cluster.gpus_per_host <= cluster.between.leaf_hosts, 0.0, 1.0)
     return 1.0 + (slower - 1.0) * leaf * np.minimum(1.0, away / cluster.between.leaf_hosts)
@@ -275,7 +291,7 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
 
 def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network) -> Any:
     """Seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
-    whole = 2.0 * case.micro * case.sequence * case.hidden
+    whole = 2.0 * case.tokens * case.hidden
     gap = np.where(case.tensor > 1, case.region_gap_us * 1e-6, 0.0)
     return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host)) + gap
 
@@ -335,6 +351,7 @@ def step_parts(
         recompute=m * times.parts["recompute"],
         host=m * times.parts["host"],
         tensor=m * times.parts["tensor"],
+        exchange=m * times.parts["exchange"],
         pipeline=m * same_host,
         data=data,
         logits=m * logits,

@@ -85,6 +85,17 @@ def young_daly(faults: FaultRates, hosts: int) -> float:
     return float(np.sqrt(2.0 * faults.save_stall * faults.host_mtbf_days * DAY / hosts))
 
 
+def first_order_share(faults: FaultRates, hosts: np.ndarray | float) -> np.ndarray:
+    """Share of the time spent stepping at the best interval, to first order: no fault during a recovery, spares enough.
+
+    For searches over many numbers of hosts; `simulate_run` is what it approaches (within two points where spares last).
+    """
+    mean = faults.host_mtbf_days * DAY / np.asarray(hosts, dtype=float)
+    interval = np.sqrt(2.0 * max(faults.save_stall, 0.01) * mean)
+    lost = faults.detect + faults.restart + faults.manual_share * faults.manual + interval / 2.0
+    return np.asarray(1.0 / (1.0 + faults.save_stall / interval + lost / mean))
+
+
 def simulate_run(
     work: float, hosts: int, faults: FaultRates, interval: float, trials: int = 400, seed: int = 0
 ) -> LongRunOutcome:

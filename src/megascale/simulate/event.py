@@ -127,7 +127,7 @@ def _durations(
         reduce /= int(case.microbatches)
     durations = graph.durations(forward + share, backward + share, transfer, transfer, gather, reduce)
     if not blocking:
-        stride = int(case.tensor) * int(case.data)
+        stride = int(case.tensor) * int(case.replicas)
         host = np.arange(p) * stride // cluster.gpus_per_host
         for kind, step in ((ActionKind.SEND_FORWARD, 1), (ActionKind.SEND_BACKWARD, -1)):
             near = (graph.kind == kind) & (host[graph.stage] == host[(graph.stage + step) % p])
@@ -188,7 +188,7 @@ def _stretched(cluster: ClusterSpec, graph: Graph, durations: np.ndarray, times:
 
 def _slowness(cluster: ClusterSpec, case: Case, slow_hosts: Mapping[int, float]) -> np.ndarray:
     """Factor on compute of each (replica, stage): that of the slowest host that its tensor group touches."""
-    p, d, t = int(case.pipeline), int(case.data), int(case.tensor)
+    p, d, t = int(case.pipeline), int(case.replicas), int(case.tensor)
     slow = np.ones((d, p))
     for host, factor in slow_hosts.items():
         first, last = host * cluster.gpus_per_host, (host + 1) * cluster.gpus_per_host - 1

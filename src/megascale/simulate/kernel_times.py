@@ -104,22 +104,26 @@ def gemm_seconds(
 
 def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     """Forward and backward seconds of a layer's GEMMs."""
-    tokens = case.micro * case.sequence
+    tokens = case.tokens
     t, h = case.tensor, case.hidden
     qkv = (case.query + 2 * case.kv) / t
     inner = case.ffn / t
     up = inner * np.where(case.gated, 2, 1)
 
-    def both(columns: Any, depth: Any) -> tuple[Any, Any]:
-        forward = gemm_seconds(cluster, tokens, columns, depth, None, cap, case.float8)
-        backward = gemm_seconds(cluster, tokens, depth, columns, None, cap, case.float8)
-        backward = backward + gemm_seconds(cluster, depth, columns, tokens, case.gradient_bytes, cap, case.float8)
-        return forward, backward
+    def both(columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0) -> tuple[Any, Any]:
+        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8)
+        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8)
+        backward = backward + gemm_seconds(cluster, depth, columns, rows, case.gradient_bytes, cap, case.float8)
+        return times * forward, times * backward
 
-    serial = [both(qkv, h), both(h, case.query / t), both(up, h), both(h, inner)]
+    # A rank's experts share the tokens that its group sends it, evenly; a dense MLP is one expert that sees all.
+    own = case.experts / case.expert_parallel
+    seen = tokens * case.top_k / own
+    serial = [both(qkv, h), both(h, case.query / t), both(up, h, seen, own), both(h, inner, seen, own)]
     # The parallel block feeds [QKV | MLP-in] from one GEMM and sums both results in one.
     parallel = [both(qkv + up, h), both(h, case.query / t + inner)]
-    choose = np.asarray(case.parallel_block, dtype=bool)
+    # Experts see other tokens than attention, so their GEMMs stay their own.
+    choose = np.asarray(case.parallel_block, dtype=bool) & (np.asarray(case.experts) == 1)
     totals = [np.where(choose, sum(p[i] for p in parallel), sum(s[i] for s in serial)) for i in (0, 1)]
     return totals[0], totals[1]
 
@@ -142,10 +146,10 @@ def attention_rate(cluster: ClusterSpec, kernel: str, sequence: Any) -> Any:
 def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
     """Forward and backward seconds of a layer's attention."""
     width, heads, s = case.query / case.tensor, case.heads / case.tensor, case.sequence
-    half = 2.0 * case.micro * s * s * width * case.share
+    half = 2.0 * case.tokens * s * width * case.share
     # A window shortens the rows of keys a tile visits, so it runs at the rate of a shorter sequence.
     length = np.maximum(s * case.share, 1.0)
-    tiles = case.micro * heads * np.ceil(s / ATTENTION_ROWS)
+    tiles = case.micro * heads * np.ceil(s / case.context / ATTENTION_ROWS)
     occupancy = np.minimum(1.0, tiles / (np.ceil(tiles / cluster.gpu.processors) * cluster.gpu.processors))
     forward: Any = 0.0
     backward: Any = 0.0
@@ -154,9 +158,9 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
         if not np.any(chosen):
             continue
         if kernel == "unfused":
-            scores = 2.0 * case.micro * heads * s * s
+            scores = 2.0 * case.tokens * heads * s
             bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
-            matmul = gemm_seconds(cluster, s, s, width / heads) * case.micro * heads
+            matmul = gemm_seconds(cluster, s / case.context, s, width / heads) * case.micro * heads
             f = 2 * matmul + scores * SCORE_PASSES[0] / bandwidth
             b = 4 * matmul + scores * SCORE_PASSES[1] / bandwidth
         else:
@@ -174,10 +178,10 @@ def _elementwise(cluster: ClusterSpec, case: Case) -> tuple[Any, Any, Any]:
     """Forward and backward seconds of norms, activations, biases and copies; number of kernels of a layer."""
     fused = np.asarray(case.fused_operators, dtype=bool)
     blocks = np.where(case.parallel_block, 1.0, 2.0)
-    value = 2.0 * case.micro * case.sequence
+    value = 2.0 * case.tokens
     stream = value * case.hidden / np.where(case.sequence_parallel, case.tensor, 1)
     qkv = value * (case.query + 2 * case.kv) / case.tensor / 3.0
-    inner = value * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
+    inner = value * case.top_k * case.ffn * np.where(case.gated, 1.5, 1.0) / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
 
     def seconds(eager: dict[str, float], tight: dict[str, float], launches: tuple[int, int]) -> Any:
@@ -207,7 +211,7 @@ def layer_times(cluster: ClusterSpec, case: Case, overhead: float = 1.0, cap: An
 
 def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[Any, Any]:
     """Forward and backward seconds of the output GEMM and the loss, which only the last stage has."""
-    tokens, columns = case.micro * case.sequence, case.vocab / case.tensor
+    tokens, columns = case.tokens, case.vocab / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
     loss = LOSS_BYTES * tokens * columns / bandwidth
     forward = gemm_seconds(cluster, tokens, columns, case.hidden, None, cap) + loss / 2
@@ -217,6 +221,6 @@ def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[An
 
 def optimizer_seconds(cluster: ClusterSpec, case: Case, parameters: Any) -> Any:
     """Update of a rank's share of `parameters` (all of a GPU's; sharded over replicas by the distributed optimizer)."""
-    share = parameters / np.where(case.distributed_optimizer, case.data, 1)
+    share = parameters / np.where(case.distributed_optimizer, case.replicas, 1)
     clear = parameters * case.gradient_bytes
     return (share * OPTIMIZER_BYTES + clear) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)

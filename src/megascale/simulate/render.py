@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale.core import flops
+from megascale.simulate.run_cost import RunCost
 from megascale.simulate.step import StepEstimate
 from megascale.simulate.validation.score import AnchorCheck
 
@@ -22,6 +23,7 @@ PART_NAMES = {
     "recompute": "recomputation",
     "host": "kernel launches",
     "tensor": "exposed tensor comm.",
+    "exchange": "ring, expert exchange",
     "pipeline": "exposed pipeline comm.",
     "data": "exposed data comm.",
     "logits": "logits imbalance",
@@ -126,14 +128,32 @@ def ablation_chart(rows: Sequence[tuple[str, StepEstimate, float]], title: str, 
     show_rows(["", "step, s", "MFU", change], cells, console, title)
 
 
-def layouts(results: Sequence[StepEstimate], tokens: float, console: Console, title: str) -> None:
-    """Layouts side by side."""
-    names = ("GPUs", "TP", "PP", "chunks", "round", "DP", "MBS", "step, s", "P10-P90", "MFU", "GiB", "days")
+def bill(cost: RunCost, console: Console) -> None:
+    """A line with what a run costs, if a price or a power was given."""
+    said = [f"{cost.gpu_hours:,.0f} GPU hours"]
+    if cost.money is not None:
+        said.append(f"{cost.money:,.0f} at the price given")
+    if cost.megawatt_hours is not None:
+        said.append(f"{cost.megawatt_hours:,.1f} MWh")
+    if len(said) > 1:
+        console.print("the run: " + ", ".join(said), highlight=False)
+
+
+def layouts(
+    results: Sequence[StepEstimate], tokens: float, shares: Sequence[float], console: Console, title: str
+) -> None:
+    """Layouts side by side; days are of wall-clock time at these shares of stepping."""
+    # Batch and precision only where they differ.
+    sizes = {r.scenario.config.train.global_batch for r in results}
+    labels = {r.scenario.label for r in results}
+    more = [n for n, differ in (("batch", len(sizes) > 1), ("in", len(labels) > 1)) if differ]
+    names = (*more, "GPUs", "TP", "PP", "v", "round", "DP", "MBS", "step, s", "P10-P90", "MFU", "GiB", "days")
     rows = []
-    for r in results:
+    for r, share in zip(results, shares, strict=True):
         p, t = r.scenario.config.parallel, r.scenario.config.train
         rows.append(
             (
+                *({"batch": f"{t.global_batch:,}", "in": r.scenario.label}[n] for n in more),
                 f"{r.scenario.gpus:,}",
                 str(p.tensor),
                 str(p.pipeline),
@@ -145,7 +165,7 @@ def layouts(results: Sequence[StepEstimate], tokens: float, console: Console, ti
                 f"{r.low:.2f}-{r.high:.2f}",
                 f"{100 * r.mfu:.1f}%",
                 f"{r.memory_gib:.1f}",
-                f"{r.days(tokens):.2f}",
+                f"{r.days(tokens) / share:.2f}",
             )
         )
     show_rows(names, rows, console, title)

@@ -181,14 +181,22 @@ def best(found: Found, config: Config, scenario: Scenario, gpus: int, count: int
 
 
 def fewest(
-    found: Found, config: Config, scenario: Scenario, tokens: float, days: float, effective: float = 1.0
+    found: Found,
+    config: Config,
+    scenario: Scenario,
+    tokens: float,
+    days: float,
+    effective: float | Callable[[np.ndarray], np.ndarray] = 1.0,
 ) -> StepEstimate:
     """The fewest GPUs that see `tokens` in `days`, with `effective` of the time spent stepping; best layout on them.
+
+    `effective`: a share, or a function from numbers of GPUs to shares.
 
     FitError naming the shortest time there is if the deadline cannot be met.
     """
     per_step = config.train.global_batch * config.model.sequence_length
-    needed = tokens / per_step * found.seconds / 86400.0 / effective
+    share = effective(found.gpus) if callable(effective) else effective
+    needed = tokens / per_step * found.seconds / 86400.0 / share
     fast = needed <= days
     for gpus in np.unique(found.gpus[fast]):
         chosen = np.flatnonzero(fast & (found.gpus == gpus))

@@ -87,7 +87,7 @@ def _number(text: str) -> Any:
     return text
 
 
-def _varied(scenario: Scenario, key: str, value: Any) -> Scenario:
+def varied(scenario: Scenario, key: str, value: Any) -> Scenario:
     """The scenario with one thing changed."""
     if key == "gpus":
         if not isinstance(value, int) or value < 1:
@@ -120,7 +120,7 @@ def sweep_rows(
             try:
                 point = scenario
                 for key, value in here:
-                    point = _varied(point, key, value)
+                    point = varied(point, key, value)
                 # On the event level one random fleet, the same for every point.
                 result = run(point, level, fleet=0)
             except FitError as error:

@@ -20,7 +20,7 @@ COLOURS = dict(
     zip(
         PART_NAMES,
         (
-            "#2b5c8a", "#4f8fc0", "#8fbce0", "#b9d3ea", "#7f7f7f", "#c0392b", "#e07b39", "#f0b35a",
+            "#2b5c8a", "#4f8fc0", "#8fbce0", "#b9d3ea", "#7f7f7f", "#c0392b", "#d98cb3", "#e07b39", "#f0b35a",
             "#7d5ba6", "#b39bd0", "#3a9b6d", "#8a6d3b", "#b8a77e", "#444444",
         ),
         strict=True,

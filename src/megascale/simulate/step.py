@@ -35,11 +35,22 @@ class Scenario:
     calibration: Calibration
     software: Software
     label: str = "as configured"
+    context: int = 1
+    experts: int = 1
+    top_k: int = 1
+    expert_parallel: int = 1
 
     @property
     def layout(self) -> Layout:
         """The layout; FitError if sizes do not divide."""
-        return lay_out(self.config, self.gpus)
+        if self.gpus % self.context:
+            raise FitError(f"--context={self.context} does not divide {self.gpus:,} GPUs; use a divisor")
+        return lay_out(self.config, self.gpus // self.context)
+
+    @property
+    def beyond_training(self) -> bool:
+        """Whether a sequence is cut or there are experts, which training has not and memory is not counted for."""
+        return self.context * self.experts * self.expert_parallel > 1
 
     def case(self) -> Case:
         """Numbers for the levels; FitError if sizes do not divide."""
@@ -58,6 +69,10 @@ class Scenario:
             middle=float(counts[:-1].max()) if p > 1 else float(counts[0]),
             last=float(counts[-1]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
+            context=self.context,
+            experts=self.experts,
+            top_k=self.top_k,
+            expert_parallel=self.expert_parallel,
         )
 
     def chunk_layers(self) -> np.ndarray:
@@ -122,7 +137,11 @@ class StepEstimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, 0 to 1, under megascale.core.flops.CONVENTION."""
+        """Model FLOPs utilisation, 0 to 1, under megascale.core.flops.CONVENTION; of bf16's peak in float8 too."""
+        if self.scenario.beyond_training:
+            case = self.scenario.case()
+            peak = self.scenario.cluster.gpu.peak_tflops * 1e12
+            return float(case.flops) / (self.seconds * self.scenario.gpus * peak)
         model = self.scenario.config.model.model_copy(update={"window": self.scenario.software.window})
         peak = self.scenario.cluster.gpu.peak_tflops
         return flops.mfu(model, self.tokens_per_second, self.scenario.gpus, peak)
@@ -228,7 +247,13 @@ def run(
             "event (--level event), or set --parallel.schedule=auto"
         )
     memory = scenario.memory_gib()
-    if check_memory and memory > scenario.cluster.gpu.memory_gib:
+    if scenario.beyond_training and not bool(case.fits()):
+        raise FitError(
+            f"{scenario.label}: --context={scenario.context}, --experts={scenario.experts}, --top-k={scenario.top_k}, "
+            f"--expert-parallel={scenario.expert_parallel} do not divide: the sequence over tensor x context, experts "
+            "over their ranks, replicas over them, and no more than all experts see a token"
+        )
+    if check_memory and not scenario.beyond_training and memory > scenario.cluster.gpu.memory_gib:
         raise FitError(
             f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
             f"{scenario.cluster.gpu.memory_gib:g}; raise parallel.tensor, parallel.pipeline or the number of GPUs, "
@@ -267,4 +292,6 @@ def run(
     width = band_width(scenario.cluster, case, scenario.calibration)
     low, high = (float(x) for x in width.around(seconds))
     said = cautions(scenario.cluster, case, scenario.calibration)
+    if scenario.beyond_training:
+        said = (*said, "context parallelism and experts: no step was held against this, and memory does not count them")
     return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, said)

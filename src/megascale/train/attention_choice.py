@@ -23,11 +23,14 @@ from megascale.config import Config
 from megascale.core import strict_json
 from megascale.errors import MegascaleError
 from megascale.ops import dispatch
-from megascale.ops.attention import AttentionShape, chooser
+from megascale.ops.attention import AttentionChooser, AttentionShape
 
 FILE = "kernels.json"
 Choices = dict[str, dict[str, str]]  # kind of device -> shape -> backend
 Decision = tuple[str, str]  # backend, and why, for people
+Decisions = dict[str, dict[str, Decision]]  # kind of device -> shape -> decision
+# Kind of device, and shape -> (milliseconds of each backend, why others did not run).
+Offer = tuple[str, dict[str, tuple[dict[str, float], dict[str, str]]]]
 
 
 def shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[AttentionShape]:
@@ -40,9 +43,14 @@ def shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[AttentionSha
 
 
 def agree(
-    config: Config, tensor: int, dtype: torch.dtype, device: torch.device, kept: Choices | None
+    config: Config,
+    tensor: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: Choices | None,
+    chooser: AttentionChooser,
 ) -> tuple[Choices, dict[str, str]]:
-    """Settle on kernels, collectively over the default group, and tell `ops.attention`.
+    """Settle on kernels, collectively over the default group, and tell `chooser`.
 
     Args:
         tensor: tensor-parallel size.
@@ -54,7 +62,7 @@ def agree(
     if config.kernels.attention != "auto" or dispatch.mode() == "reference":
         return kept or {}, {}
     peers = Peers()
-    kept = peers.share(kept or {})
+    kept = peers.share(kept or {}, Choices)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     wanted = shapes(config, tensor, dtype)
     refusals = {
@@ -62,8 +70,8 @@ def agree(
         for shape in wanted
         if (name := kept.get(kind, {}).get(str(shape))) is not None
     }
-    told = peers.gather((kind, refusals))
-    lost = peers.share(_lost(told))
+    told = peers.gather((kind, refusals), tuple[str, dict[str, str | None]])
+    lost = peers.share(_lost(told), Choices)
     measured = {}
     for shape in wanted:
         if str(shape) not in kept.get(kind, {}) or str(shape) in lost.get(kind, {}):
@@ -71,8 +79,8 @@ def agree(
             measured[str(shape)] = (choice.milliseconds or {choice.name: 0.0}, choice.refused)
     if measured and device.type == "cuda":
         torch.cuda.empty_cache()  # what was measured with must not lie between the engine's buffers
-    offers = peers.gather((kind, measured))
-    decisions: dict[str, dict[str, Decision]] = peers.share(_decide(offers, kept, lost))
+    offers = peers.gather((kind, measured), Offer)
+    decisions: Decisions = peers.share(_decide(offers, kept, lost), Decisions)
     for shape in wanted:
         chooser.adopt(shape, *decisions[kind][str(shape)])
     names = {
@@ -99,10 +107,10 @@ def _lost(told: list[tuple[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
 
 
 def _decide(
-    offers: list[tuple[str, dict[str, tuple[dict[str, float], dict[str, str]]]]],
+    offers: list[Offer],
     kept: Choices,
     lost: Mapping[str, Mapping[str, str]],
-) -> dict[str, dict[str, Decision]]:
+) -> Decisions:
     """kind -> shape -> the backend for all devices of that kind, a function of what was gathered alone."""
     found: dict[str, dict[str, Decision]] = {}
     for kind in dict.fromkeys(kind for kind, _ in offers):

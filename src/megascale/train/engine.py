@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megascale.core import calls
 from megascale.core.layout import Layout
 from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
-from megascale.ops import dispatch, side_stream
+from megascale.ops import dispatch
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import TIED, Axes, FlatChunk
@@ -21,6 +20,7 @@ from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.parameters import initialise
 from megascale.parallel.pipeline import P2PStream, P2PStreams, PipelineExecutor
+from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 from megascale.train.attention_choice import Choices, agree
 
@@ -55,6 +55,7 @@ class Engine:
         recorder: times the actions of a step.
         kept: attention kernels that the run has chosen before (see train/attention_choice.py); rank 0's count. With
             it, or with groups, ranks agree on kernels now; without, each is chosen when it is first needed.
+        runtime: what it runs with; default: its own, which records nothing.
 
     Attributes:
         attention: the kernels by kind of device and shape, to be kept.
@@ -67,11 +68,14 @@ class Engine:
         device: torch.device,
         recorder: Recorder | None = None,
         kept: Choices | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
-        dispatch.configure(config.kernels.mode, config.kernels.attention)
-        gemms = side_stream.configure(config.gemms_on_side_stream, device)
+        dispatch.configure(config.kernels.mode)
+        self.runtime = runtime = runtime or Runtime()
+        runtime.attention.backend = config.kernels.attention
+        gemms = runtime.use_side_stream(config.gemms_on_side_stream, device)
         at = grid.coordinate(rank)
         self.data_rank = at.data
         self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
@@ -84,13 +88,13 @@ class Engine:
         self.attention = kept or {}
         if groups is not None or kept is not None:
             dtype = DTYPES[config.train.precision]
-            self.attention, others = agree(config, grid.tensor, dtype, device, kept)
+            self.attention, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
             self.active |= others
         if device.type == "cuda" or config.overlap.gemms == "on":
             auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
             self.active["independent GEMMs"] = gemms + auto
-        self.tensor = self._tensor_axis(_axis(groups, "tensor", grid.tensor, at.tensor))
-        self.world = _axis(groups, "world", grid.world, rank)
+        self.tensor = self._tensor_axis(_axis(runtime, groups, "tensor", grid.tensor, at.tensor))
+        self.world = _axis(runtime, groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline
         self.first, self.last = stage == 0, stage == stages - 1
         tied = config.model.tied_embeddings and stages > 1 and (self.first or self.last)
@@ -106,10 +110,10 @@ class Engine:
                 why = "only NCCL has channels" if device.type != "cuda" else f"overlap.{name} is off"
                 self.active[f"{name} channels"] = f"not bounded: {why}"
         axes = Axes(
-            data=_axis(groups, "data_gather", grid.data, at.data),
-            reduce=_axis(groups, "data_reduce", grid.data, at.data),
+            data=_axis(runtime, groups, "data_gather", grid.data, at.data),
+            reduce=_axis(runtime, groups, "data_reduce", grid.data, at.data),
             tensor=self.tensor,
-            tied=_axis(groups, "embedding", 2, int(self.last)) if tied else ALONE,
+            tied=_axis(runtime, groups, "embedding", 2, int(self.last)) if tied else ALONE,
         )
         dtype = DTYPES[config.train.precision]
         reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
@@ -149,7 +153,7 @@ class Engine:
         )
         train = config.train
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
-        self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, recorder)
+        self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, recorder, runtime)
         if stages > 1 and device.type == "cuda":
             self.load_kernels()
 
@@ -158,7 +162,7 @@ class Engine:
         if not self.config.parallel.zero:
             return self.tensor
         ranks = self.layout.grid.group(("tensor", "data"), rank)
-        return _axis(groups, "stage", len(ranks), list(ranks).index(rank))
+        return _axis(self.runtime, groups, "stage", len(ranks), list(ranks).index(rank))
 
     def _tensor_axis(self, axis: Axis) -> Axis:
         """The tensor axis with the overlap that works here; ConfigError if the one asked for does not."""
@@ -185,7 +189,7 @@ class Engine:
 
     def run_gemms_on_side_stream(self, on: bool) -> None:
         """From the next step on, run independent GEMMs on two streams, or one after another."""
-        side_stream.configure(on, self.device)
+        self.runtime.use_side_stream(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
 
@@ -203,7 +207,7 @@ class Engine:
         well, whose sender may at that moment load a kernel itself and wait for a transfer of its own. So all are loaded
         before the first transfer.
         """
-        calls.current.at(b"kernels")
+        self.runtime.calls.at(b"kernels")
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
         where = ForwardContext(0, 0, self._token_grad())
@@ -277,9 +281,9 @@ class Engine:
         self.data.begin_step()
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
             loss = self.pipeline.run(forward, self.data)
-        calls.current.at(b"reduce")
+        self.runtime.calls.at(b"reduce")
         self.data.finish_reductions()
-        calls.current.at(b"optimizer")
+        self.runtime.calls.at(b"optimizer")
         for look in tuple(self.before_update):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
@@ -329,12 +333,12 @@ class Engine:
         return all_reduce(total, self.world).wait()
 
 
-def _axis(groups: Groups | None, name: str, size: int, rank: int) -> Axis:
-    """One axis of `groups`; ALONE where there is nobody else."""
+def _axis(runtime: Runtime, groups: Groups | None, name: str, size: int, rank: int) -> Axis:
+    """One axis of `groups`; a single-member one where there is nobody else."""
     group = getattr(groups, name) if groups is not None else None
     if size == 1 or group is None:
-        return ALONE
-    return Axis(group, size, rank, name="world" if name == "world" else group.group_name)
+        return Axis(runtime=runtime)
+    return Axis(group, size, rank, name="world" if name == "world" else group.group_name, runtime=runtime)
 
 
 def _p2p_streams(groups: Groups | None) -> P2PStreams:

@@ -170,9 +170,7 @@ class FaultInjector:
             read = batches(first)
 
             def batch(i: int) -> Any:
-                from megascale.core import calls
-
-                calls.current.reads(child)
+                self.trainer.engine.runtime.calls.reads(child)
                 os.read(inner, 1)  # nobody writes: the other end stays open here
                 return read(i)
 

@@ -69,9 +69,11 @@ def check(config: Config, world: int, *, model: bool = True, keeps: bool = False
 
     model: whether each has its share of the model; keeps: whether checkpoints are written.
     """
-    import torch
+    gpus = False
+    if config.train.device != "cpu":
+        import torch
 
-    gpus = config.train.device != "cpu" and torch.cuda.device_count() > 0
+        gpus = torch.cuda.device_count() > 0
     preflight(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
 
 

@@ -38,7 +38,7 @@ def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tupl
 def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Chunk, Config]:
     """As `restore`, the model alone: no master weights, gradients or moments, a fraction of an engine's memory."""
     (config, same), place = trained_config(run, step), _device(device)
-    dispatch.configure(config.kernels.mode, config.kernels.attention)
+    dispatch.configure(config.kernels.mode)
     dtype = DTYPES[config.train.precision]
     chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, dtype=dtype)
     # Rows that only fill up the vocabulary are in no checkpoint.

@@ -84,7 +84,7 @@ class Origin:
                 problem = judge()
             except (ConfigError, DataError) as error:  # the others wait for an answer
                 problem = str(error)
-        if problem := self.peers.share(problem):
+        if problem := self.peers.share(problem, str | None):
             raise DataError(problem)
 
     @property

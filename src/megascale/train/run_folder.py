@@ -38,7 +38,16 @@ class RunFolder:
 
     def event(self, name: Event, **details: Any) -> None:
         """Append a line to events.jsonl, on disk before returning."""
-        append(self.events, {"time": time.time(), "event": name.value, **details}, sync=True)
+        record = {"time": time.time(), "event": name.value, **details}
+        # Messages and evidence are for this user, as the driver's journal is.
+        handle = os.open(self.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with open(handle, "a") as out:
+            about = os.fstat(handle)
+            if about.st_mode & 0o077 and about.st_uid == os.geteuid():
+                os.fchmod(handle, 0o600)  # of an older version
+            out.write(strict_json.dumps(record) + "\n")
+            out.flush()
+            os.fsync(handle)
 
     def read_identity(self) -> str | None:
         """The random name that the run got at its first start, None before it (or in a folder of an older version)."""
@@ -91,13 +100,10 @@ def checkpoint_folder(run: Path, config: Config) -> Path | str:
     return config.checkpoint.location or run / "checkpoints"
 
 
-def append(file: Path, record: dict[str, Any], sync: bool = False) -> None:
+def append(file: Path, record: dict[str, Any]) -> None:
     """Append one JSON line."""
     with open(file, "a") as out:
         out.write(strict_json.dumps(record) + "\n")
-        if sync:
-            out.flush()
-            os.fsync(out.fileno())
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.core import calls
 from megascale.core.status import StatusFile
+from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 
 
@@ -30,7 +31,9 @@ class Telemetry:
         status: the rank's status file.
     """
 
-    def __init__(self, status: Path, flight: Path, rank: int, world: int, groups: Groups | None) -> None:
+    def __init__(
+        self, status: Path, flight: Path, rank: int, world: int, groups: Groups | None, runtime: Runtime
+    ) -> None:
         self.status = StatusFile(status, rank)
         self._stacks = open(status / f"rank-{rank}.stack", "w")  # noqa: SIM115 - held while the process lives
         if hasattr(signal, "SIGUSR2"):
@@ -40,7 +43,8 @@ class Telemetry:
         self._calls = calls.Calls(status, rank, world)
         for name, size in _groups(groups):
             self._calls.register(name, size)
-        calls.install(self._calls)
+        self._runtime = runtime
+        runtime.calls = self._calls
         self._pipe = status / f"rank-{rank}.ask"
         self._flight = flight / f"rank-{rank}.json"
         self._open = hasattr(os, "mkfifo")
@@ -54,7 +58,7 @@ class Telemetry:
     def step_begins(self, step: int) -> None:
         """A step's first operation comes next."""
         self.status.update("train", step)
-        calls.current.step(step)
+        self._calls.step(step)
         self._begun, self._waited = time.perf_counter(), self._calls.waited_seconds
 
     def step_ended(self) -> None:
@@ -65,7 +69,7 @@ class Telemetry:
     def close(self) -> None:
         """Let go of the files; their last words stay."""
         self._open = False
-        calls.install(calls.NoCalls())
+        self._runtime.calls = calls.NoCalls()
         if hasattr(signal, "SIGUSR2"):
             # Somebody may ask just now: without a handler the signal would end the process.
             faulthandler.unregister(signal.SIGUSR2)

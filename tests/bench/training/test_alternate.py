@@ -14,7 +14,6 @@ from megascale.config import ParallelConfig, from_tree
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
 from megascale.model.block import SerialBlock
-from megascale.ops import side_stream
 from megascale.train.engine import Engine
 
 SMALL = [
@@ -88,7 +87,7 @@ def test_an_engine_changes_between_steps(engine):
     assert seen["none"][1] == pytest.approx(seen["full"][1], rel=1e-6)
     exchange = SimpleNamespace(on_side_stream=False)
     engine.tensor = SimpleNamespace(exchange=exchange)
-    with mock.patch.object(side_stream, "configure") as configure:
+    with mock.patch.object(engine.runtime, "use_side_stream") as use:
         engine.run_gemms_on_side_stream(True)
     assert exchange.on_side_stream
-    configure.assert_called_once_with(True, torch.device("cpu"))
+    use.assert_called_once_with(True, torch.device("cpu"))

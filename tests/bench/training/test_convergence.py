@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megascale.bench.training import convergence as bench
+from megascale.bench.training import plain
 from megascale.cli.main import app
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 
@@ -114,7 +115,7 @@ def _holds(cmdline: Path, word: bytes) -> bool:
         ["--model.block=parallel", "--model.tied_embeddings=false", "--model.window=5", "--lr.warmup_steps=3"],
     ],
 )
-def test_training_is_what_plain_pytorch_makes_of_it(tmp_path, tokens, settings):
+def test_training_is_what_plain_pytorch_makes_of_it(tmp_path, tokens, megascale, settings):
     """Step by step: samples, first weights, gradients, clipping, schedule, AdamW; in float32, to rounding."""
     (tmp_path / "base.toml").touch()
     words = [str(tmp_path / "base.toml"), *settings, f"--train.runs={tmp_path}", f"--data.train={tokens}/train"]
@@ -129,16 +130,16 @@ def test_training_is_what_plain_pytorch_makes_of_it(tmp_path, tokens, settings):
     words += ["--train.device=cpu", "--train.precision=float32", "--train.threads=1", "--train.eval_interval=6"]
     words += ["--model.vocab_size=64", "--optimizer.clip=0.5", "--observe.progress=false", "--checkpoint.interval=0"]
     found = {}
-    for name, module in (("ours", ["megascale.cli.main", "train"]), ("plain", ["megascale.bench.training.plain"])):
-        command = [sys.executable, "-m", *module, *words, f"--train.name={name}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+    ours = megascale("train", *words, "--train.name=ours")
+    assert ours.returncode == 0, ours.stderr
+    plain.main([*words, "--train.name=plain"])
+    for name in ("ours", "plain"):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         found[name] = [json.loads(line) for line in lines]
     for key, count in (("loss", 12), ("grad_norm", 12), ("valid_loss", 2)):
-        ours, plain = ({r["step"]: r[key] for r in found[name] if key in r} for name in ("ours", "plain"))
-        assert len(plain) == count
-        assert ours == pytest.approx(plain, rel=2e-5), key
+        mine, theirs = ({r["step"]: r[key] for r in found[name] if key in r} for name in ("ours", "plain"))
+        assert len(theirs) == count
+        assert mine == pytest.approx(theirs, rel=2e-5), key
     losses = [r["loss"] for r in found["plain"] if "loss" in r]
     assert losses[-1] < losses[0] - 0.05
 

@@ -19,8 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.checkpoint import Checkpointer, latest, load, steps
-from megascale.checkpoint.background import pending_saves, service, service_protocol
+from megascale.checkpoint import Checkpointer, latest, load, object_collectives, steps
+from megascale.checkpoint.background import pending_saves, replica_token, service, service_protocol
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.replica import partners
 from megascale.checkpoint.background.service_protocol import COPIES, Fill, ListHeld, Register
@@ -29,7 +29,7 @@ from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.config import CheckpointConfig
-from megascale.errors import DataError
+from megascale.errors import DataError, TrainingError
 from megascale.services.conversation import Conversation, prove
 from megascale.services.host_service import Place
 from tests.checkpoint.conftest import assert_same, blank, context, cut, logical_state, run_group, whole
@@ -223,6 +223,46 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
     checkpointer = Checkpointer(_config(location=str(run / "checkpoints")), run / "host-0", whole(got))
     assert checkpointer.load() == {"step": 4}
     assert checkpointer.loaded_from == "storage"
+
+
+def _spoken(rank: int, size: int, run: Path, token: str) -> tuple[str, bytes]:
+    """(what a start with replicas failed of, all that this process said to the others)."""
+    if token:
+        os.environ[replica_token.VARIABLE] = token * (rank + 1)
+    said, dump = bytearray(), object_collectives.dump
+
+    def heard(value: Any) -> bytes:
+        data = dump(value)
+        said.extend(data)
+        return data
+
+    object_collectives.dump = heard  # type: ignore[assignment]
+    config = _config(replicas=True, location=str(run / "checkpoints"))
+    checkpointer = Checkpointer(config, run / f"host-{rank}", cut(logical_state(1), "flat", rank, size))
+    try:
+        checkpointer.prepare()
+    except TrainingError as error:
+        return str(error), bytes(said)
+    checkpointer.finish()
+    return "", bytes(said)
+
+
+def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> None:
+    for host in ("host-0", "host-1"):
+        (run / host).mkdir()
+    told = run_group(2, _spoken, run, "")
+    file = run / "checkpoints" / replica_token.FILE
+    token = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [error for error, _ in told] == ["", ""]
+    assert all(len(said) > 100 for _, said in told)
+    for secret in (token.encode(), bytes.fromhex(token), token.encode().hex().encode()):
+        assert all(secret not in said for _, said in told)
+    for error, _ in run_group(2, _spoken, run, "x" * 32):
+        assert "ranks [1] have another token than rank 0" in error
+    file.chmod(0o644)
+    for error, _ in run_group(2, _spoken, run, ""):
+        assert "chmod 600" in error
 
 
 def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:

@@ -498,3 +498,40 @@ def test_readers_wait_without_polling(prefix: str, tmp_path: Path, hosts: list[H
     assert used[0] < 0.1
     assert host.readers[0].wait_seconds > 0.4
     assert host.readers[0].generation == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes files of another user")
+def test_what_others_put_into_shared_memory_under_our_names_stops_nothing(
+    prefix: str, tmp_path: Path, hosts: list[Host]
+) -> None:
+    """A file, a link, a pipe and a folder under names like ours, and one in place of a segment that was lost."""
+    names = [
+        ring.MOUNT / f"{ring.prefix()}test-{os.getpid()}-{kind}" for kind in ("file", "link", "pipe", "folder", "open")
+    ]
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    try:
+        names[0].write_bytes(b"another user's")
+        names[1].symlink_to(victim)
+        os.mkfifo(names[2])
+        names[3].mkdir()
+        names[4].touch(0o666)
+        names[4].chmod(0o666)
+        for name in names[:4]:
+            os.chown(name, 4321, -1, follow_symlinks=False)
+        host = Host(configured(prefix, tmp_path), 1)
+        hosts.append(host)
+        segment = host.folder / "segment"
+        planted = Path(segment.read_text())
+        planted.write_bytes(b"")
+        os.chown(planted, 4321, -1)
+        names.append(planted)
+        assert np.array_equal(host.read(0), expected(host.plan, 0, 0, 0))
+        assert segment.read_text() != str(planted)
+        assert names[0].read_bytes() == b"another user's"
+        assert planted.read_bytes() == b""
+        assert victim.read_bytes() == b"mine"
+    finally:
+        names[3].rmdir()
+        for name in names[:3] + names[4:]:
+            name.unlink(missing_ok=True)

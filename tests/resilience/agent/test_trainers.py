@@ -33,15 +33,16 @@ def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict
     return rules.judge(FROM_AGENT.decode(FROM_AGENT.encode(beat)) and view)
 
 
-def ended(tmp_path: Path, words: list[str], ranks: int = 1, port: int = 1, before=None) -> list[Verdict]:
-    """Start ranks with `megascale WORDS`; the verdicts when the first has ended."""
+def ended(tmp_path: Path, file: Path, *words: str, ranks: int = 1, port: int = 1, before=None) -> list[Verdict]:
+    """Start ranks with the settings of a file; the verdicts when the first has ended."""
     (tmp_path / "node").mkdir()
+    text = file.read_text() if file.exists() else ""
 
     async def run() -> list[Verdict]:
         changed = asyncio.Event()
         mine = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
         mine.serve()
-        order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), tuple(words))
+        order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), text, words)
         try:
             async with asyncio.timeout(120):
                 while not mine._ready and mine._server is not None:
@@ -64,8 +65,7 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        words = ["train", str(tiny), "--parallel.data=2"]
-        [verdict] = ended(tmp_path, words, ranks=2, port=other.getsockname()[1])
+        [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=other.getsockname()[1])
     assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "respawn", (0,)), verdict.evidence
 
 
@@ -77,7 +77,7 @@ def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path
         log.parent.mkdir(parents=True)
         log.write_text("x" * 5000 + "\n")
 
-    [verdict] = ended(tmp_path, ["train", str(tiny)], before=fill)
+    [verdict] = ended(tmp_path, tiny, before=fill)
     assert (verdict.kind, verdict.action) == ("disk_full", "respawn"), verdict.evidence
     assert "File too large" in verdict.evidence[-1]
 
@@ -86,7 +86,7 @@ def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
     (tmp_path / "broken_trainer.py").write_text("import module_that_is_not_there\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(trainers, "PRELOAD", ("broken_trainer",))
-    verdicts = ended(tmp_path, ["train", "x.toml"], ranks=2)
+    verdicts = ended(tmp_path, tmp_path / "x.toml", ranks=2)
     assert [(v.kind, v.action, v.ranks) for v in verdicts] == [("user_error", "stop", (0, 1))]
     assert "No module named 'module_that_is_not_there'" in " ".join(verdicts[0].evidence)
 
@@ -97,7 +97,7 @@ def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
             os.kill(mine._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
         )
 
-    [verdict] = ended(tmp_path, ["train", str(tiny)], before=kill_soon)
+    [verdict] = ended(tmp_path, tiny, before=kill_soon)
     assert verdict.kind == "process_killed"
     assert "fork server" in " ".join(verdict.evidence)
     assert "signal SIGKILL" in " ".join(verdict.evidence)

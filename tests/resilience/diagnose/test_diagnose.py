@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 
@@ -24,6 +22,7 @@ from megascale.resilience.diagnose.check import SelfCheck, guarded
 from megascale.resilience.diagnose.expected import ENOUGH, Expected
 from megascale.resilience.diagnose.pairs import take_part
 from megascale.resilience.diagnose.regroup import Inquiry
+from tests.forked import Forked
 
 
 def test_a_calm_machine_passes_and_learns(tmp_path):
@@ -189,13 +188,8 @@ def test_three_real_nodes_all_reduce(tmp_path):
     from megascale.core.ports import free_port
 
     port = free_port()
-    command = [sys.executable, "-m", "megascale.cli.main", "diagnose", "--pairs", f"127.0.0.1:{port}", "--world", "3"]
-    nodes = [
-        subprocess.Popen(
-            [*command, "--node", str(n), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for n in range(3)
-    ]
+    command = ["diagnose", "--pairs", f"127.0.0.1:{port}", "--world", 3]
+    nodes = [Forked([*command, "--node", n, "--json"], split=True) for n in range(3)]
     results = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0, 0], results
     assert all(json.loads(out)["checks"][0]["measured"] > 0 for out, _ in results)

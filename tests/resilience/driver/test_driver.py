@@ -15,11 +15,14 @@ from megascale.resilience.driver.job_state import JobState, Phase
 from megascale.resilience.driver.journal import Entry
 from megascale.resilience.driver.lasting_journal import LastingJournal
 from megascale.resilience.protocol import agent_channel, contact
+from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
 
 class OneNode:
     """A cluster whose agent is the test's."""
+
+    def announce(self, job: JobDescription, token: bytes) -> None: ...
 
     def nodes(self) -> list[NodeInfo]:
         return [NodeInfo("n0", "127.0.0.1", True, True)]

@@ -1,21 +1,23 @@
-"""From "nothing moves" to a rank: what the driver learns of a hang; and the metrics it follows."""
+"""From "nothing moves" to a rank: what the driver learns of a hang."""
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
+import zlib
 
 import pytest
 
-from megascale.core.calls import Calls
+from megascale.core.calls import Call, CallRecord, Calls
+from megascale.observe.hang.evidence import RankEvidence, Scene
 from megascale.resilience.driver.hang_diagnosis import refine
-from megascale.resilience.driver.metrics_tail import MetricsTail
+from megascale.resilience.protocol.agent_messages import EVIDENCE, FROM_AGENT
+from megascale.resilience.protocol.rank_evidence import look_at, pack, unpack
 from megascale.resilience.rules.verdicts import Verdict
-from megascale.resilience.rules.view import Metric
+from megascale.services.framing import ProtocolError
 from tests.resilience.rules.test_rules import heartbeat, view, worker
 
 HANG = Verdict("hang", (), (), "respawn", ("no rank has moved for 11 s",))
@@ -31,7 +33,8 @@ def test_a_hang_gets_its_rank_and_its_node(tmp_path):
     code = f"""
 import os, signal
 from pathlib import Path
-from megascale.core.calls import Calls
+from megascale.core.calls import Call, CallRecord, Calls
+from megascale.observe.hang.evidence import RankEvidence, Scene
 log = Calls(Path({str(status)!r}), 1, 2)
 log.register("world", 2)
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -42,7 +45,10 @@ os.kill(os.getpid(), signal.SIGSTOP)
         # This process has no handler for the signal that asks for a stack.
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         state = view({n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)})
-        found = refine(HANG, state, tmp_path)
+        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in look_at(tmp_path, (0, 1), 7, history=100)]
+        assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
+        scene = Scene({e.rank: unpack(e.data) for e in sent}, 2)
+        found = refine(HANG, state, scene, None)
         signal.signal(signal.SIGUSR2, old)
     finally:
         other.kill()
@@ -53,30 +59,32 @@ os.kill(os.getpid(), signal.SIGSTOP)
     assert found.evidence[-1] == HANG.evidence[0]
 
 
-def test_a_run_folder_without_records_keeps_the_verdict(tmp_path):
-    found = refine(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), tmp_path)
+def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
+    (sent,) = look_at(tmp_path, (0,), 7, history=100)
+    assert not sent.data
+    found = refine(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
     assert (found.action, found.ranks) == ("respawn", ())
     assert "no closer look" in found.evidence[-1]
 
 
-def line(step: int, loss: float = 1.0) -> str:
-    return json.dumps({"step": step, "loss": loss, "grad_norm": 0.5, "seconds": 0.1}) + "\n"
-
-
-def test_metrics_are_followed_through_cut_lines_and_rewrites(tmp_path: Path):
-    file = tmp_path / "metrics.jsonl"
-    metrics_tail = MetricsTail(tmp_path)
-    assert metrics_tail.read() == []
-    whole = line(3)
-    file.write_text(line(1) + '{"step": 1, "valid_loss": 2.0}\n' + line(2) + whole[:9])
-    assert [m.step for m in metrics_tail.read()] == [1, 2]
-    with open(file, "a") as out:
-        out.write(whole[9:] + line(4, float("nan")))
-    found = metrics_tail.read()
-    assert [m.step for m in found] == [1, 2, 3, 4]
-    assert found[2] == Metric(3, 1.0, 0.5, 0.1)
-    assert found[3].loss != found[3].loss
-    # A resumed run puts another file in its place.
-    (tmp_path / "new").write_text(line(1) + line(2))
-    os.replace(tmp_path / "new", file)
-    assert [m.step for m in metrics_tail.read()] == [1, 2]
+def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
+    rng = random.Random(0)
+    calls = tuple(Call(f"group-{rng.random()}", n, "send", n) for n in range(20_000))
+    what = RankEvidence(3, "running", None, CallRecord(3, 1, 4, calls=calls), True, ("forward (x.py:1)",))
+    packed = pack(what, history=20_000)
+    assert 0 < len(packed) <= EVIDENCE
+    found = unpack(packed)
+    assert (found.rank, found.process, found.stack) == (3, "running", ("forward (x.py:1)",))
+    kept = len(found.record.calls)
+    assert 0 < kept < len(calls)
+    assert found.record.calls == calls[-kept:]
+    assert not found.record.whole
+    for nonsense in (
+        b"",
+        b"x" * 100,
+        zlib.compress(b"[1, 2]"),
+        packed[: len(packed) // 2],
+        zlib.compress(bytes(1 << 27)),
+    ):
+        with pytest.raises(ProtocolError):
+            unpack(nonsense)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
+from megascale.resilience.driver.job_state import Phase
+from megascale.resilience.driver.observations import Observations
 from megascale.resilience.driver.phase_durations import PhaseDurations
+from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
+from megascale.resilience.rules.silence import FIRST_STEP
 
 
 def test_a_pause_that_recurs_is_usual_and_a_single_one_is_not():
@@ -27,3 +32,19 @@ def test_while_little_was_seen_the_longest_counts():
         phase_durations.add("save", seconds)
     assert phase_durations.usual() == {"save": 7.0}
     assert PhaseDurations().usual() == {}
+
+
+def test_first_steps_are_learnt_apart_from_others():
+    """A first step is longer than any other: with it among the others a hang would be known late."""
+
+    def beat(step: int, standing: float, phase: str = "train") -> Heartbeat:
+        worker = Worker(0, 100, "running", 0, phase, step, status_age=standing)
+        return Heartbeat("job", 1, "n0", 1, 0, workers=(worker,))
+
+    job = SimpleNamespace(phase=Phase.STARTING)
+    seen = Observations(job, None, None, None, None, None)
+    seen.learn(beat(1, 40.0, "load"), beat(1, 0.0))
+    seen.learn(beat(1, 7.0), beat(2, 0.0))
+    job.phase = Phase.RUNNING
+    seen.learn(beat(2, 0.5), beat(3, 0.0))
+    assert seen._phase_durations.usual() == {FIRST_STEP: 7.0, "train": 0.5}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -283,3 +285,43 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
             writer.close()
 
     assert len(scene(play).beats) == 1
+
+
+def test_a_flood_of_silent_strangers_is_bounded_and_keeps_no_agent_out(monkeypatch):
+    """More strangers than there is room for, each with more to say than it may: the oldest go."""
+    monkeypatch.setattr("megascale.resilience.driver.agent_server.STRANGERS", 8)
+
+    async def play(connect, heard, place):
+        silent = [await asyncio.open_connection(*place) for _ in range(40)]
+        for _, writer in silent:
+            writer.write(greeting(bytes(32))[:-1])
+        channel, _, _ = await connect()
+        channel.send(beat(1))
+        await until(lambda: heard.beats and len(heard.refusals) >= 32)
+        for _, writer in silent:
+            writer.close()
+
+    assert len(scene(play).beats) == 1
+
+
+def test_what_strangers_send_is_not_heaped_up():
+    """40 with a quarter of a megabyte each, all there before the driver looks."""
+    sent = greeting(bytes(32)) + bytes(1 << 18)
+    peaks = []
+
+    async def play(connect, heard, place):
+        silent = [socket.create_connection(place) for _ in range(40)]
+        for sock in silent:
+            sock.setblocking(False)
+            sock.send(sent)
+        tracemalloc.start()
+        try:
+            await until(lambda: len(heard.refusals) == 40)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        for sock in silent:
+            sock.close()
+
+    scene(play)
+    assert peaks[0] < 40 * (1 << 16)

@@ -240,9 +240,9 @@ def test_a_slow_start_names_who_did_not_come():
     assert "resilience.first_step" in verdict.evidence[0]
 
 
-def standing(seconds: float, phase: str = "train", **changes) -> list[Verdict]:
+def standing(seconds: float, phase: str = "train", job: str = "running", **changes) -> list[Verdict]:
     beats = {n: [heartbeat(n, 1, [worker(n, phase=phase, status_age=seconds + n)])] for n in range(2)}
-    return rules.judge(view(beats, **changes))
+    return rules.judge(view(beats, phase=job, **changes))
 
 
 def test_nothing_moving_is_a_hang_only_past_what_the_phase_may_take():
@@ -261,6 +261,20 @@ def test_nothing_moving_is_a_hang_only_past_what_the_phase_may_take():
     beats = {0: [heartbeat(0, 1, [worker(0, status_age=20.0)])], 1: [heartbeat(1, 1, [worker(1, status_age=0.5)])]}
     assert not rules.judge(view(beats))
     assert not rules.judge(view({0: [heartbeat(0, 1, [worker(0, status_age=30.0)])]}, phase="starting", started=990.0))
+
+
+def test_a_first_step_that_hangs_is_known_once_others_were_seen():
+    """Of every start of a job that hangs at one step, not after resilience.first_step each time."""
+    start = {"job": "starting", "started": 940.0, "first_step": 600.0}
+    limit, learned = silence.LONG_FLOOR, {silence.FIRST_STEP: 2.0}
+    assert not standing(limit - 0.1, learned=learned, **start)
+    verdict = one(standing(limit + 0.1, learned=learned, **start), "hang")
+    assert "ranks stand in step" in verdict.evidence[1]
+    # It may be slow, and before the first of all nothing is known; nor is loading a step.
+    assert not standing(limit + 5, learned={silence.FIRST_STEP: 20.0}, **start)
+    assert one(standing(101, learned={silence.FIRST_STEP: 20.0}, **start), "hang")
+    assert not standing(limit + 5, learned={"train": 2.0}, **start)
+    assert not standing(limit + 5, "load", learned=learned, **start)
 
 
 def test_log_lines_and_devices():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.fabric.control_settings import CONTROLS, SETS, DcqcnSettings, SwiftSettings
 from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
+from megascale.simulate.fabric.fair_tuning import tuned_parents
 from megascale.simulate.fabric.flaps import stall, timer
 from megascale.simulate.fabric.max_min import finish_times, jain
 from megascale.simulate.fabric.packets import Flap, PacketSettings, simulate_packets
@@ -154,3 +155,17 @@ def test_bad_input_is_refused(small):
         traffic(small, "star", 1.0, 2)
     with pytest.raises(ConfigError, match="--senders"):
         traffic(small, "incast", 1.0, 99)
+
+
+def test_both_parents_are_tuned_on_the_traffic(small):
+    """On an incast, tuning must not lose to the settings it began with."""
+    case = traffic(small, "incast", 200e3, 16)
+    chosen, about = tuned_parents(case, PacketSettings())
+    assert "DCQCN" in about
+    assert "Swift" in about
+    for control in ("dcqcn", "swift"):
+        ends = [
+            simulate_packets(small, case.flows, case.paths, replace(s, control=control)).finish.max()
+            for s in (PacketSettings(), chosen)
+        ]
+        assert ends[1] <= ends[0] * 1.011

@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import platform
+import queue
 import random
 import resource
 import tempfile
@@ -25,9 +26,11 @@ from typing import Any
 import typer
 
 from megascale.core import strict_json
+from megascale.errors import TrainingError
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Hello, Start, Stop, Stopped
 from megascale.resilience.protocol.contact import read_contact, read_token
+from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic, Worker
 
 RANKS = 8  # a node
@@ -70,7 +73,7 @@ def driver(
         clients = [context.Process(target=_clients, args=(run, s, window, silent / processes, results)) for s in shares]
         for client in clients:
             client.start()
-        found = [results.get(timeout=seconds + 300) for _ in range(processes + 1)]
+        found = [_result(results, seconds + 300, served) for _ in range(processes + 1)]
         for process in (served, *clients):
             process.join()
     measures = next(r for r in found if "verdicts" in r)
@@ -85,6 +88,17 @@ def driver(
     Console().print(table)
     out.write_text(strict_json.dumps(figures, indent=1))
     typer.echo(f"figures: {out}")
+
+
+def _result(results: Queue[Any], seconds: float, served: Any) -> Any:
+    """The next process's figures. TrainingError if the driver ended without any, rather than waiting for it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(queue.Empty):
+            return results.get(timeout=1.0)
+        if served.exitcode:
+            break
+    raise TrainingError(f"the driver's process ended with exit code {served.exitcode} and no figures; see above")
 
 
 def _judge(measures: dict[str, Any], silences: list[tuple[str, float, float]], window: float) -> dict[str, Any]:
@@ -119,6 +133,8 @@ def _judge(measures: dict[str, Any], silences: list[tuple[str, float, float]], w
 
 class _Nowhere:
     """A cluster whose nodes come by themselves."""
+
+    def announce(self, job: JobDescription, token: bytes) -> None: ...
 
     def nodes(self) -> list[Any]:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -123,6 +124,15 @@ class Launched:
             self.process.kill()
             self.process.wait()
         return -1
+
+    def end_agents(self) -> None:
+        """Agents outlive a driver that was killed or broke."""
+        from megascale.errors import TrainingError
+        from megascale.resilience.faults.inject import agent_pid
+
+        for folder in (self.run / "nodes").glob("*"):
+            with contextlib.suppress(TrainingError):
+                os.kill(agent_pid(self.run, folder.name), signal.SIGKILL)
 
     def events(self, after: int = 0) -> list[Any]:
         """The driver's events so far."""

@@ -75,6 +75,7 @@ def _case(file: Path, name: str, cause: CrashCause, step: int) -> SoakCase:
         code = job.end(GRACE_PERIOD)
     finally:
         job.end(0.1)
+        job.end_agents()
     what = f"{cause.name} at step {step} in rank{'s' * (len(cause.ranks) > 1)} {', '.join(map(str, cause.ranks))}"
     events = job.events()
     starts = sum(e.kind == "attempt_started" for e in events)

@@ -7,7 +7,6 @@ those of an undisturbed run of as many steps.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
@@ -42,7 +41,7 @@ def run(cases: range, seed: int, folder: Path, report: Report) -> None:
         code = job.process.wait(WAIT)
     finally:
         job.end(0.1)
-        _end_agents(job)
+        job.end_agents()
     report(_weights(job, file, code, words))
 
 
@@ -82,16 +81,6 @@ def _case(job: Launched, rng: random.Random, old: Path) -> SoakCase:
         story = [f"{e.kind} {e.evidence}" for e in _since(job, last)]
         return SoakCase(what, False, f"{'; '.join(wrong)}; {story[:20]}")
     return SoakCase(what, True, f"trainers went on; noted: {', '.join(noted) or 'nothing, as nothing was lost'}")
-
-
-def _end_agents(job: Launched) -> None:
-    """Agents outlive a driver that broke."""
-    from megascale.errors import TrainingError
-    from megascale.resilience.faults.inject import agent_pid
-
-    for folder in (job.run / "nodes").glob("*"):
-        with contextlib.suppress(TrainingError):
-            os.kill(agent_pid(job.run, folder.name), signal.SIGKILL)
 
 
 def _since(job: Launched, when: float) -> list[Any]:

@@ -124,7 +124,6 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     import torch.distributed as dist
 
     from megascale.bench.harness.training_runs import machine, random_rows
-    from megascale.core import calls
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise
@@ -155,9 +154,9 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     counting = Counting()
     for number in range(1, warmup + 1):
         if number == warmup:
-            calls.current = counting
+            engine.runtime.calls = counting
         step(number)
-    calls.current = NoCalls()
+    engine.runtime.calls = NoCalls()
     plain = statistics.median(seconds[1:])
     device, host = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
     # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.

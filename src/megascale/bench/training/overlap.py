@@ -209,6 +209,8 @@ class _Case:
     ) -> None:
         import torch
 
+        from megascale.ops.gradient_sink import GradientSink, attach
+
         s, b, t = config.model.sequence_length, config.train.micro_batch, axis.size
         generator = torch.Generator(device).manual_seed(axis.rank)
 
@@ -221,7 +223,7 @@ class _Case:
         self.whole = [make(s, b, width) for width in gemm.inner]
         self.weights = [make(gemm.outer, width).mul_(0.01).requires_grad_() for width in gemm.inner]
         for weight in self.weights:
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+            attach(weight, GradientSink(torch.zeros_like(weight, dtype=torch.float32)))
         self.upstream = make(s, b, gemm.outer)
 
     def gemm(self, axis: Axis) -> Callable[[], Any]:

@@ -51,7 +51,7 @@ def find_held(sock: Conversation | None, peers: Peers, identity: str) -> Held | 
             mine = [(h.rank, h.replica, h.generation, h.ranks, h.step) for h in answer.held if h.identity == identity]
     saves: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
     ranks: dict[str, tuple[int, int]] = {}
-    for member, held in enumerate(peers.exchange(mine)):
+    for member, held in enumerate(peers.exchange(mine, list[tuple[int, bool, str, int, int]])):
         for rank, replica, generation, count, step in held:
             own, copies = saves.setdefault(generation, {}).setdefault(rank, ([], []))
             (copies if replica else own).append(member)
@@ -101,7 +101,7 @@ def load_held(
                 parts[rank] = (index.to_bytes(), message.state if rank == 0 else "")
     except OSError as error:
         problem = str(error)
-    answers = peers.exchange((problem, parts))
+    answers = peers.exchange((problem, parts), tuple[str | None, dict[int, tuple[bytes, str]]])
     wrong = next((p for p, _ in answers if p), None)
     if wrong:
         return wrong

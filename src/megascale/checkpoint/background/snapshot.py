@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from megascale.checkpoint.background import replica, service, service_protocol
+from megascale.checkpoint.background import replica, replica_token, service, service_protocol
 from megascale.checkpoint.background.pending_saves import BLANK
 from megascale.checkpoint.background.service_protocol import (
     Allocate,
@@ -43,7 +43,6 @@ from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.errors import FitError, TrainingError
 from megascale.services.conversation import Conversation
-from megascale.services.shared_token import new_token
 
 # Seconds within which the service answers short questions; else it counts as gone.
 _GRACE_PERIOD = 30.0
@@ -100,7 +99,7 @@ class Snapshots:
         if plan is not None:
             name = folders.identity(self.storage, create=True)
             start = (folders.new_generation(self.storage, above), name, plan.size)
-        self.generation, self.identity, self.needed = peers.share(start)
+        self.generation, self.identity, self.needed = peers.share(start, tuple[str, str, int] | None)
         chunks = cut(shards)
         self._chunks = [chunks[i] for i in self.part.chunks.tolist()]
         self._index = own_index(shards, self.part, peers.rank)
@@ -240,8 +239,11 @@ class Snapshots:
 
     def _open(self) -> str | None:
         """Get in touch with the service: memory, neighbours, the plan. Collective; what went wrong, the same on all."""
-        token = self.peers.share(new_token() if self._replicas and self.peers.rank == 0 else "")
-        me, problem = ("", "", 0, ""), None
+        me, problem, token = ("", "", 0, ""), None, ""
+        if self._replicas:
+            token, problem = replica_token.agree(self.peers, self.storage.url, self.identity)
+            if problem:
+                return problem
         try:
             self._sock = service.connect(self._place, self._linger, self._log)
             self._sock.timeout = _GRACE_PERIOD
@@ -249,7 +251,7 @@ class Snapshots:
             me = (told.service, _address(self._listen), told.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
-        answers = self.peers.exchange((problem, me))
+        answers = self.peers.exchange((problem, me), tuple[str | None, tuple[str, str, int, str]])
         if problem := next((p for p, _ in answers if p), None):
             return problem
         everyone = [other for _, other in answers]
@@ -292,7 +294,7 @@ class Snapshots:
                 f"x {size:,} bytes of host memory. Lower checkpoint.slots={self.slots_wanted}, or set "
                 "checkpoint.background=false"
             )
-        return next((p for p in self.peers.exchange(problem) if p), None)
+        return next((p for p in self.peers.exchange(problem, str | None) if p), None)
 
     def _reopen(self) -> str | None:
         """The service is gone on some host: begin anew on all."""

@@ -24,14 +24,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale import errors
 from megascale.config import Config
 from megascale.data.loader import ring as rings
 from megascale.data.loader.host_layout import HostPlan, plan_host
 from megascale.data.loader.loader_messages import FROM_LOADER, FROM_READER, NAME, Attach, Bye, Seated
 from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import Ring
-from megascale.errors import MegascaleError, TrainingError
+from megascale.errors import MegascaleError, TrainingError, named
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply, peer
 from megascale.services.host_service import Launch, Place, ServiceFailed
@@ -100,7 +99,7 @@ def prepare(plan: HostPlan, mount: Path = rings.MOUNT) -> Path:
     rings.check_room(plan.shape.size, mount)
     folder = _private(secrets.token_hex(8))
     (folder / PLAN).write_text(plan.to_json())
-    (folder / SEGMENT).write_text(str(mount / f"{rings.prefix()}{folder.name.removeprefix('loader-')}"))
+    (folder / SEGMENT).write_text(str(rings.new_name(mount)))
     logs = plan.config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     first = min(min(ranks) for ranks in plan.shape.readers)
@@ -138,7 +137,7 @@ def connect(folder: Path) -> Conversation:
     try:
         return host_service.connect(place, _launch(folder), FROM_READER, FROM_LOADER, seconds=_COME_UP)
     except ServiceFailed as error:
-        raise failure(error.kind, str(error)) from None
+        raise named(error.kind, str(error)) from None
     except OSError as error:
         raise TrainingError(
             f"the data loader of this host does not come up ({error}); its last words in "
@@ -169,12 +168,6 @@ def end(folder: Path) -> None:
     with contextlib.suppress(OSError):
         Path((folder / SEGMENT).read_text()).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def failure(kind: str, words: str) -> MegascaleError:
-    """The error that a loader tells of."""
-    found = getattr(errors, kind, None)
-    return found(words) if isinstance(found, type) and issubclass(found, MegascaleError) else TrainingError(words)
 
 
 def last_words(folder: Path) -> str:
@@ -249,7 +242,7 @@ class LoaderReader:
                 answer = loader.receive()
                 if isinstance(answer, ErrorReply):
                     loader.close()
-                    raise failure(answer.kind, answer.error)
+                    raise named(answer.kind, answer.error)
                 self._map(loader.files)
                 self.generation = answer.generation
                 loader.send(Seated(self.base))
@@ -284,7 +277,7 @@ class LoaderReader:
                 return
             try:
                 if isinstance(told, ErrorReply):
-                    raise failure(told.kind, told.error)
+                    raise named(told.kind, told.error)
                 self._loader.close()
                 self._loader = self._join()
                 log.warning("rank %d reads from generation %d of the data loader", self.rank, self.generation)

@@ -33,7 +33,7 @@ from megascale.data.loader.loader_messages import (
     Attached,
     Seated,
 )
-from megascale.errors import MegascaleError
+from megascale.errors import MegascaleError, kind_of
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply
 from megascale.services.host_service import Place, Ready
@@ -68,7 +68,13 @@ class LoaderService:
             log.warning("%s", sentence)
         shape = self.plan.shape
         job = str(self.plan.config.run_folder.absolute())
-        self.ring, there = rings.create(self.segment, shape, self.plan.hash, job)
+        try:
+            self.ring, there = rings.create(self.segment, shape, self.plan.hash, job)
+        except OSError as error:  # another user has taken the name since the segment was lost: readers ask for no name
+            log.warning("%s; another name is taken", error)
+            self.segment = rings.new_name(self.segment.parent)
+            (folder / SEGMENT).write_text(str(self.segment))
+            self.ring, there = rings.create(self.segment, shape, self.plan.hash, job)
         generation = int(self.ring.header["generation"])
         log.info("generation %d owns %s: %s bytes, streams %s", generation, self.segment, shape.size, shape.readers)
         if there:
@@ -97,7 +103,7 @@ class LoaderService:
                     continue
                 self._fill(stream)
         except MegascaleError as error:
-            self._fail(str(error), type(error).__name__)
+            self._fail(str(error), kind_of(error))
         except Exception as error:
             log.exception("the loader failed")
             self._fail(f"the data loader failed: {type(error).__name__}: {error}", "TrainingError")
@@ -287,7 +293,7 @@ def main() -> None:
     try:
         serve(arguments.folder, arguments.parent, ready)
     except MegascaleError as error:
-        ready.say(ErrorReply(str(error)[:2000], type(error).__name__))
+        ready.say(ErrorReply(str(error)[:2000], kind_of(error)))
         sys.exit(error.exit_code)
 
 

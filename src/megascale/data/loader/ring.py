@@ -17,6 +17,8 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -193,10 +195,13 @@ class Ring:
 def create(path: Path, shape: RingShape, spec: int, job: str) -> tuple[Ring, bool]:
     """The segment at `path`, and whether it was there: a loader before this one made it and its readers go on.
 
-    Raises FitError if the mount has too little room.
+    Raises FitError if the mount has too little room, PermissionError if somebody else has put something there.
     """
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if not _own(handle) or os.fstat(handle).st_mode & 0o077:
+            os.close(handle)
+            raise PermissionError(errno.EACCES, "not a file of this user alone", str(path))
         fcntl.flock(handle, fcntl.LOCK_SH)
         try:
             current = os.stat(path).st_ino == os.fstat(handle).st_ino
@@ -227,12 +232,12 @@ def create(path: Path, shape: RingShape, spec: int, job: str) -> tuple[Ring, boo
 def check_room(size: int, mount: Path = MOUNT) -> None:
     """FitError if the shared-memory mount has less than `size` bytes free, or is none."""
     try:
-        stat = os.statvfs(mount)
+        room = os.statvfs(mount)
     except OSError as error:
         raise FitError(
             f"shared memory {mount} cannot be used ({error.strerror}); mount a tmpfs there or set --data.loader=local"
         ) from None
-    free, whole = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+    free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     if free < size:
         raise FitError(_no_room(size, mount, free, whole))
 
@@ -253,8 +258,8 @@ def _reserve(handle: int, path: Path, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise
-        stat = os.fstatvfs(handle)
-        free, whole = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+        room = os.fstatvfs(handle)
+        free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
         raise FitError(_no_room(size, path.parent, free, whole)) from None
 
 
@@ -266,15 +271,29 @@ def prefix() -> str:
 def stale(mount: Path = MOUNT) -> Iterator[tuple[Path, int]]:
     """This user's segments that nobody uses any more, and an open file that keeps each locked meanwhile."""
     for path in sorted(mount.glob(f"{prefix()}*")):
-        with suppress(FileNotFoundError):
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # Anybody may put a file, a link or a pipe there under such a name: it is not ours, and stops nothing.
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                if not _own(handle):
+                    continue
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield path, handle
             except BlockingIOError:
                 pass
             finally:
                 os.close(handle)
+
+
+def _own(handle: int) -> bool:
+    """Whether an open file is a plain one of this user."""
+    about = os.fstat(handle)
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+
+
+def new_name(mount: Path = MOUNT) -> Path:
+    """Where a new segment goes; nobody knows the name before it is there."""
+    return mount / f"{prefix()}{secrets.token_hex(16)}"
 
 
 def reap(mount: Path = MOUNT) -> list[str]:

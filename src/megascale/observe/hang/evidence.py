@@ -70,19 +70,20 @@ class Scene:
     now_ns: int = 0
 
 
-def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5) -> Scene:
+def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: frozenset[int] | None = None) -> Scene:
     """Read a run folder (or a folder of `rank-N.calls` files).
 
     Args:
         ask: signal the ranks that live on this host for their stacks and flight records.
         watch_seconds: how long to look for movement; 0 does not look.
+        only: ranks to look at, None: all that left something.
 
     Raises:
         DataError: nothing of the kind lies there.
     """
     status_folder = folder / "status" if (folder / "status").is_dir() else folder
     flight_folder = folder / "flight" if (folder / "flight").is_dir() else folder
-    ranks = _ranks(status_folder, flight_folder)
+    ranks = [r for r in _ranks(status_folder, flight_folder) if only is None or r in only]
     if not ranks:
         raise DataError(
             f"{folder} holds no rank-N.status or rank-N.calls files and no flight-recorder dumps; name a run folder, "

@@ -22,28 +22,34 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from megascale.config import ResilienceConfig, load
 from megascale.core.failure import errno_of
 from megascale.core.ports import free_port
 from megascale.errors import MegascaleError
 from megascale.resilience.agent import gpu_health, node_health
 from megascale.resilience.agent.logs import LogFilter
+from megascale.resilience.agent.metrics_tail import MetricsTail
+from megascale.resilience.agent.sent_files import SentFiles
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import (
+    LIMIT,
     REPORT,
     Diagnose,
+    Explain,
     HeldTrainers,
+    Kept,
     Order,
     Refuse,
     Start,
     Stop,
     Welcome,
 )
-from megascale.resilience.protocol.contact import read_contact, read_token
+from megascale.resilience.protocol.given import given, given_token
 from megascale.resilience.protocol.heartbeat import Heartbeat, fit
+from megascale.resilience.protocol.rank_evidence import look_at
 from megascale.services.framing import ProtocolError
+from megascale.services.messages import Message
 
 log = logging.getLogger("megascale.agent")
 RETRY = 0.25  # seconds between attempts to reach a driver
@@ -53,16 +59,19 @@ LOOK = 0.2  # seconds between looks at logs and status files
 class Agent:
     """State of one node."""
 
-    def __init__(self, run: Path, node: str, folder: Path, address: str, pod: str, config: ResilienceConfig) -> None:
-        self.run_folder, self.node, self.folder, self.address, self.pod = run, node, folder, address, pod
-        self.config = config
+    def __init__(self, node: str, folder: Path, address: str, pod: str) -> None:
+        self.node, self.folder, self.address, self.pod = node, folder, address, pod
+        job = given(folder)
+        self.job, self.config, self.run_folder = job.name, job.limits, Path(job.run)
+        _make_run_folder(self.run_folder, job.checkpoints)
         self.boot = secrets.token_hex(8)
-        self.job = read_contact(run).job
         self.epoch = _known_epoch(folder)
         self.sequence = 0
         self.channel: agent_channel.AgentChannel | None = None
-        self.trainers = Trainers(run, folder, self.beat_soon)
-        self.logs = LogFilter(config.log_patterns)
+        self.trainers = Trainers(self.run_folder, folder, self.beat_soon, job.shared)
+        self.metrics = MetricsTail(self.run_folder)
+        self.files = None if job.shared else SentFiles(self.run_folder)
+        self.logs = LogFilter(self.config.log_patterns)
         self.traffic = node_health.TrafficSampler()
         self.gpus = gpu_health.GpuHealth()
         self.facts = (node_health.hardware(), node_health.versions())
@@ -71,6 +80,7 @@ class Agent:
         self.ended = asyncio.Event()
         self._soon = asyncio.Event()
         self._doing: asyncio.Task[None] | None = None
+        self._explaining: asyncio.Task[None] | None = None
         self._offered: deque[int] = deque(maxlen=100)
         self._alone_since = time.monotonic()
 
@@ -114,13 +124,11 @@ class Agent:
             await asyncio.sleep(RETRY)
 
     async def _session(self) -> None:
-        contact = read_contact(self.run_folder)
-        host, port = contact.agents
+        host, port = given(self.folder).driver
         async with asyncio.timeout(5.0):
             reader, writer = await asyncio.open_connection(host, port, local_addr=self._local(host))
             try:
-                # Read anew: where RUN/driver was removed, the next driver made another one.
-                token = read_token(self.run_folder)
+                token = given_token(self.folder)  # read anew: the next driver may have made another one
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
                 hello: dict[str, Any] = {"job": self.job, "node": self.node, "address": self.address, "pod": self.pod}
                 hello |= {"boot": self.boot, "epoch": self.epoch, "attempt": self.trainers.attempt}
@@ -144,6 +152,9 @@ class Agent:
             channel.close()
             raise ProtocolError(f"the driver is of MegaScale {welcome.version}, this agent of {agent_channel.VERSION}")
         self._accept(welcome.epoch)
+        self.metrics.begin_session()
+        if self.files is not None:
+            self.files.begin_session()
         self.channel = channel
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self.beat_soon()
@@ -163,7 +174,7 @@ class Agent:
         while True:
             await asyncio.sleep(RETRY)
             with contextlib.suppress(MegascaleError):
-                if read_contact(self.run_folder).epoch > self.epoch:
+                if given(self.folder).epoch > self.epoch:
                     channel.close()
                     return
 
@@ -192,6 +203,11 @@ class Agent:
             self._start(order)
         elif isinstance(order, Diagnose):
             self._doing = asyncio.create_task(self._diagnose(order))
+        elif isinstance(order, Explain):
+            self._explaining = asyncio.create_task(self._explain(order))
+        elif isinstance(order, Kept):
+            if self.files is not None:
+                self.files.kept(order.name, order.end)
         else:
             self.ended.set()
 
@@ -203,22 +219,24 @@ class Agent:
         codes = {w.rank: w.code for w in self.trainers.workers()}
         port = free_port(self.address, self._offered)
         self._offered.append(port)  # where it was taken by the time of its use, the next is another one
-        self._send(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
+        self._say(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
 
     def _start(self, order: Start) -> None:
         if order.attempt <= self.trainers.attempt:
             return  # sent twice
         if self.trainers.running():
-            self._send(do="failed", attempt=order.attempt, why="trainers of an older attempt still run")
+            self._say(do="failed", attempt=order.attempt, why="trainers of an older attempt still run")
             return
         try:
             self.trainers.start(order, self.address)
         except OSError as error:
             why = f"could not start the trainers: {error}"
-            self._send(do="failed", attempt=order.attempt, why=fit(why), errno=errno_of(error))
+            self._say(do="failed", attempt=order.attempt, why=fit(why), errno=errno_of(error))
             return
         self.forward, self.state = order.forward, order.state
         self.logs.follow({t.rank: (t.log, t.log_start) for t in self.trainers.trainers.values()})
+        if self.files is not None:
+            self.files.follow(order.ranks)
         self.beat_soon()
 
     async def _diagnose(self, order: Diagnose) -> None:
@@ -244,7 +262,20 @@ class Agent:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        self._send(do="diagnosed", order=order.order, **report)
+        self._say(do="diagnosed", order=order.order, **report)
+
+    async def _explain(self, order: Explain) -> None:
+        """Look at the ranks that stand still, in a thread: it takes up to some seconds."""
+        ranks = tuple(self.trainers.trainers)
+        found = await asyncio.to_thread(look_at, self.run_folder, ranks, order.order, order.history)
+        for evidence in found:
+            await self._send_when_free(evidence)
+
+    async def _send_when_free(self, message: Message) -> None:
+        """Send what is large once what was queued before has gone."""
+        while self.channel is not None and self.channel.backlog > LIMIT:
+            await asyncio.sleep(LOOK)
+        self._send(message)
 
     def _held(self) -> HeldTrainers | None:
         if not self.state:
@@ -253,10 +284,15 @@ class Agent:
         stepped = any(has or phase in ("save", "evaluate", "done") for phase, has in stages)
         return HeldTrainers(self.state, stepped)
 
-    def _send(self, **message: Any) -> None:
+    def _say(self, **message: Any) -> None:
         if self.channel is not None:
             with contextlib.suppress(ConnectionError):
                 self.channel.send_message(**message)
+
+    def _send(self, message: Message) -> None:
+        if self.channel is not None:
+            with contextlib.suppress(ConnectionError):
+                self.channel.send(message)
 
     # telemetry --------------------------------------------------------------------------------------------------------
 
@@ -307,6 +343,7 @@ class Agent:
         while True:
             await asyncio.sleep(LOOK)
             self._pass_lines()
+            self._pass_files()
             now = self.trainers.stages()
             if now != before:
                 before = now
@@ -315,7 +352,18 @@ class Agent:
     def _pass_lines(self) -> None:
         lines = self.logs.look(self.forward)
         if lines:
-            self._send(do="lines", rank=self.forward, lines=[fit(line) for line in lines[-100:]])
+            self._say(do="lines", rank=self.forward, lines=[fit(line) for line in lines[-100:]])
+
+    def _pass_files(self) -> None:
+        """What steps gave, where rank 0 runs; and all that trainers write, where the driver does not see it."""
+        channel = self.channel
+        if channel is None:
+            return
+        if 0 in self.trainers.trainers and (steps := self.metrics.look()) is not None:
+            self._send(steps)
+        if self.files is not None and channel.backlog < LIMIT:
+            for piece in self.files.take():
+                self._send(piece)
 
     async def _orphan(self) -> None:
         while True:
@@ -338,10 +386,16 @@ def _write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def _make_run_folder(run: Path, checkpoints: str) -> None:
+    """The folder that trainers write to, with the checkpoints that all nodes share."""
+    run.mkdir(parents=True, exist_ok=True)
+    if checkpoints and not (run / "checkpoints").exists():
+        (run / "checkpoints").symlink_to(checkpoints)
+
+
 def main() -> None:
     """Command line of the agent; started by a Cluster, not by people."""
     parser = argparse.ArgumentParser(description="Agent of one node.")
-    parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--node", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--address", default="127.0.0.1")
@@ -349,10 +403,9 @@ def main() -> None:
     a = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     a.folder.mkdir(parents=True, exist_ok=True)
-    config = load(a.run / "driver" / "job.toml").resilience
 
     async def serve() -> None:
-        await Agent(a.run, a.node, a.folder, a.address, a.pod, config).run()
+        await Agent(a.node, a.folder, a.address, a.pod).run()
 
     asyncio.run(serve())
 

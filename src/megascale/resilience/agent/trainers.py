@@ -72,13 +72,14 @@ class Trainers:
     """Starts, watches and stops this node's ranks.
 
     Args:
-        run: the run folder (status files and logs).
-        folder: the node's own folder.
+        run: the folder that trainers write to; its name is the run's.
+        folder: the node's own folder, with the settings that came with the order.
         changed: called when a process has started or ended.
+        shared: whether `run` is where the settings say; else trainers are told.
     """
 
-    def __init__(self, run: Path, folder: Path, changed: Callable[[], None]) -> None:
-        self.run, self.folder, self._changed = run, folder, changed
+    def __init__(self, run: Path, folder: Path, changed: Callable[[], None], shared: bool = True) -> None:
+        self.run, self.folder, self._changed, self._shared = run, folder, changed, shared
         self.attempt = 0
         self.trainers: dict[int, TrainerProcess] = {}
         self._server: subprocess.Popen[bytes] | None = None
@@ -172,6 +173,10 @@ class Trainers:
             self.serve()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        settings = self.folder / "job.toml"
+        settings.write_text(order.settings, encoding="utf-8")
+        place = () if self._shared else (f"--train.runs={self.run.parent}",)
+        words = ("train", str(settings), *place, *order.words)
         self.trainers = {}
         for local, rank in enumerate(order.ranks):
             log = logs / f"rank-{rank}.log"
@@ -190,7 +195,7 @@ class Trainers:
                 "MEGASCALE_NODE_ADDRESS": address,
             }
             assert self._sock is not None
-            self._send(framed(TO_FORK_SERVER, Fork(rank, self.attempt, env, order.words, str(log))))
+            self._send(framed(TO_FORK_SERVER, Fork(rank, self.attempt, env, words, str(log))))
 
     def _send(self, data: bytes) -> None:
         assert self._sock is not None

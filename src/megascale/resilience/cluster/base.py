@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from megascale.resilience.protocol.given import JobDescription
+
 
 @dataclass(frozen=True)
 class NodeInfo:
@@ -18,6 +20,11 @@ class NodeInfo:
 
 class Cluster(Protocol):
     """Nodes with an agent each. Calls are quick or asynchronous; the driver's loop waits for none of them long."""
+
+    def announce(self, job: JobDescription, token: bytes) -> None:
+        """What agents are given from now on (protocol/given.py), those that run too: another driver has the job, or
+        the same at another address. Called before anything else."""
+        ...
 
     def nodes(self) -> list[NodeInfo]:
         """Every node that exists now, evicted ones included until they are removed."""

@@ -13,10 +13,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.process_birth import born
+from megascale.resilience.protocol.given import JobDescription, give
 
 log = logging.getLogger("megascale.driver")
 DOWN = "down"
@@ -26,14 +29,36 @@ STATE = "agent.json"
 class LocalCluster:
     """Args:
     run: the run folder.
-    devices: GPUs to be shared out, one list a node in order of creation; empty on CPU.
+    devices: GPUs to be shared out, one group a node in order of creation; empty on CPU.
+    apart: as on machines of their own, agents and trainers see no folder of the run but that of its checkpoints;
+        theirs is RUN.apart/NAME.
     """
 
-    def __init__(self, run: Path, devices: list[list[int]] | None = None) -> None:
-        self.run, self.devices = run, devices or []
+    def __init__(self, run: Path, devices: Sequence[Sequence[int]] = (), apart: bool = False) -> None:
+        self.run, self.devices, self._apart = run, devices, apart
+        self._job: tuple[JobDescription, bytes] | None = None
         self.folder = run / "nodes"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._children: list[subprocess.Popen[bytes]] = []
+
+    def announce(self, job: JobDescription, token: bytes) -> None:
+        self._job = (job, token)
+        for path in self.folder.iterdir():
+            self._give(path.name)
+
+    def _give(self, name: str) -> Path:
+        """Put into a node's folder what its agent is given; that folder."""
+        if self._job is None:
+            raise RuntimeError("no job was announced")
+        job, token = self._job
+        folder = self.folder / name
+        if self._apart:
+            folder = self.run.with_name(f"{self.run.name}.apart") / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (self.run / "checkpoints").mkdir(exist_ok=True)
+            job = job.on(folder / "runs" / self.run.name, self.run / "checkpoints")
+        give(folder, replace(job, run=job.run or str(self.run)), token)
+        return folder
 
     def nodes(self) -> list[NodeInfo]:
         return [
@@ -47,8 +72,13 @@ class LocalCluster:
             return False
         await self.fence(name)
         self._children = [child for child in self._children if child.poll() is None]
-        command = [sys.executable, "-m", "megascale.resilience.agent.agent", "--run", str(self.run), "--node", name]
-        command += ["--folder", str(folder), "--address", _address(name), "--pod", f"local-{name}"]
+        try:
+            own = self._give(name)
+        except OSError as error:
+            log.warning("no agent on %s: what it is given cannot be written: %s", name, error)
+            return False
+        command = [sys.executable, "-m", "megascale.resilience.agent.agent", "--node", name]
+        command += ["--folder", str(own), "--address", _address(name), "--pod", f"local-{name}"]
         environment = dict(os.environ)
         number = _number(name)
         if number < len(self.devices):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from typing import Any, Protocol
 
 from megascale.resilience.protocol import agent_channel
@@ -12,7 +13,9 @@ from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
 
 PROOF_SECONDS = 5.0
-STRANGERS = 4096  # connections that have not yet proved themselves
+STRANGERS = 2048  # connections that have not yet proved themselves: all agents of a large job come at once
+_BUFFER = 8192  # bytes of one connection's that asyncio holds back (up to twice as many)
+_READ = 4096  # bytes that it reads at once from a stranger, of whom 80 are due; else it takes 256 KiB
 
 
 class Listener(Protocol):
@@ -43,12 +46,12 @@ class AgentServer:
     def __init__(self, job: str, token: bytes, listener: Listener) -> None:
         self._job, self._token, self._listener = job, token, listener
         self._server: asyncio.Server | None = None
-        self._strangers = 0
+        self._strangers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self, host: str, port: int) -> tuple[str, int]:
         """Listen; returns the address."""
-        self._server = await asyncio.start_server(self._serve, host, port, backlog=4096)
+        self._server = await asyncio.start_server(self._serve, host, port, backlog=4096, limit=_BUFFER)
         name = self._server.sockets[0].getsockname()
         return name[0], name[1]
 
@@ -75,9 +78,10 @@ class AgentServer:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name = writer.get_extra_info("peername")
         peer, node = f"{name[0]}:{name[1]}" if name else "?", ""
-        if self._strangers >= STRANGERS:
-            return
-        self._strangers += 1
+        transport: Any = writer.transport
+        transport.max_size = _READ
+        self._make_room()
+        self._strangers[id(writer)] = writer
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 channel = await agent_channel.open_channel(reader, writer, self._token, driver=True)
@@ -89,7 +93,8 @@ class AgentServer:
         except (TimeoutError, OSError, EOFError):
             return self._listener.refused(peer, node, "said nothing in time")
         finally:
-            self._strangers -= 1
+            self._strangers.pop(id(writer), None)
+        del transport.max_size  # the class's own from now on
         node = hello.node
         if hello.job != self._job:
             why = f"an agent of job {hello.job[:100]!r}; this driver runs {self._job!r}"
@@ -112,6 +117,12 @@ class AgentServer:
         finally:
             channel.close()
             self._listener.left(node, channel)
+
+    def _make_room(self) -> None:
+        """Hang up on those who have been strangers longest: who knows the token needs milliseconds."""
+        most = min(STRANGERS, max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        while len(self._strangers) >= most:
+            self._strangers.pop(next(iter(self._strangers))).transport.abort()
 
     async def _receive(self, channel: agent_channel.AgentChannel, node: str) -> None:
         sequence = 0

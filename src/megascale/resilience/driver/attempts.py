@@ -19,7 +19,7 @@ class Attempts:
     """Args:
     job, nodes: whose trainers they are, and where.
     settings: in force.
-    words: the trainers' command line (without the program's name).
+    words: further settings of the trainers' command line.
     note: writes an event down.
 
     Attributes:
@@ -97,6 +97,7 @@ class Attempts:
             ranks=list(ranks),
             world=job.world,
             master=list(job.master),
+            settings=self._settings.config.to_toml(),
             words=words,
             env={},
             fresh=node.name in job.fresh,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from megascale.core.events import Event
 from megascale.resilience import rules
@@ -15,6 +14,7 @@ from megascale.resilience.driver.job_state import Phase
 from megascale.resilience.driver.loop_tasks import LoopTasks
 from megascale.resilience.driver.nodes import Note
 from megascale.resilience.driver.observations import Observations
+from megascale.resilience.driver.standing_ranks import StandingRanks
 from megascale.resilience.driver.transitions import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.verdicts import Verdict
@@ -26,9 +26,9 @@ THOROUGH = 1.0  # seconds between looks at the history of all nodes
 
 class Diagnosis:
     """Args:
-    run: the run folder.
     job: what is judged.
     seen: gives the view.
+    standing: asks the agents about ranks that stand still.
     act: what takes the verdicts.
     tasks: for what takes long.
     note: writes an event down.
@@ -36,14 +36,15 @@ class Diagnosis:
 
     def __init__(
         self,
-        run: Path,
         job: Job,
         seen: Observations,
+        standing: StandingRanks,
         act: Callable[[Sequence[Verdict]], None],
         tasks: LoopTasks,
         note: Note,
     ) -> None:
-        self._run, self._job, self._seen, self.act, self._tasks, self._note = run, job, seen, act, tasks, note
+        self._job, self._seen, self._standing, self.act = job, seen, standing, act
+        self._tasks, self._note = tasks, note
         self._first_bad: tuple[int, float] | None = None  # attempt, and when one of its ranks first ended badly
         self._explaining = False
         self._looking = False  # whether the history is being looked at
@@ -94,9 +95,10 @@ class Diagnosis:
             self.act(verdicts)
 
     async def _explain(self, hang: Verdict, view: View) -> None:
-        """Find out in a thread who began a hang: ranks are asked for their stacks."""
+        """Find out who began a hang: agents look at their ranks and ask for their stacks."""
         try:
-            found = await asyncio.to_thread(hang_diagnosis.refine, hang, view, self._run)
+            evidence, layout = await self._standing.gather()
+            found = await asyncio.to_thread(hang_diagnosis.refine, hang, view, evidence, layout)
         finally:
             self._explaining = False
         if self._job.state.attempt == view.attempt:

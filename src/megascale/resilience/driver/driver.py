@@ -13,7 +13,9 @@ It is put together from parts, each of which knows only what it is given, in thi
     placement      which nodes hold which ranks
     seen           what was seen, as the rules judge it
     response       what follows from verdicts
+    standing       what agents know of ranks that stand still
     diagnosis      when the rules look at what
+    files          what agents on other machines send of their trainers' files
     lost           nodes that are gone
     adoption       what agents hold of a job that the journal has lost
     operations     what people ask for
@@ -34,6 +36,7 @@ from megascale.core.events import Event
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.adoption import Adoption
 from megascale.resilience.driver.agent_server import AgentServer
+from megascale.resilience.driver.agent_telemetry import AgentTelemetry
 from megascale.resilience.driver.attempts import Attempts
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.diagnosis import Diagnosis
@@ -45,18 +48,19 @@ from megascale.resilience.driver.journal import Entry
 from megascale.resilience.driver.lasting_journal import LastingJournal
 from megascale.resilience.driver.loop_tasks import LoopTasks
 from megascale.resilience.driver.lost_nodes import LostNodes
-from megascale.resilience.driver.metrics_tail import MetricsTail
 from megascale.resilience.driver.nodes import Nodes
 from megascale.resilience.driver.observations import Observations
 from megascale.resilience.driver.operations import Operations
 from megascale.resilience.driver.placement import Placement
+from megascale.resilience.driver.received_files import ReceivedFiles
 from megascale.resilience.driver.recovery import Recovery
 from megascale.resilience.driver.response import Response
 from megascale.resilience.driver.self_checks import SelfChecks
-from megascale.resilience.driver.telemetry import Telemetry
+from megascale.resilience.driver.standing_ranks import StandingRanks
 from megascale.resilience.driver.transitions import JobEvent
 from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.protocol.contact import Contact, make_token, write_contact
+from megascale.resilience.protocol.given import JobDescription
 
 TICK = 0.25  # seconds between looks when nothing happens
 COALESCE = 0.02  # seconds in which what happens together is looked at together
@@ -69,7 +73,7 @@ class Driver:
     run: the run folder.
     config: resolved; `resilience` and the layout are used.
     cluster: where nodes come from.
-    words: the trainers' command line (without the program's name).
+    words: further settings of the trainers' command line.
     journal: held by this driver.
     job: where it stands: new, or as the journal remembers it.
     say: called with each line for the terminal: (who, text).
@@ -103,15 +107,17 @@ class Driver:
         self.recovery = Recovery(*common, settings, self.audit_log.uses(), note)
         self.checks = SelfChecks(*common, self.recovery, settings, note)
         self.placement = Placement(*common, self.recovery, self.checks, settings, note)
-        self.seen = Observations(*common, settings, MetricsTail(run), note)
+        self.seen = Observations(*common, settings, note)
         self.response = Response(run, *common, self.recovery, self.seen, settings, tasks, note)
-        self.diagnosis = Diagnosis(run, self.job, self.seen, self.response.act, tasks, note)
+        self.standing = StandingRanks(self.job, self.nodes, settings)
+        self.diagnosis = Diagnosis(self.job, self.seen, self.standing, self.response.act, tasks, note)
+        self.files = ReceivedFiles(run, lambda: settings.config.to_toml())
         self.lost = LostNodes(self.job, self.nodes, self.recovery, self.seen, self.response, limits.window)
         self.adoption = Adoption(*common, self.response, limits.window, note)
         self.operations = Operations(*common, self.recovery, settings, note)
-        self.telemetry = Telemetry(
+        self.telemetry = AgentTelemetry(
             *(*common, self.seen, self.response, self.checks, self.adoption, self.lost),
-            *(tasks, self._outgrown, say, note),
+            *(self.standing, self.files, tasks, self._outgrown, say, note),
         )
         self.agent_server = AgentServer(job.name, self.token, self.telemetry)
         self.address: tuple[str, int] = ("", 0)
@@ -132,10 +138,12 @@ class Driver:
         self.address = await self.agent_server.open(self.limits.listen, self.limits.port)
 
     def announce(self, api_url: str) -> None:
-        """Write down where agents and commands reach this driver."""
+        """Say where agents and commands reach this driver."""
         self.api_url = api_url
         contact = Contact(self.job.state.name, self.journal.epoch, os.getpid(), self.address, api_url)
         write_contact(self.run_folder, contact)
+        description = JobDescription(contact.job, contact.epoch, self.address, self.limits)
+        self.nodes.cluster.announce(description, self.token)
 
     def _outgrown(self, hello: Hello) -> None:
         """A node knows a newer driver than the journal does: the journal was removed, or is an older one.
@@ -169,6 +177,7 @@ class Driver:
             garbage.close()
             self.tasks.cancel()
             await self.agent_server.close()
+            await asyncio.to_thread(self.files.close)
         return self.job.state.exit_code
 
     async def _loop(self, now: float, garbage: OldGarbage) -> None:

@@ -1,13 +1,14 @@
-"""From "nothing moves" to a rank and a collective: joins the rules' verdict with the hang verdict of the run folder."""
+"""From "nothing moves" to a rank and a collective: joins the rules' verdict with what agents know of their ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from megascale.core.events import Event
-from megascale.errors import MegascaleError
+from megascale.core.layout import Layout
 from megascale.observe.hang import hang_report
+from megascale.observe.hang.evidence import Scene
+from megascale.observe.hang.verdict import explain
 from megascale.resilience.rules.offenders import repeated
 from megascale.resilience.rules.verdicts import Action, Verdict
 from megascale.resilience.rules.view import View
@@ -16,15 +17,14 @@ from megascale.resilience.rules.view import View
 _CODE = frozenset({"mismatched collective", "missing send", "missing call"})
 
 
-def refine(verdict: Verdict, view: View, run: Path) -> Verdict:
+def refine(verdict: Verdict, view: View, scene: Scene, layout: Layout | None) -> Verdict:
     """`verdict` (of kind HANG) with the ranks that began it, their nodes, and how that is known.
 
-    Reads the run folder and asks the ranks on this host for their stacks: takes up to some seconds.
+    scene: what agents know of their ranks; layout: how these are laid out, None if that is not known.
     """
-    try:
-        _, hang = hang_report.examine(run)
-    except (MegascaleError, OSError) as error:
-        return replace(verdict, evidence=(*verdict.evidence, f"no closer look: {error}"))
+    if not scene.ranks:
+        return replace(verdict, evidence=(*verdict.evidence, "no closer look: no agent said what its ranks do"))
+    hang = explain(scene, layout)
     nodes = tuple(dict.fromkeys(m.node for rank in hang.ranks for m in view.members if rank in m.ranks))
     evidence = (hang_report.headline(hang), *hang.evidence[:10], *verdict.evidence)
     action: Action = "diagnose" if hang.kind == "network" else "respawn"

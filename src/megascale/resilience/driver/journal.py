@@ -16,19 +16,27 @@ import os
 import socket
 import sqlite3
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from megascale.core import strict_json
-from megascale.core.events import current_name
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.driver import filesystems
-from megascale.resilience.driver.job_state import JobState, NodeRecord, NodeState, from_plain, to_plain
-from megascale.resilience.driver.transitions import JobEvent, follow
+from megascale.resilience.driver.job_state import JobState, to_plain
+from megascale.resilience.driver.journal_rows import (
+    Entry,
+    NodeRow,
+    insert_event,
+    read_events,
+    read_job,
+    read_nodes,
+    sealed,
+    unsealed,
+    write_job,
+)
+from megascale.resilience.driver.transitions import JobEvent
 from megascale.resilience.process_birth import born
 
 FILE = "journal.sqlite"
@@ -48,45 +56,6 @@ CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY AUTOINCREMENT, time RE
 
 class JournalFenced(Exception):
     """Another driver has taken the job over: this one must not touch it any more."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One event of the journal. time: seconds since 1970 on the driver's clock."""
-
-    id: int
-    time: float
-    attempt: int
-    kind: str
-    action: str
-    nodes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    evidence: tuple[str, ...]
-    details: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class NodeRow:
-    """A node as the journal knows it. state: of NodeState; since: seconds since 1970; facts: also whether cordoned."""
-
-    name: str
-    address: str
-    state: str
-    why: str
-    since: float
-    facts: dict[str, Any]
-
-    @classmethod
-    def of(cls, name: str, record: NodeRecord) -> NodeRow:
-        """What is remembered of the node `name`."""
-        facts = {**record.facts, "cordoned": record.cordoned}
-        return cls(name, record.address, record.state.value, record.why, record.since, facts)
-
-    def record(self) -> NodeRecord:
-        """As the job's state has it."""
-        facts = dict(self.facts)
-        cordoned = bool(facts.pop("cordoned", False))
-        return NodeRecord(NodeState(self.state), self.address, cordoned, self.why, self.since, facts)
 
 
 class Journal:
@@ -171,7 +140,7 @@ class Journal:
     def save_job(self, job: JobState) -> None:
         """Remember the job's state, but for its nodes (`save_node`), as the one that later transitions start from."""
         with self._write(lasting=True) as db:
-            _snapshot(db, job)
+            write_job(db, job)
 
     def record(self, event: JobEvent, changes: Mapping[str, Any], after: JobState) -> None:
         """Remember a transition, after which the job is `after`."""
@@ -179,14 +148,14 @@ class Journal:
         with self._write(lasting=event is not JobEvent.STEP) as db:
             row = (time.time(), self.epoch, str(event))
             insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
-            db.execute(insert, (*row, _sealed(data, *row)))
+            db.execute(insert, (*row, sealed(data, *row)))
             if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.tail:
-                _snapshot(db, after)
+                write_job(db, after)
 
     def save_node(self, node: NodeRow) -> None:
         """Remember a node."""
         about = (node.name, node.address, node.state, node.why, float(node.since))
-        row = (*about, _sealed(node.facts, *about))
+        row = (*about, sealed(node.facts, *about))
         with self._write() as db:
             db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", row)
 
@@ -205,25 +174,25 @@ class Journal:
         now = time.time()
         entry = Entry(0, now, attempt, kind, action, nodes, ranks, evidence, details)
         with self._write() as db:
-            return replace(entry, id=_insert(db, self.epoch, entry))
+            return replace(entry, id=insert_event(db, self.epoch, entry))
 
     def restore(self, entries: Iterable[Entry]) -> None:
         """Put back events that the file has lost, as they were; they count as of no epoch."""
         with self._write(lasting=True) as db:
             for entry in entries:
-                _insert(db, 0, entry)
+                insert_event(db, 0, entry)
 
     def job(self) -> JobState | None:
         """The job as last remembered."""
-        return _job(self._db)
+        return read_job(self._db)
 
     def nodes(self) -> list[NodeRow]:
         """All nodes ever known."""
-        return _nodes(self._db)
+        return read_nodes(self._db)
 
     def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
         """Events with an id above `after`, oldest first."""
-        return _events(self._db, after, limit)
+        return read_events(self._db, after, limit)
 
     def close(self) -> None:
         """Give the lease back and close."""
@@ -247,21 +216,21 @@ class JournalReader:
             if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone():
                 self._db.close()
                 raise DataError(f"{path} is just being made; try again in a moment")
-            self.job = _job(self._db)
+            self.job = read_job(self._db)
         except _UNREADABLE as error:
             raise _damaged(error) from None
 
     def nodes(self) -> list[NodeRow]:
         """All nodes ever known. DataError for one that cannot be read."""
         try:
-            return _nodes(self._db)
+            return read_nodes(self._db)
         except _UNREADABLE as error:
             raise _damaged(error) from None
 
     def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
         """Events with an id above `after`, oldest first. DataError for one that cannot be read."""
         try:
-            return _events(self._db, after, limit)
+            return read_events(self._db, after, limit)
         except _UNREADABLE as error:
             raise _damaged(error) from None
 
@@ -335,49 +304,16 @@ def _check(db: sqlite3.Connection) -> None:
             raise ValueError(f"the lease is {row}")
     job = db.execute("SELECT state FROM job").fetchone()
     if job is not None:
-        _unsealed(job[0])
-        _job(db)
+        unsealed(job[0])
+        read_job(db)
     for *about, data in db.execute("SELECT time, epoch, event, data FROM transitions"):
-        _unsealed(data, *about)
+        unsealed(data, *about)
     for *about, facts in db.execute("SELECT name, address, state, why, since, facts FROM nodes"):
-        _unsealed(facts, *about)
+        unsealed(facts, *about)
     columns = "time, attempt, kind, action, nodes, ranks, evidence, details"
     for *rest, details in db.execute(f"SELECT {columns} FROM events"):
-        _unsealed(details, *rest)
+        unsealed(details, *rest)
         [list(json.loads(part)) for part in rest[4:]]
-
-
-_SUM = "sum"
-
-
-def _sealed(record: dict[str, Any], *columns: Any) -> str:
-    """A record as JSON with a checksum of itself and of of the other columns of its row."""
-    return strict_json.dumps(record | {_SUM: _sum(record, columns)})
-
-
-def _unsealed(text: str, *columns: Any) -> dict[str, Any]:
-    """The record; ValueError if its checksum is wrong. Rows of older versions have none."""
-    record = json.loads(text)
-    if type(record) is not dict:
-        raise ValueError("a row that is no record")
-    kept = record.pop(_SUM, None)
-    if kept is not None and kept != _sum(record, columns):
-        raise ValueError(f"the checksum of a row is wrong: {text[:100]}")
-    return record
-
-
-def _sum(record: dict[str, Any], columns: tuple[Any, ...]) -> int:
-    # As it is read back: keys that are no strings, tuples.
-    return zlib.crc32(json.dumps([json.loads(strict_json.dumps(record)), *columns], sort_keys=True).encode())
-
-
-def _insert(db: sqlite3.Connection, epoch: int, entry: Entry) -> int:
-    lists = [strict_json.dumps(list(part)) for part in (entry.nodes, entry.ranks, entry.evidence)]
-    about = (entry.time, entry.attempt, entry.kind, entry.action, *lists)
-    row = (entry.time, epoch, *about[1:], _sealed(entry.details, *about))
-    columns = "time, epoch, attempt, kind, action, nodes, ranks, evidence, details"
-    number = db.execute(f"INSERT INTO events ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid
-    return number or 0
 
 
 @contextmanager
@@ -413,54 +349,3 @@ def _gone(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: fl
         time.sleep(0.05)
     # On this host it lives but does nothing; where it is elsewhere it may be dead. Its epoch ends here either way.
     return True
-
-
-def _snapshot(db: sqlite3.Connection, job: JobState) -> None:
-    db.execute("INSERT OR REPLACE INTO job VALUES (1, ?)", (_sealed(job.fields()),))
-    db.execute("DELETE FROM transitions")
-
-
-def _job(db: sqlite3.Connection) -> JobState | None:
-    """The state as the transitions lead to it; ValueError for one that could not happen."""
-    row = db.execute("SELECT state FROM job").fetchone()
-    if row is None:
-        return None
-    job = JobState.from_json(row[0])
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'transitions'").fetchone():  # older versions have none
-        for event, data in db.execute("SELECT event, data FROM transitions ORDER BY id"):
-            changes = {name: from_plain(name, value) for name, value in _open_record(data).items()}
-            job = follow(job, JobEvent(event), changes)
-    return replace(job, nodes={node.name: node.record() for node in _nodes(db)})
-
-
-def _nodes(db: sqlite3.Connection) -> list[NodeRow]:
-    rows = db.execute("SELECT name, address, state, why, since, facts FROM nodes ORDER BY rowid").fetchall()
-    return [NodeRow(a, b, c, d, e, _open_record(f)) for a, b, c, d, e, f in rows]
-
-
-def _events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
-    rows = db.execute(
-        "SELECT id, time, attempt, kind, action, nodes, ranks, evidence, details FROM events WHERE id > ? "
-        "ORDER BY id LIMIT ?",
-        (after, limit),
-    ).fetchall()
-    return [
-        Entry(
-            id=row[0],
-            time=row[1],
-            attempt=row[2],
-            kind=current_name(row[3]),
-            action=row[4],
-            nodes=tuple(json.loads(row[5])),
-            ranks=tuple(json.loads(row[6])),
-            evidence=tuple(json.loads(row[7])),
-            details=_open_record(row[8]),
-        )
-        for row in rows
-    ]
-
-
-def _open_record(text: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(text)
-    record.pop(_SUM, None)
-    return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from megascale.core.events import Event
 from megascale.core.grid import Grid
@@ -10,20 +11,22 @@ from megascale.resilience.driver.attempts import Attempts
 from megascale.resilience.driver.hot_update import RunningSettings
 from megascale.resilience.driver.job import Job
 from megascale.resilience.driver.job_state import Phase
-from megascale.resilience.driver.metrics_tail import MetricsTail
 from megascale.resilience.driver.nodes import Nodes, Note
 from megascale.resilience.driver.phase_durations import PhaseDurations
 from megascale.resilience.driver.transitions import JobEvent
+from megascale.resilience.protocol.agent_messages import Steps
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
+from megascale.resilience.rules.silence import FIRST_STEP
 from megascale.resilience.rules.verdicts import Verdict
-from megascale.resilience.rules.view import View
+from megascale.resilience.rules.view import Metric, View
+
+METRICS = 400  # steps that are remembered
 
 
 class Observations:
     """Args:
     job, nodes, attempts: what is looked at.
     settings: in force.
-    metrics: what steps gave.
     note: writes an event down.
 
     Attributes:
@@ -31,11 +34,10 @@ class Observations:
         past: (time, verdict) of what earlier attempts were ended for, oldest first.
     """
 
-    def __init__(
-        self, job: Job, nodes: Nodes, attempts: Attempts, settings: RunningSettings, metrics: MetricsTail, note: Note
-    ) -> None:
+    def __init__(self, job: Job, nodes: Nodes, attempts: Attempts, settings: RunningSettings, note: Note) -> None:
         self._job, self._nodes, self._attempts, self._settings, self._note = job, nodes, attempts, settings, note
-        self._metrics, self._phase_durations = metrics, PhaseDurations()
+        self._metrics: deque[Metric] = deque(maxlen=METRICS)
+        self._phase_durations = PhaseDurations()
         self.incidents: list[tuple[float, str, str]] = []
         self.past: list[tuple[float, Verdict]] = []
         self._first_steps: dict[int, int] = {}
@@ -62,17 +64,28 @@ class Observations:
             learned=self._phase_durations.usual(),
             incidents=list(self.incidents),
             past=list(self.past),
-            metrics=self._metrics.read(),
+            metrics=list(self._metrics),
         )
 
     def learn(self, before: Heartbeat | None, after: Heartbeat) -> None:
         """Phase durations: how long trainers were in a phase without any change, of those that then went on."""
-        if before is None or before.attempt != after.attempt or self._job.phase is not Phase.RUNNING:
-            return  # a first step is longer than any other
+        starting = self._job.phase is Phase.STARTING
+        if before is None or before.attempt != after.attempt or not (starting or self._job.phase is Phase.RUNNING):
+            return
         for old, new in zip(before.workers, after.workers, strict=False):
             moved = (old.phase, old.step, old.action) != (new.phase, new.step, new.action)
-            if moved and old.rank == new.rank and old.phase:
+            if not moved or old.rank != new.rank or not old.phase:
+                continue
+            if not starting:
                 self._phase_durations.add(old.phase, old.status_age)
+            elif old.phase == "train":  # longer than any other step
+                self._phase_durations.add(FIRST_STEP, old.status_age)
+
+    def told(self, steps: Steps) -> None:
+        """What steps gave, from the agent of rank 0."""
+        if steps.anew:
+            self._metrics.clear()
+        self._metrics.extend(Metric(s.step, s.loss, s.grad_norm, s.seconds) for s in steps.steps)
 
     def progress(self, now: float, workers: list[Worker]) -> None:
         """The furthest step, and whether this attempt has done its first."""

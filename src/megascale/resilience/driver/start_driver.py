@@ -18,7 +18,7 @@ from megascale.core.events import Event
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
-from megascale.resilience.cluster.registry import ClusterRequest, check_cluster, make_cluster
+from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
 from megascale.resilience.driver import recall
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_state import ENDED, JobState, Phase
@@ -65,7 +65,7 @@ def size(config: Config, gpus: int) -> Size:
 def prepare(config: Config) -> tuple[Config, Size]:
     """The configuration as the trainers will read it, and the job's size. ConfigError for an unknown cluster."""
     load_plugins()
-    check_cluster(config.resilience.cluster)
+    CLUSTERS[config.resilience.cluster]  # there is such a one
     gpus = gpu_count()
     found = size(config, gpus)
     if not found.devices and config.train.threads is None:
@@ -123,7 +123,8 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     journal, damaged = LastingJournal.take(run, config.resilience.lease, known)
     recalled = recall.restore(journal, run)
     job = journal.job()
-    cluster = make_cluster(ClusterRequest(run, config, tuple(map(tuple, found.devices))))
+    request = ClusterRequest(run, config, tuple(map(tuple, found.devices)))
+    cluster = CLUSTERS[config.resilience.cluster](request)
     settings = contact.folder(run) / "job.toml"
     # A journal that has lost something must not have anything stopped: what runs is asked first.
     behind = damaged or recalled.events > 0 or job is None
@@ -143,7 +144,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     mine, config = config, load(settings)
     if mine != config:
         say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")
-    driver = Driver(run, config, cluster, ["train", str(settings)], journal, job, say, unsure)
+    driver = Driver(run, config, cluster, [], journal, job, say, unsure)
     _report_journal(driver, journal, recalled)
     try:
         return asyncio.run(_serve(driver))

@@ -53,7 +53,7 @@ class AgentChannel:
         if self._writer.is_closing():
             raise ConnectionError("the connection is closed")
         data = self._out.encode(message)
-        if self._writer.transport.get_write_buffer_size() > 4 * self._out.limit:
+        if self.backlog > 4 * self._out.limit:
             self.close()
             raise ConnectionError("the other side does not read")
         self._writer.write(head(len(data)) + self._seal.make(data) + data)
@@ -73,6 +73,11 @@ class AgentChannel:
             raise ProtocolError("open files do not travel over a network")
         self._seal.check(data[:SEAL_BYTES], data[SEAL_BYTES:])
         return self._in.decode(data[SEAL_BYTES:])
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that were queued and are not on their way yet."""
+        return int(self._writer.transport.get_write_buffer_size())
 
     async def drain(self) -> None:
         """Wait until what was queued is on its way."""

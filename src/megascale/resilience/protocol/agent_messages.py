@@ -24,9 +24,13 @@ from megascale.services.messages import (
 
 LIMIT = MAX_BYTES + 1024
 STATE = 200_000  # characters of a job's state
+SETTINGS = 200_000  # characters of a configuration
+PIECE = 64 * 1024  # bytes of a file that are sent at once
+EVIDENCE = 200 * 1024  # bytes of what is known of one rank, compressed
 REPORT = 50_000  # characters of a self-check's report
 _State = Annotated[str, Meta(max_length=STATE)]
 _MANY = Meta(max_length=4096)
+_Settings = Annotated[str, Meta(max_length=SETTINGS)]
 
 
 # From an agent ----------------------------------------------------------------------------------------------------
@@ -101,6 +105,53 @@ class Lines(Message, frozen=True):
     lines: Annotated[tuple[Text, ...], Meta(max_length=200)]
 
 
+class StepFigures(Part, frozen=True):
+    """What a step gave: its loss and gradient norm (which may be no numbers), and its seconds."""
+
+    step: Count
+    loss: float
+    grad_norm: float
+    seconds: float
+
+
+class Steps(Message, frozen=True):
+    """Steps that the trainers have done, in order; anew: those told before do not count any more."""
+
+    steps: Annotated[tuple[StepFigures, ...], Meta(max_length=512)]
+    anew: bool = False
+
+
+class FileData(Message, frozen=True):
+    """A piece of a file that trainers wrote.
+
+    Attributes:
+        name: in the run folder.
+        start: position of the piece in the sender's file.
+        first: the first of a session, or of a file that was begun anew.
+        left_out: bytes before it that are not sent.
+        whole: the file is replaced by it.
+    """
+
+    name: Given
+    start: Count
+    data: Annotated[bytes, Meta(max_length=PIECE)]
+    first: bool = False
+    left_out: Count = 0
+    whole: bool = False
+
+
+class Evidence(Message, frozen=True):
+    """What is known of one rank that stands still, for `Explain` order `order` (rank_evidence.py).
+
+    moving: it came further while it was looked at. data: compressed; empty: the rank left no record.
+    """
+
+    order: Count
+    rank: Rank
+    data: Annotated[bytes, Meta(max_length=EVIDENCE)] = b""
+    moving: bool = False
+
+
 # From the driver, each with its epoch -----------------------------------------------------------------------------
 
 
@@ -123,7 +174,8 @@ class Start(Message, frozen=True):
     Attributes:
         ranks: of this node; local rank i is the i-th.
         master: (host, port) of the job's store.
-        words: the command line behind `megascale`.
+        settings: the configuration in force, as TOML.
+        words: further settings of the trainers' command line.
         env: added to the trainers' environment.
         fresh: with a new fork server.
         forward: rank whose log is passed on, None: none here.
@@ -136,7 +188,8 @@ class Start(Message, frozen=True):
     ranks: Annotated[tuple[Rank, ...], _MANY]
     world: Count
     master: tuple[Name, Port]
-    words: Annotated[tuple[Path, ...], _MANY]
+    settings: _Settings
+    words: Annotated[tuple[Path, ...], _MANY] = ()
     env: Annotated[dict[Name, Path], Meta(max_length=256)] = field(default_factory=dict)
     fresh: bool = False
     forward: Count | None = None
@@ -167,13 +220,29 @@ class Diagnose(Message, frozen=True):
     grace_period: Finite
 
 
+class Explain(Message, frozen=True):
+    """The trainers stand still: say `Evidence` of each rank, with its last `history` calls."""
+
+    epoch: Count
+    order: Count
+    history: Count
+
+
+class Kept(Message, frozen=True):
+    """The driver has written a file to position `end` of the sender's."""
+
+    epoch: Count
+    name: Given
+    end: Count
+
+
 class Leave(Message, frozen=True):
     """The job is over, or the node is not needed any more."""
 
     epoch: Count
 
 
-Order = Start | Stop | Diagnose | Leave
+Order = Start | Stop | Diagnose | Explain | Kept | Leave
 
-FROM_AGENT = Schema(Hello, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, limit=LIMIT)
-FROM_DRIVER = Schema(Welcome, Refuse, Start, Stop, Diagnose, Leave, limit=LIMIT)
+FROM_AGENT = Schema(Hello, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=LIMIT)
+FROM_DRIVER = Schema(Welcome, Refuse, Start, Stop, Diagnose, Explain, Kept, Leave, limit=LIMIT)

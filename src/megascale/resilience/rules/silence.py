@@ -13,6 +13,7 @@ GRACE_PERIOD = 5.0
 FLOOR = 10.0  # seconds; a hang must be known within 15
 _LONG_PHASES = ("save", "evaluate", "load")
 LONG_FLOOR = 60.0  # a larger checkpoint or evaluation than the last one is no hang
+FIRST_STEP = "first step"  # an attempt's first step, as a phase of its own: it compiles and warms up
 
 
 def heartbeats(view: View) -> list[Verdict]:
@@ -59,7 +60,11 @@ def hang(view: View) -> list[Verdict]:
     A rank in a long compute changes no status, but its peers stop too, so only all together is a hang. Who began it is
     for the hang verdict to say (resilience/driver/hang_diagnosis.py).
     """
-    if view.phase != "running":
+    if view.phase == "starting":
+        # Loading may wait for storage; but a first step that stands still for far longer than the job's others is none.
+        if FIRST_STEP not in view.learned or any(w.phase != "train" for _, w in view.workers()):
+            return []
+    elif view.phase != "running":
         return []
     running = [(m, w) for m, w in view.workers() if w.state == "running"]
     if not running or len(running) < len(view.workers()):
@@ -90,6 +95,8 @@ def allowed(view: View, worker: Worker) -> float:
     """Seconds that a worker's phase may go without change. What was never seen may last as long as a first step."""
     if worker.phase in ("start", "", "done", "failed", FAILED_IN_STEP):
         return view.first_step
+    if view.phase == "starting":
+        return min(view.first_step, max(LONG_FLOOR, GRACE_PERIOD * view.learned.get(FIRST_STEP, view.first_step)))
     longest = view.learned.get(worker.phase)
     if longest is None:
         return view.first_step

@@ -80,7 +80,7 @@ class View:
         window: seconds without a heartbeat after which a node counts as lost.
         interval: seconds between heartbeats.
         first_step: most seconds that start, loading and the first step may take.
-        learned: seconds that trainers are usually in a phase ("train", "evaluate", "save", ...) without any change
+        learned: seconds that trainers are usually in a phase ("train", "save", ..., "first step") without any change
             at the longest (driver/phase_durations.py); empty or lacking a phase before it was seen.
         incidents: (time, node, kind) of verdicts that named a node, over all attempts, oldest first.
         past: (time, verdict) of what earlier attempts were ended for, oldest first.

@@ -100,10 +100,10 @@ def bars(
             axes.text(x, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(spots, labels, fontsize=9)
     axes.set_ylabel(ylabel)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.2 * max(max(values) for values in series.values()))
     axes.set_title(title, fontsize=10)
     if len(series) > 1:
-        axes.legend(frameon=False, fontsize=9, loc="upper left")
+        axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=len(series))
     _save(figure, path)
 
 
@@ -134,8 +134,9 @@ def controls(rows: Mapping[str, Mapping[str, float]], path: Path, title: str) ->
     spots = np.arange(len(names))
     for number, key in enumerate(("mean_us", "p99_us", "max_us")):
         panels[0].bar(spots + (number - 1) * 0.27, [rows[n][key] for n in names], 0.25, color=SHADES[number], label=key)
-    panels[0].legend(frameon=False, fontsize=8)
-    panels[0].set_ylabel("finish, us")
+    panels[0].legend(["mean", "P99", "slowest"], frameon=False, fontsize=8, loc="upper left", ncols=3)
+    panels[0].set_ylim(0, 1.15 * max(r["max_us"] for r in rows.values()))
+    panels[0].set_ylabel("finish of flows, us")
     panels[1].bar(spots, [rows[n]["queue_kb"] for n in names], 0.6, color=BLUE)
     panels[1].set_ylabel("largest queue, KB")
     panels[2].bar(spots, [rows[n]["pause_us"] for n in names], 0.6, color=RED)

@@ -119,3 +119,17 @@ def check_sizes(spec: FabricSpec) -> FabricSpec:
             f"switch_ports={spec.switch_ports}; use hosts_per_set={most}, or a larger leaf_oversubscription"
         )
     return spec
+
+
+def parse_changes(words: list[str]) -> dict[str, Any]:
+    """KEY=VALUE words as TOML values; ConfigError for one without =."""
+    changes: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {word!r} must be KEY=VALUE, such as hosts=128")
+        try:
+            changes[key.strip()] = tomllib.loads(f"x = {value}")["x"]
+        except tomllib.TOMLDecodeError:
+            changes[key.strip()] = value
+    return changes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megascale.errors import ConfigError
-from megascale.simulate.fabric.collective_flows import all_to_all
 from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
 from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.packets import PacketResult, PacketSettings
@@ -26,8 +26,9 @@ class Traffic:
 
 def small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
     """The shipped fabric's links with one NIC a host, leaf switches of 8 hosts and switches of 16 ports: three tiers
-    for hundreds of NICs. Split cables as in the shipped one, so 4 uplinks of 400G for 8 NICs."""
-    sizes = {
+    for hundreds of NICs. Split cables as in the shipped one, so 4 uplinks of 400G for 8 NICs; packet memory in
+    proportion to ports."""
+    sizes: dict[str, Any] = {
         "hosts": nics,
         "nics": 1,
         "rails": False,
@@ -37,6 +38,8 @@ def small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
     }
     if tiers == 2:
         sizes["switch_ports"] = max(sizes["hosts_per_set"], -(-nics // sizes["hosts_per_set"]))
+    whole = load_fabric("megascale")
+    sizes["buffer_mb"] = whole.buffer_mb * sizes["switch_ports"] / whole.switch_ports
     return build(load_fabric("megascale", {**sizes, **changes}))
 
 
@@ -55,11 +58,13 @@ def incast(topology: Topology, size: float, seed: int, senders: int) -> Flows:
 
 
 def everyone(topology: Topology, size: float, seed: int, senders: int) -> Flows:
-    """All-to-all of `senders` NICs spread over the fabric; `size` from each to each."""
+    """All-to-all of `senders` NICs spread over the fabric; `size` from each to each, beginning with the next
+    one as NCCL's schedule of sends does."""
     if not 2 <= senders <= topology.nics:
         raise ConfigError(f"--senders={senders}: between 2 and {topology.nics} on this fabric")
     chosen = np.linspace(0, topology.nics - 1, senders).astype(np.int64)
-    return all_to_all(chosen, size * senders**2)
+    a, step = np.divmod(np.arange(senders * (senders - 1)), senders - 1)
+    return Flows.of(chosen[a], chosen[(a + 1 + step) % senders], size)
 
 
 def shuffled(topology: Topology, size: float, seed: int, senders: int) -> Flows:

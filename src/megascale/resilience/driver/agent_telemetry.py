@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 from megascale.core.events import Event
 from megascale.resilience.driver.adoption import Adoption
@@ -15,11 +17,22 @@ from megascale.resilience.driver.loop_tasks import LoopTasks
 from megascale.resilience.driver.lost_nodes import LostNodes
 from megascale.resilience.driver.nodes import Node, Nodes, Note
 from megascale.resilience.driver.observations import Observations
+from megascale.resilience.driver.received_files import ReceivedFiles
 from megascale.resilience.driver.response import Response
 from megascale.resilience.driver.self_checks import SelfChecks
+from megascale.resilience.driver.standing_ranks import StandingRanks
 from megascale.resilience.driver.transitions import NodeEvent
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Diagnosed, Hello, Lines, StartFailed, Stopped
+from megascale.resilience.protocol.agent_messages import (
+    Diagnosed,
+    Evidence,
+    FileData,
+    Hello,
+    Lines,
+    StartFailed,
+    Steps,
+    Stopped,
+)
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.exits import failed_start
 from megascale.services.messages import Message
@@ -28,7 +41,7 @@ GONE = 0.1  # grace period, seconds, after a connection has closed in which its 
 _REFUSALS = 10_000  # different ones that are written down
 
 
-class Telemetry:
+class AgentTelemetry:
     """What the agent server hands on to.
 
     Args:
@@ -38,6 +51,8 @@ class Telemetry:
         checks: for results of self-checks.
         adoption: for what agents hold.
         lost: for connections that closed.
+        standing: for evidence of ranks that stand still.
+        files: for what trainers elsewhere wrote.
         tasks: wakes the loop.
         outgrown: called with a greeting from an agent that knows a newer driver.
         say: called with each line for the terminal: (who, text).
@@ -54,6 +69,8 @@ class Telemetry:
         checks: SelfChecks,
         adoption: Adoption,
         lost: LostNodes,
+        standing: StandingRanks,
+        files: ReceivedFiles,
         tasks: LoopTasks,
         outgrown: Callable[[Hello], None],
         say: Callable[[str, str], None],
@@ -61,6 +78,7 @@ class Telemetry:
     ) -> None:
         self._job, self._nodes, self._attempts, self._seen, self._response = job, nodes, attempts, seen, response
         self._checks, self._adoption, self._lost, self._tasks = checks, adoption, lost, tasks
+        self._standing, self._files = standing, files
         self._outgrown, self._say, self._note = outgrown, say, note
         self._refusals: set[tuple[str, ...]] = set()
 
@@ -123,7 +141,22 @@ class Telemetry:
         elif isinstance(message, Lines):
             for line in message.lines:
                 self._say(f"rank {message.rank}", line)
+        elif isinstance(message, Steps):
+            if 0 in self._job.state.ranks(name):
+                self._seen.told(message)
+            return
+        elif isinstance(message, FileData):
+            self._files.take(message, partial(self._confirm, asyncio.get_running_loop(), node))
+            return
+        elif isinstance(message, Evidence):
+            self._standing.received(name, message)
+            return
         self._tasks.wake.set()
+
+    def _confirm(self, loop: asyncio.AbstractEventLoop, node: Node, name: str, end: int) -> None:
+        """A piece of a file was written, in another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(partial(self._nodes.order, node, do="kept", name=name, end=end))
 
     def left(self, name: str, channel: agent_channel.AgentChannel) -> None:
         """A connection ended; the node may come back within the window."""

@@ -1,0 +1,116 @@
+"""What trainers write on this machine, sent to the driver as it grows: logs, metrics, events, samples.
+
+Positions are counted by the driver's word (`Kept`): what it has not confirmed is sent again to its successor, and no
+more than a window is on its way, so that a slow driver is never flooded and a fast trainer never waits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale.resilience.protocol.agent_messages import PIECE, FileData
+
+WINDOW = 1 << 20  # bytes of one file that the driver has not confirmed
+AGAIN = 30.0  # seconds after which what was not confirmed is sent again
+BEHIND = 4 << 20  # bytes of a log beyond which its middle is left out
+# Of rank 0: files of one record a line, and those that are replaced as a whole.
+GROWING = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
+REPLACED = ("identity", "kernels.json")
+
+
+@dataclass
+class _Followed:
+    """A growing file: what was sent, what of it was confirmed; first: the next piece begins a session or a file."""
+
+    sent: int = 0
+    kept: int = 0
+    waits: float = 0.0  # since when, on the monotonic clock, the driver has confirmed nothing of what was sent
+    inode: int = 0
+    first: bool = True
+
+
+class SentFiles:
+    """Args:
+    run: the folder that the trainers write to.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._growing: dict[str, _Followed] = {}
+        self._replaced: dict[str, tuple[int, int]] = {}  # inode and time of what was sent
+
+    def follow(self, ranks: Iterable[int]) -> None:
+        """These ranks run here now. What others wrote before is sent to its end."""
+        for rank in ranks:
+            names = [f"logs/rank-{rank}.log", *(GROWING if rank == 0 else ())]
+            for name in names:
+                self._growing.setdefault(name, _Followed())
+            if rank == 0:
+                self._replaced = dict.fromkeys(REPLACED, (0, 0)) | self._replaced
+
+    def begin_session(self) -> None:
+        """Another driver listens: what none has confirmed goes to this one."""
+        for followed in self._growing.values():
+            followed.sent, followed.first = followed.kept, True
+        self._replaced = dict.fromkeys(self._replaced, (0, 0))
+
+    def kept(self, name: str, end: int) -> None:
+        """The driver has written a file to this position."""
+        followed = self._growing.get(name)
+        if followed is not None:
+            followed.kept = min(max(followed.kept, end), followed.sent)
+            followed.waits = time.monotonic()
+
+    def take(self) -> list[FileData]:
+        """What is to be sent now: of each file at most one piece."""
+        growing = [self._next(name, followed) for name, followed in self._growing.items()]
+        replaced = [self._whole(name) for name in self._replaced]
+        return [piece for piece in (*growing, *replaced) if piece is not None]
+
+    def _next(self, name: str, followed: _Followed) -> FileData | None:
+        lines = name.endswith(".jsonl")
+        try:
+            with open(self._run / name, "rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_ino != followed.inode or about.st_size < followed.sent:  # a resumed run writes it anew
+                    followed.sent = followed.kept = 0
+                    followed.inode, followed.first = about.st_ino, True
+                if followed.sent == followed.kept:
+                    followed.waits = time.monotonic()
+                elif time.monotonic() - followed.waits > AGAIN:  # it was lost, or found no place
+                    followed.sent, followed.first, followed.waits = followed.kept, True, time.monotonic()
+                room = min(PIECE, WINDOW - (followed.sent - followed.kept))
+                if about.st_size <= followed.sent or room <= 0:
+                    return None
+                left_out = 0
+                if not lines and about.st_size - followed.sent > BEHIND:
+                    left_out = about.st_size - followed.sent - BEHIND // 2
+                    followed.sent = followed.kept = followed.sent + left_out
+                file.seek(followed.sent)
+                data = file.read(room)
+        except OSError:
+            return None
+        if lines:
+            data = data[: data.rfind(b"\n") + 1]  # a last line without its end is still being written
+        if not data:
+            return None
+        piece = FileData(name, followed.sent, data, first=followed.first, left_out=left_out)
+        followed.sent += len(data)
+        followed.first = False
+        return piece
+
+    def _whole(self, name: str) -> FileData | None:
+        try:
+            with open(self._run / name, "rb") as file:
+                about = os.fstat(file.fileno())
+                seen = (about.st_ino, about.st_mtime_ns)
+                if seen == self._replaced[name] or about.st_size > PIECE:
+                    return None
+                self._replaced[name] = seen
+                return FileData(name, 0, file.read(PIECE), whole=True)
+        except OSError:
+            return None

@@ -1,0 +1,56 @@
+"""Both parents of the hybrid, each tuned on the traffic that they are compared on: a grid, the best by slowest flow.
+
+Among settings within 1% of the least makespan, the one with the least time paused and then the shortest largest queue.
+The hybrids take both parents' tuned settings and are not tuned themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megascale.simulate.fabric.control_settings import SETS
+from megascale.simulate.fabric.packets import PacketSettings, simulate_packets
+from megascale.simulate.fabric.patterns import Traffic, summary
+
+
+def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
+    """The published sets and ours, and ours with other notification gaps and thresholds."""
+    for name, chosen in SETS.items():
+        yield name, replace(settings, control="dcqcn", dcqcn=chosen)
+    for gap in (4.0, 25.0, 50.0):
+        for share in (0.25, 1.0):
+            own = SETS["fast"]
+            own = replace(
+                own, cnp_us=gap, cut_us=gap, rise_us=gap, kmin_kb=own.kmin_kb * share, kmax_kb=own.kmax_kb * share
+            )
+            yield f"fast, gaps {gap:g} us, thresholds x {share:g}", replace(settings, control="dcqcn", dcqcn=own)
+
+
+def swift_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
+    """Targets and steps."""
+    for base in (5.0, 10.0, 20.0, 40.0):
+        for step in (0.3, 1.0, 3.0):
+            own = replace(settings.swift, base_us=base, ai=step)
+            yield f"base {base:g} us, step {step:g}", replace(settings, control="swift", swift=own)
+
+
+def best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> tuple[str, PacketSettings, int]:
+    """(name, settings, how many were tried)."""
+    tried = []
+    for name, settings in grid:
+        found = summary(simulate_packets(traffic.topology, traffic.flows, traffic.paths, settings), traffic)
+        if found["finished"] == 1.0:
+            tried.append((found["max_us"], found["pause_us"], found["queue_kb"], name, settings))
+    least = min(row[0] for row in tried)
+    near = [row for row in tried if row[0] <= 1.01 * least]
+    chosen = min(near, key=lambda row: row[1:3])
+    return chosen[3], chosen[4], len(tried)
+
+
+def tuned_parents(traffic: Traffic, settings: PacketSettings) -> tuple[PacketSettings, str]:
+    """Settings with both parents tuned, and what they are."""
+    dcqcn_name, dcqcn, first = best(traffic, dcqcn_grid(settings))
+    swift_name, swift, second = best(traffic, swift_grid(settings))
+    about = f"DCQCN: {dcqcn_name} (of {first}); Swift: {swift_name} (of {second})"
+    return replace(settings, dcqcn=dcqcn.dcqcn, swift=swift.swift), about

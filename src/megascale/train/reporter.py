@@ -1,0 +1,70 @@
+"""What a run says of itself: metrics to its sinks, events to the run folder, lines to the terminal. Rank 0 speaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megascale.config import Config
+from megascale.core.events import Event
+from megascale.observe.metrics import JsonLines, MetricSink, TensorBoard, Terminal, Wandb
+from megascale.train.run_folder import RunFolder, append
+
+
+class Reporter:
+    """The voice of one rank's run; on others than rank 0 all of it is silent.
+
+    Args:
+        folder: where events and metrics go.
+        leader: whether this is rank 0.
+    """
+
+    def __init__(self, folder: RunFolder, leader: bool) -> None:
+        self.folder, self.leader = folder, leader
+        self._sinks: list[MetricSink] = []
+        self._terminal: Terminal | None = None
+
+    def open(self, config: Config, step: int) -> None:
+        """Open the sinks of a run that goes on after `step`; what is open is closed by `close`, whatever fails."""
+        if not self.leader:
+            return
+        train, observe = config.train, config.observe
+        self._terminal = Terminal(train.steps, train.log_interval, observe.progress)
+        self._sinks = [JsonLines(self.folder.metrics), self._terminal]
+        if observe.tensorboard:
+            self._sinks.append(TensorBoard(self.folder.path / "tensorboard", step))
+        if observe.wandb is not None:
+            self._sinks.append(Wandb(observe.wandb, self.folder.path, config.model_dump(exclude_none=True)))
+
+    def close(self) -> None:
+        """Let go of the sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Metrics of a step or an evaluation."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def samples(self, step: int, first: int, count: int, ids: Any) -> None:
+        """Which samples a step has trained."""
+        if self.leader:
+            append(self.folder.samples, {"step": step, "first": first, "count": count, "ids": ids})
+
+    def event(self, event: Event, **details: Any) -> None:
+        """A line of events.jsonl, on disk before returning."""
+        if self.leader:
+            self.folder.event(event, **details)
+
+    def say(self, text: str) -> None:
+        """A line on the terminal, once sinks are open."""
+        if self._terminal is not None:
+            self._terminal.say(text)
+
+    def active(self, choices: dict[str, str]) -> None:
+        """Which overlaps and kernels run, and why not those that do not: nothing is off in silence."""
+        self.event(Event.ACTIVE, **choices)
+        by_choice: dict[str, list[str]] = {}
+        for what, choice in choices.items():
+            by_choice.setdefault(choice, []).append(what)
+        for choice, names in by_choice.items():
+            self.say(f"active: {', '.join(names)}: {choice}")

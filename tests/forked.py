@@ -1,0 +1,212 @@
+"""Commands and ranks for tests, forked from a server that has loaded the package once.
+
+Loading torch takes a command some twenty times what it then does with a tiny model. What is forked differs from a new
+process by what it has loaded only: its words, environment, folder, output and signals are its own. Tests of how a
+process starts use a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+context = multiprocessing.get_context("forkserver")
+# One server serves all that a process of the suite forks: the workers of tests/exact too.
+context.set_forkserver_preload(
+    [
+        "torch.distributed",
+        "torch.fx.experimental.symbolic_shapes",  # with sympy; loaded by the first backward pass of a pipeline stage
+        "megascale.bench.harness.training_runs",
+        "megascale.train.engine",
+        "megascale.train.launcher",
+        "megascale.train.loop",
+        "megascale.train.rank_info",
+        "megascale.train.restore",
+        "megascale.checkpoint.saver",
+        "megascale.cli.main",
+        "megascale.cli.summary",
+        "megascale.api",
+        "matplotlib.pyplot",
+        "matplotlib.backends.backend_agg",
+    ]
+)
+
+
+class Forked:
+    """`megascale WORDS`, with what tests use of subprocess.Popen.
+
+    Args:
+        words: of the command line.
+        env: more variables.
+        cwd: its folder.
+        before: Python that is run before the command.
+        split: keep what it says on stderr apart, else that goes with stdout.
+        output: write what it says to this file, and not for `communicate`.
+
+    Ranks and runs that the command starts on this host are forked from it in turn.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        before: str = "",
+        split: bool = False,
+        output: Path | None = None,
+    ) -> None:
+        self.words = [str(word) for word in words]
+        self._said = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]  # noqa: SIM115 - read at its end
+        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._said]
+        if output is not None:
+            output.touch()
+            files = [str(output)]
+        variables = os.environ | dict(env or {})
+        # A daemon, so that none outlives the tests.
+        self._process = context.Process(
+            target=_command, args=(self.words, variables, str(cwd or Path.cwd()), before, files), daemon=True
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(self.words, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it said on stdout and stderr, once it has ended."""
+        self.wait(timeout)
+        said = []
+        for file in self._said:
+            file.seek(0)
+            said.append(file.read())
+        return said[0], said[1] if len(said) > 1 else ""
+
+
+def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
+    """In place of subprocess.Popen where code under test starts a command with its output in a file."""
+    assert command[:3] == [sys.executable, "-m", "megascale.cli.main"]
+    return Forked(command[3:], env=env, output=Path(stdout.name))
+
+
+def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
+    """In the forked process: become the command."""
+    for number, path in ((1, files[0]), (2, files[-1])):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(handle, number)
+        os.close(handle)
+    _listen()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for name in ("megascale.train.launcher", "megascale.bench.harness.training_runs"):
+        importlib.import_module(name).subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": _Child}))
+    if before:
+        exec(before, {})
+    _run(words)
+
+
+def _listen() -> None:
+    """Signals as a new process finds them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _run(words: list[str]) -> None:
+    sys.argv = ["megascale", *words]
+    try:
+        importlib.import_module("megascale.cli.main").main()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        atexit._run_exitfuncs()
+
+
+class _Child(subprocess.Popen[bytes]):
+    """A rank or a run that a forked command starts: forked too. Waiting and signals are Popen's own."""
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        env: Mapping[str, str],
+        stdout: IO[bytes] | None,
+        stderr: Any,
+        start_new_session: bool = False,
+        preexec_fn: Callable[[], None] = lambda: None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        assert command[:3] == [sys.executable, "-m", "megascale.cli.main"]
+        self.args, self.returncode, self.stdin, self.stdout, self.stderr = command, None, None, None, None
+        self._child_created, self._waitpid_lock = True, threading.Lock()
+        # What the launcher does about a signal is not the rank's to do.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        self.pid = os.fork()
+        if self.pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            return
+        code = 1
+        try:
+            _listen()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            if start_new_session:
+                os.setsid()
+            preexec_fn()
+            for number in (1, 2) if stdout else ():
+                os.dup2(stdout.fileno(), number)
+            for name in os.listdir("/proc/self/fd"):
+                if int(name) > 2 and int(name) not in pass_fds:
+                    with contextlib.suppress(OSError):  # the one that lists them
+                        os.close(int(name))
+            # What its parent is to tidy at its end is not this one's to tidy.
+            atexit._clear()
+            weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+            weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+            os.environ.clear()
+            os.environ.update(env)
+            _run(command[3:])
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)

@@ -1,0 +1,176 @@
+"""What trainers write on one machine comes to the run folder on another: whole, once, in order, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.resilience.agent import sent_files
+from megascale.resilience.agent.metrics_tail import MetricsTail
+from megascale.resilience.agent.sent_files import SentFiles
+from megascale.resilience.driver.received_files import ReceivedFiles
+from megascale.resilience.protocol.agent_messages import FROM_AGENT, FileData
+
+
+def line(step: int, loss: float = 1.0) -> str:
+    return json.dumps({"step": step, "loss": loss, "grad_norm": 0.5, "seconds": 0.1}) + "\n"
+
+
+def test_metrics_are_followed_through_cut_lines_and_rewrites(tmp_path: Path):
+    file = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(tmp_path)
+    assert tail.look().anew  # what a driver knew before counts no more
+    whole = line(3)
+    file.write_text(line(1) + '{"step": 1, "valid_loss": 2.0}\n' + line(2) + whole[:9])
+    assert [s.step for s in tail.look().steps] == [1, 2]
+    with open(file, "a") as out:
+        out.write(whole[9:] + line(4, float("nan")))
+    found = tail.look()
+    assert not found.anew
+    third, fourth = FROM_AGENT.decode(FROM_AGENT.encode(found)).steps
+    assert (third.step, third.loss, third.grad_norm, third.seconds) == (3, 1.0, 0.5, 0.1)
+    assert fourth.loss != fourth.loss
+    assert tail.look() is None
+    # A resumed run puts another file in its place.
+    (tmp_path / "new").write_text(line(1) + line(2))
+    os.replace(tmp_path / "new", file)
+    found = tail.look()
+    assert (found.anew, [s.step for s in found.steps]) == (True, [1, 2])
+    tail.begin_session()  # another driver knows nothing yet
+    assert [s.step for s in tail.look().steps] == [1, 2]
+
+
+class Link:
+    """Both ends, without the network between them; `lossy` drivers write and die before they confirm."""
+
+    def __init__(self, here: Path, there: Path) -> None:
+        self.here, self.there = here, there
+        here.mkdir(parents=True)
+        there.mkdir(parents=True)
+        self.agent = SentFiles(here)
+
+    def carry(self, confirm: bool = True) -> None:
+        """Have all that is to be sent written by a driver."""
+        driver = ReceivedFiles(self.there, lambda: "settings = 1\n")
+        confirmed: list[tuple[str, int]] = []
+        while pieces := self.agent.take():
+            for piece in pieces:
+                assert driver.take(FROM_AGENT.decode(FROM_AGENT.encode(piece)), lambda *kept: confirmed.append(kept))
+        driver.close()
+        if confirm:
+            for kept in confirmed:
+                self.agent.kept(*kept)
+
+
+def write(file: Path, text: str, mode: str = "a") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, mode) as out:
+        out.write(text)
+
+
+STEPS = ("metrics.jsonl", "samples/ledger.jsonl")
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from(["go", "driver", "lost", "move"]))))
+@settings(max_examples=40, deadline=None)
+def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_its_driver(tmp_path_factory, story):
+    """(steps done, steps lost, what happens then): nothing; another driver; one that did not confirm; another node."""
+    folder = tmp_path_factory.mktemp("link")
+    link, number, done = Link(folder / "n0", folder / "run"), 0, 0
+    link.agent.follow((0,))
+    wanted: dict[str, list[str]] = {name: [] for name in STEPS}
+    log, events = "", ""
+    for steps, lost, then in story:
+        done = max(0, done - lost)
+        for name in STEPS:  # as RunFolder.rewind
+            wanted[name] = [text for text in wanted[name] if json.loads(text)["step"] <= done]
+            mine = link.here / name
+            if lost and mine.exists():
+                text = "".join(t for t in mine.read_text().splitlines(True) if json.loads(t)["step"] <= done)
+                write(mine.with_suffix(".tmp"), text, "w")
+                os.replace(mine.with_suffix(".tmp"), mine)
+        for _ in range(steps):
+            done += 1
+            for name in STEPS:
+                wanted[name].append(json.dumps({"step": done, "n": len(events)}) + "\n")
+                write(link.here / name, wanted[name][-1])
+            log += f"step {done}\n"
+            write(link.here / "logs" / "rank-0.log", f"step {done}\n")
+            events += json.dumps({"time": len(events), "event": "x"}) + "\n"
+            write(link.here / "events.jsonl", events.splitlines(True)[-1])
+        link.carry(confirm=then != "lost")
+        if then == "driver":
+            link.agent.begin_session()
+        elif then == "lost":
+            link.agent.begin_session()
+            link.carry()
+        elif then == "move":
+            number += 1
+            there = link.there
+            link.here = folder / f"n{number}"
+            link.here.mkdir()
+            link.agent = SentFiles(link.here)
+            link.agent.follow((0,))
+            assert link.there is there
+    if story:
+        for name in STEPS:
+            assert (link.there / name).read_text() == "".join(wanted[name])
+        assert (link.there / "events.jsonl").read_text() == events
+        if all(then != "lost" for _, _, then in story):
+            assert (link.there / "logs" / "rank-0.log").read_text() == log
+
+
+def test_no_more_than_a_window_is_on_its_way_and_what_is_not_confirmed_comes_again(tmp_path, monkeypatch):
+    link = Link(tmp_path / "n0", tmp_path / "run")
+    link.agent.follow((3,))
+    monkeypatch.setattr(sent_files, "BEHIND", 1 << 30)
+    text = "".join(f"{n:09d}\n" for n in range(400_000))  # 4 MB
+    write(link.here / "logs" / "rank-3.log", text)
+    sent = 0
+    while pieces := link.agent.take():
+        sent += sum(len(piece.data) for piece in pieces)
+    assert sent == sent_files.WINDOW
+    monkeypatch.setattr(sent_files, "AGAIN", 0.0)
+    (piece,) = link.agent.take()
+    assert (piece.start, piece.first) == (0, True)
+    monkeypatch.undo()
+    monkeypatch.setattr(sent_files, "BEHIND", 1 << 30)
+    link.agent.begin_session()
+    for _ in range(8):
+        link.carry()
+    assert (link.there / "logs" / "rank-3.log").read_text() == text
+
+
+def test_of_a_log_that_grows_too_fast_the_middle_is_left_out(tmp_path):
+    link = Link(tmp_path / "n0", tmp_path / "run")
+    link.agent.follow((0,))
+    write(link.here / "logs" / "rank-0.log", "x" * (3 * sent_files.BEHIND) + "end\n")
+    for _ in range(8):
+        link.carry()
+    found = (link.there / "logs" / "rank-0.log").read_text()
+    assert len(found) < sent_files.BEHIND
+    assert f"[{3 * sent_files.BEHIND + 4 - sent_files.BEHIND // 2} bytes left out]" in found
+    assert found.endswith("end\n")
+
+
+def test_small_files_come_as_a_whole_and_the_settings_with_the_identity(tmp_path):
+    link = Link(tmp_path / "n0", tmp_path / "run")
+    link.agent.follow((0,))
+    write(link.here / "identity", "abc\n")
+    link.carry()
+    assert (link.there / "identity").read_text() == "abc\n"
+    assert (link.there / "config.toml").read_text() == "settings = 1\n"
+    write(link.here / "kernels.json", "{}")
+    link.carry()
+    assert (link.there / "kernels.json").read_text() == "{}"
+
+
+def test_no_other_file_of_the_run_folder_is_written(tmp_path):
+    driver = ReceivedFiles(tmp_path, lambda: "")
+    for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x"):
+        assert not driver.take(FileData(name, 0, b"x"), lambda *kept: None)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,119 @@
+"""float8, Megatron's selective recomputation, context parallelism, experts, cost: limits that any of them must keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megascale import config as configuration
+from megascale.errors import FitError
+from megascale.simulate.calibration import Calibration
+from megascale.simulate.case import Case
+from megascale.simulate.closed import step_parts
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.effective import FaultRates, first_order_share, simulate_run, young_daly
+from megascale.simulate.run_cost import run_cost
+from megascale.simulate.software import MEGASCALE_H200, MEGATRON_2023, RECOMPUTE, stack
+from megascale.simulate.step import Scenario, own_software, run
+from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case, with_part
+
+H200 = load_cluster("h200-host")
+
+
+def parts(one: Case) -> dict[str, float]:
+    return {k: float(v) for k, v in step_parts(H200, one).as_dict().items()}
+
+
+def moe(**more) -> Case:
+    return Case.of(GPT_13B, MEGASCALE_H200, tensor=1, pipeline=1, virtual=1, data=8, micro=2, batch=64, **more)
+
+
+def test_float8_is_faster_by_less_than_the_peaks():
+    plain = moe()
+    fast = replace(plain, float8=True)
+    assert 1.2 < parts(plain)["gemm"] / parts(fast)["gemm"] < 2.0
+    assert parts(plain)["attention"] == parts(fast)["attention"]
+
+
+def test_recomputing_core_attention_costs_its_forward_and_less_than_the_layer():
+    a100 = load_cluster("a100-roce")
+    software = replace(MEGATRON_2023, attention="unfused")
+    seconds = {
+        kind: float(step_parts(a100, case(software=replace(software, recompute=kind), batch=64)).recompute)
+        for kind in RECOMPUTE
+    }
+    assert 0 == seconds["none"] < seconds["core-attention"] < seconds["full"]
+    attention = float(step_parts(a100, case(software=software, batch=64)).attention)
+    assert 0.25 * attention < seconds["core-attention"] < 0.5 * attention
+
+
+def test_a_sequence_over_more_ranks_shares_the_work_and_pays_for_the_ring():
+    one = replace(moe(), sequence=16384)
+    cut = replace(one, context=8, data=1)
+    assert float(cut.gpus) == float(one.gpus)
+    assert float(cut.flops) == float(one.flops)
+    # A rank has as many tokens a step as before; its keys and values travel.
+    assert parts(cut)["attention"] == pytest.approx(parts(one)["attention"], rel=0.25)
+    # The longer the sequence, the more of the ring attention hides; a fast enough link is hidden whole.
+    long = replace(cut, sequence=262144)
+    assert parts(cut)["exchange"] / parts(cut)["attention"] > 1.5 * parts(long)["exchange"] / parts(long)["attention"]
+    fast = with_part(H200, "inside", p2p_gbs=1e6, latency_us=0.0)
+    assert float(step_parts(fast, cut).exchange) == 0 < parts(cut)["exchange"]
+
+
+def test_experts_add_weights_and_exchanges_but_no_work():
+    dense, sparse = moe(), moe(experts=8, top_k=1, expert_parallel=8)
+    assert float(sparse.flops) == float(dense.flops)
+    assert float(sparse.layer_parameters) == float(dense.layer_parameters)
+    assert parts(dense)["exchange"] == 0 < parts(sparse)["exchange"]
+    two = moe(experts=8, top_k=2, expert_parallel=8)
+    assert parts(two)["exchange"] == pytest.approx(2 * parts(sparse)["exchange"], rel=0.05)
+    assert parts(two)["gemm"] > 1.4 * parts(sparse)["gemm"]
+    held = moe(experts=8, top_k=1, expert_parallel=1)
+    assert float(held.layer_parameters) > 5 * float(dense.layer_parameters)
+    assert not moe(experts=8, top_k=9).fits()
+    assert not moe(experts=8, expert_parallel=3).fits()
+
+
+def scenario(*settings: str, **more) -> Scenario:
+    config = configuration.load(None, ["model.preset=gpt-13b", "train.global_batch=64", *settings])
+    return Scenario(
+        config, 8, H200, Calibration("none", "h200-host"), own_software(config, stack("megascale-h200")), **more
+    )
+
+
+def test_a_scenario_says_what_is_not_counted_and_refuses_what_does_not_divide():
+    result = run(scenario(experts=8, top_k=2, expert_parallel=8))
+    assert "no step was held against this" in " ".join(result.cautions)
+    assert 0 < result.mfu < 1
+    with pytest.raises(FitError, match="--context=3"):
+        run(scenario(context=3))
+    with pytest.raises(FitError, match="--top-k=9"):
+        run(scenario(experts=8, top_k=9))
+
+
+def test_a_run_s_bill():
+    result = run(scenario("parallel.tensor=2", "train.micro_batch=1"))
+    bill = run_cost(result, 1e9, share=0.5, price=2.0, watts=1000.0)
+    assert bill.gpu_hours == pytest.approx(2 * 8 * result.seconds * 1e9 / (64 * 2048) / 3600)
+    assert bill.money == pytest.approx(2 * bill.gpu_hours)
+    assert bill.megawatt_hours == pytest.approx(bill.gpu_hours / 1000)
+    assert run_cost(result, 1e9).money is None
+
+
+@pytest.mark.parametrize("hosts", [32, 256, 1536])
+def test_the_quick_share_of_stepping_is_near_the_simulated_one(hosts):
+    faults = replace(FaultRates(), spares=10_000)
+    outcome = simulate_run(5 * 86400.0, hosts, faults, young_daly(faults, hosts), trials=60)
+    assert float(first_order_share(faults, hosts)) == pytest.approx(float(np.mean(outcome.effective)), abs=0.02)
+
+
+def test_no_model_is_harmed_by_the_new_axes():
+    """Dense cases price as they did without them."""
+    one = case(model=GPT_175B)
+    spelled = replace(one, context=1, experts=1, top_k=1, expert_parallel=1)
+    assert float(step_parts(load_cluster("a100-roce"), one).total) == float(
+        step_parts(load_cluster("a100-roce"), spelled).total
+    )
