@@ -34,6 +34,20 @@ def place(tmp_path: Path) -> Iterator[Place]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """More open files than select() can tell apart."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"needs 1,200 open files, and ulimit -Hn is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    yield
+    for number in opened:
+        os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def launch(place: Place, word: str = "60") -> Launch:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return Launch(
@@ -73,7 +87,7 @@ def test_a_service_is_started_once_found_again_replaced_when_killed_and_gone_at_
     until(lambda: not place.folder.exists())
 
 
-def test_what_keeps_a_service_from_starting_is_told(place: Place) -> None:
+def test_what_keeps_a_service_from_starting_is_told(place: Place, many_files: None) -> None:
     with pytest.raises(ServiceFailed, match="no data") as failed:
         connect(place, "no data")
     assert failed.value.kind == "DataError"

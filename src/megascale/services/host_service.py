@@ -231,7 +231,9 @@ def _start_and_wait(launch: Launch, deadline: float) -> None:
         finally:
             os.close(tell)
         data = b""
-        while select.select([told], [], [], max(0.0, deadline - time.monotonic()))[0] and (got := os.read(told, 65536)):
+        news = select.poll()  # select() takes no descriptor above 1,023
+        news.register(told, select.POLLIN)
+        while news.poll(max(0.0, deadline - time.monotonic()) * 1000) and (got := os.read(told, 65536)):
             data += got
         child.poll()
     finally:
