@@ -132,6 +132,8 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     os.environ.clear()
     os.environ.update(env)
+    # As a new Python has it; entry points of what lies there are found too.
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     os.chdir(cwd)
     for name in ("megascale.train.launcher", "megascale.bench.harness.training_runs"):
         importlib.import_module(name).subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": _Child}))

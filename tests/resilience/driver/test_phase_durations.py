@@ -42,7 +42,7 @@ def test_first_steps_are_learnt_apart_from_others():
         return Heartbeat("job", 1, "n0", 1, 0, workers=(worker,))
 
     job = SimpleNamespace(phase=Phase.STARTING)
-    seen = Observations(job, None, None, None, None, None)
+    seen = Observations(job, None, None, None, None)
     seen.learn(beat(1, 40.0, "load"), beat(1, 0.0))
     seen.learn(beat(1, 7.0), beat(2, 0.0))
     job.phase = Phase.RUNNING
