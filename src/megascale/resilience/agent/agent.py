@@ -54,6 +54,7 @@ from megascale.services.messages import Message
 log = logging.getLogger("megascale.agent")
 RETRY = 0.25  # seconds between attempts to reach a driver
 LOOK = 0.2  # seconds between looks at logs and status files
+REST = 5.0  # seconds for the driver to have written what ended trainers wrote last
 
 
 class Agent:
@@ -94,6 +95,7 @@ class Agent:
         await self.ended.wait()
         if self.trainers.running():
             await self.trainers.stop("save", self.config.grace_period)
+        await self._send_rest()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -214,6 +216,7 @@ class Agent:
     async def _stop(self, order: Stop) -> None:
         """End the trainers, then say so with a port that is free for the next attempt's store."""
         await self.trainers.stop(order.how, order.grace_period)
+        await self._send_rest()
         if order.forget:
             log.info("memory is not trusted: ended checkpoint services %s", end_services(self.run_folder, self.node))
         codes = {w.rank: w.code for w in self.trainers.workers()}
@@ -354,16 +357,26 @@ class Agent:
         if lines:
             self._say(do="lines", rank=self.forward, lines=[fit(line) for line in lines[-100:]])
 
-    def _pass_files(self) -> None:
-        """What steps gave, where rank 0 runs; and all that trainers write, where the driver does not see it."""
+    def _pass_files(self) -> int:
+        """What steps gave, where rank 0 runs; and all that trainers write, where the driver does not see it. Returns
+        the number of pieces of files."""
         channel = self.channel
         if channel is None:
-            return
+            return 0
         if 0 in self.trainers.trainers and (steps := self.metrics.look()) is not None:
             self._send(steps)
-        if self.files is not None and channel.backlog < LIMIT:
-            for piece in self.files.take():
-                self._send(piece)
+        pieces = self.files.take() if self.files is not None and channel.backlog < LIMIT else []
+        for piece in pieces:
+            self._send(piece)
+        return len(pieces)
+
+    async def _send_rest(self) -> None:
+        """Send what ended trainers wrote last: told of their end, the driver may place them elsewhere or go."""
+        deadline = time.monotonic() + REST
+        while self.files is not None and self.channel is not None and time.monotonic() < deadline:
+            if not self._pass_files() and self.files.confirmed():
+                return
+            await asyncio.sleep(LOOK)
 
     async def _orphan(self) -> None:
         while True:

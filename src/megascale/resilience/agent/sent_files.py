@@ -65,6 +65,10 @@ class SentFiles:
             followed.kept = min(max(followed.kept, end), followed.sent)
             followed.waits = time.monotonic()
 
+    def confirmed(self) -> bool:
+        """Whether the driver has written all that was sent."""
+        return all(followed.sent == followed.kept for followed in self._growing.values())
+
     def take(self) -> list[FileData]:
         """What is to be sent now: of each file at most one piece."""
         growing = [self._next(name, followed) for name, followed in self._growing.items()]
