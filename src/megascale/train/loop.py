@@ -139,6 +139,7 @@ class Trainer:
             self.folder.status, self.folder.flight, place.rank, place.world, self.groups, self.engine.runtime
         )
         life.callback(self.telemetry.close)
+        life.callback(self._synchronize)  # what is under way is noted in the flight record, as long as that is open
         self.status = self.ending.status = self.telemetry.status
         self._resume()
         with Interrupts() as interrupts:
@@ -183,10 +184,13 @@ class Trainer:
         self.reporter.say(text)
         raise KeyboardInterrupt
 
-    def _leave(self) -> None:
-        assert self.groups is not None
+    def _synchronize(self) -> None:
         if not self.ending.lost and hasattr(self, "engine"):
             self.engine.synchronize()
+
+    def _leave(self) -> None:
+        assert self.groups is not None
+        self._synchronize()
         shutdown(self.groups, failed=self.ending.lost)
 
     # one step ---------------------------------------------------------------------------------------------------
