@@ -205,7 +205,8 @@ def _write_settings(config: Config) -> None:
 
 def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigError:
     # A name that does not resolve has a number of the resolver's, below zero.
-    why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+    number = error.errno or 0
+    why = os.strerror(number) if number > 0 else error.strerror or str(error)
     return ConfigError(
         f"the driver cannot listen on resilience.listen={host} with resilience.{key}={port}: {why}; use another port, "
         "0 for any that is free, and an address of this host"
