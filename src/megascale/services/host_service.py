@@ -231,9 +231,9 @@ def _start_and_wait(launch: Launch, deadline: float) -> None:
         finally:
             os.close(tell)
         data = b""
-        news = select.poll()  # select() takes no descriptor above 1,023
-        news.register(told, select.POLLIN)
-        while news.poll(max(0.0, deadline - time.monotonic()) * 1000) and (got := os.read(told, 65536)):
+        poller = select.poll()  # select() takes no descriptor above 1,023
+        poller.register(told, select.POLLIN)
+        while poller.poll(max(0.0, deadline - time.monotonic()) * 1000) and (got := os.read(told, 65536)):
             data += got
         child.poll()
     finally:
