@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.config.optimizers import OPTIMIZERS
 from megascale.core.flops import layer_flops, parameters
 from megascale.core.inventory import logical_shapes
 from megascale.core.memory import chunk_parameters, saved_by_layer
+from megascale.core.optimizer_state import checkpoint_elements
 from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
 from megascale.ops import dispatch
@@ -90,6 +92,14 @@ def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
     assert layer_flops(model, 0).mlp == 2 * 2 * model.hidden * model.ffn
     kept = [saved.name for saved in saved_by_layer(model, tensor, 1, "float32")]
     assert ("mlp_projection" in kept) == (mlp == "scaled")
+
+
+def test_what_an_optimizer_keeps_of_a_part_from_outside_is_counted():
+    """It has two matrices where the model's own, gated, has three."""
+    model = from_tree({"model": {"layers": 3, "vocab_size": 50, "mlp": "gather", "activation": "swiglu"}}).model
+    kept = OPTIMIZERS["muon"].state
+    held = sum(prod(shape) * (1 + len(kept(name, shape))) for name, shape in logical_shapes(model).items())
+    assert checkpoint_elements("muon", model) == held
 
 
 @pytest.mark.parametrize("block", ["serial", "parallel"])

@@ -7,16 +7,7 @@ from math import prod
 from megascale.config import ModelConfig
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.core import flops
-
-
-def layer_matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Logical matrices of one layer, by name within it."""
-    h, d = model.hidden, model.head_size
-    q, k = model.heads * d, model.kv * d
-    attention = {"query": (q, h), "key": (k, h), "value": (k, h), "output": (h, q)}
-    mlp = {"in": (model.ffn, h), "out": (h, model.ffn)} | ({"gate": (model.ffn, h)} if model.gated else {})
-    named = {f"attention.{name}.weight": shape for name, shape in attention.items()}
-    return named | {f"mlp.{name}.weight": shape for name, shape in mlp.items()}
+from megascale.core.inventory import layer_inventory
 
 
 def state_elements(
@@ -32,8 +23,9 @@ def state_elements(
     kept, h = OPTIMIZERS[optimizer].state, model.hidden
     each = len(kept("norm.weight", (h,)))
     found = parameters * each + tables * (len(kept("embedding.token.weight", (model.padded_vocab, h))) - each)
-    for name, shape in layer_matrices(model).items():
-        found += layers * prod(shape) // tensor * (len(kept(f"layers.0.{name}", shape)) - each)
+    for matrix in layer_inventory(model):
+        if matrix.decay:
+            found += layers * prod(matrix.local(tensor)) * (len(kept(matrix.name, matrix.shape)) - each)
     return found
 
 

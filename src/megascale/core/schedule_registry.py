@@ -77,7 +77,7 @@ def made_schedule(
         if ((microbatch >= 0) != reduce_each).any():
             raise ScheduleError(
                 f"parallel.schedule={name} reduces gradients {'once a step' if reduce_each else 'after each backward'}"
-                f" on stage {stage}, which does not go with parallel.zero; heed reduce_each, or set "
+                f" on stage {stage}, which does not go with parallel.zero; use what reduce_each says, or set "
                 f"--parallel.zero={1 if reduce_each else 2}"
             )
     return schedule if overlap else without_overlap(schedule)

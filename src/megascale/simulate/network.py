@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb
 from typing import Any, Protocol
 
 import numpy as np
 
 from megascale.simulate.cluster import ClusterSpec, LinkSpec
+from megascale.simulate.fabric.ecmp import expected_conflicts
 
 
 class Network(Protocol):
@@ -72,11 +72,7 @@ def flow_slowdown(link: LinkSpec) -> float:
     """
     if link.leaf_hosts is None or link.uplinks is None or link.uplink_gbs is None:
         return 1.0
-    flows, k, fit = link.leaf_hosts, link.uplinks, link.uplink_gbs / link.gbs
-    others = np.arange(flows)
-    chance = np.array([comb(flows - 1, int(i)) for i in others], dtype=float)
-    chance *= (1.0 / k) ** others * (1.0 - 1.0 / k) ** (flows - 1 - others)
-    return float((chance * np.maximum(1.0, (others + 1) / fit)).sum())
+    return expected_conflicts(link.leaf_hosts, link.uplinks, link.uplink_gbs / link.gbs).slowdown
 
 
 def _bus(link: LinkSpec, ranks: Any) -> Any:

@@ -13,6 +13,7 @@ carry c of them at full rate each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import comb, lgamma
 from typing import Literal
 
@@ -220,6 +221,7 @@ def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
     return np.diff(below, prepend=0.0)
 
 
+@lru_cache(maxsize=256)
 def expected_conflicts(flows: int, uplinks: int, capacity: float) -> Conflicts:
     """Closed form: occupancies are Binomial(n, 1/k) each, the fullest by `occupancy_of_worst`.
 
