@@ -5,7 +5,7 @@ and goes on; training does not notice. One thread on one asyncio loop does it al
 
 It is put together from parts, each of which knows only what it is given, in this order:
 
-    job            the state, changed by the table in transitions.py, each change in the journal first
+    job            the state, changed by the table in state/transitions.py, each change in the journal first
     nodes          agents: started, asked for, ordered, given up
     attempts       every stop and every start of trainers
     recovery       the recovery action for each node to blame
@@ -77,7 +77,7 @@ class Driver:
     journal: held by this driver.
     job: where it stands: new, or as the journal remembers it.
     say: called with each line for the terminal: (who, text).
-    unsure: the journal may be behind what runs, so the agents are asked first (adoption.py).
+    unsure: the journal may be behind what runs, so the agents are asked first (telemetry/adoption.py).
     """
 
     def __init__(

@@ -22,8 +22,8 @@ from megascale.resilience.driver.api.client import ask
 from megascale.resilience.driver.api.settable import check_settings, leave_settings
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.contact import Contact, folder, write_contact
-from tests.resilience.driver.test_http_api import Served
-from tests.resilience.driver.test_http_api import served as served
+from tests.resilience.driver.api.test_http_api import Served
+from tests.resilience.driver.api.test_http_api import served as served
 
 MIB = 1 << 20
 

@@ -89,7 +89,7 @@ def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory
         production.delenv(STRICT)
         for number, happened in enumerate(events):
             before, count = job.state, len(refused)
-            if happened[0] == "step":
+            if isinstance(happened[1], int):  # not the event of that name, which brings fields
                 if job.phase in (Phase.STARTING, Phase.RUNNING):
                     job.saw_step(happened[1])
             else:

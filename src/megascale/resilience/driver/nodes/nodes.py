@@ -47,7 +47,8 @@ class Node:
         port: free for the next attempt's store when it acknowledged.
         report: result of its last self-checks, when all nodes were ordered to run them.
         checking: number of the order to run them that it has as a spare, 0 for none.
-        held: the job as its trainers were started, and whether they have done a step (adoption.py); None: none run.
+        held: the job as its trainers were started, and whether they have done a step (telemetry/adoption.py);
+            None: none run.
         tested: when it last passed them, seconds since 1970; 0: not yet.
     """
 
@@ -147,7 +148,7 @@ class Nodes:
         return [node for node in self._nodes.values() if node.usable and node.name not in holders]
 
     def change(self, name: str, event: NodeEvent, **about: Any) -> Node:
-        """Something happened to a node (transitions.py): its state follows, and is remembered."""
+        """Something happened to a node (state/transitions.py): its state follows, and is remembered."""
         node = self._nodes.setdefault(name, Node(name))
         if self._job.apply_node(event, name, **about):
             node.record = self._job.state.nodes[name]

@@ -1,7 +1,7 @@
 """What is known of a job when its journal is not to be trusted: every event stands in the run's events.jsonl too.
 
 A journal that was damaged, or that SQLite brought back to an older state because the end of its log was broken, gets
-the events back that it has lost. What then runs, the agents know (adoption.py).
+the events back that it has lost. What then runs, the agents know (telemetry/adoption.py).
 """
 
 from __future__ import annotations
