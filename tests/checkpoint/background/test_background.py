@@ -29,6 +29,7 @@ from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.config import CheckpointConfig
+from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import DataError, TrainingError
 from megascale.services.conversation import Conversation, prove
 from megascale.services.host_service import Place
@@ -228,7 +229,7 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
 def _spoken(rank: int, size: int, run: Path, token: str) -> tuple[str, bytes]:
     """(what a start with replicas failed of, all that this process said to the others)."""
     if token:
-        os.environ[replica_token.VARIABLE] = token * (rank + 1)
+        os.environ[REPLICA_VARIABLE] = token * (rank + 1)
     said, dump = bytearray(), object_collectives.dump
 
     def heard(value: Any) -> bytes:
