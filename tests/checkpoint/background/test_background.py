@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, latest, load, object_collectives, steps
-from megascale.checkpoint.background import pending_saves, replica_token, service, service_protocol
+from megascale.checkpoint.background import pending_saves, replica_token, service, service_protocol, snapshot
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.replica import partners
 from megascale.checkpoint.background.service_protocol import COPIES, Fill, ListHeld, Register
@@ -264,6 +264,17 @@ def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> Non
     file.chmod(0o644)
     for error, _ in run_group(2, _spoken, run, ""):
         assert "chmod 600" in error
+
+
+def test_addresses_that_other_machines_reach_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    snapshot._tell_open_addresses([("127.0.0.1", 1), ("::1", 2)])
+    assert not caplog.records
+    snapshot._tell_open_addresses([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in said
+    assert "checkpoint.replica_address" in said
+    assert "set checkpoint.replicas=false" in said
 
 
 def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:

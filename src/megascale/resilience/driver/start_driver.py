@@ -215,6 +215,7 @@ def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigErro
 
 async def _serve(driver: Driver) -> int:
     from megascale.resilience.driver.api import http_api
+    from megascale.resilience.driver.api.open_addresses import open_addresses
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -229,6 +230,8 @@ async def _serve(driver: Driver) -> int:
     except OSError as error:
         raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
     driver.announce(url)
+    if told := open_addresses(limits, driver.address, url):
+        driver.note(Event.ADDRESS_OPEN, evidence=told)
     try:
         return await driver.run()
     finally:
