@@ -188,7 +188,7 @@ def test_an_engine_times_every_action_of_its_schedule():
 def a_frame(number: int = 1) -> bytes:
     records = np.zeros(3, SPAN)
     records["start_ns"] = [1, 2, 3]
-    return pack(FrameHead(SPANS, number, 2, 1, 9, 40, 5), records)
+    return pack(FrameHead(SPANS, 77, number, 2, 1, 9, 40, 5), records)
 
 
 def read_all(data: bytes) -> tuple[list[int], TornFrame]:

@@ -157,7 +157,7 @@ class DeviceTimers(Timers):
             if (start := row[-2]).ns != _NEVER and (end := row[-1]).ns != _NEVER
         ]
         if made:
-            self._deliver(told.block, np.array(made, dtype=np.int64), round(error))
+            self._emit(told.block, np.array(made, dtype=np.int64), round(error))
 
     def _recycle(self, mark: Mark) -> None:
         if mark.event is not None:

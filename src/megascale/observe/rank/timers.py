@@ -141,9 +141,9 @@ class Timers:
 
     def _closed(self, block: Block) -> None:
         rows = np.array(block.rows, dtype=np.int64)
-        self._deliver(block, np.concatenate([rows, rows[:, -1:] - rows[:, -2:-1]], axis=1), 0)
+        self._emit(block, np.concatenate([rows, rows[:, -1:] - rows[:, -2:-1]], axis=1), 0)
 
-    def _deliver(self, block: Block, rows: np.ndarray[Any, Any], error_ns: int) -> None:
+    def _emit(self, block: Block, rows: np.ndarray[Any, Any], error_ns: int) -> None:
         """Rows [n, 10] with times of the host's monotonic clock."""
         rollups = roll_up(rows)
         if block.step != self._totals.step:

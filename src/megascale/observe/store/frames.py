@@ -1,9 +1,9 @@
 """The binary form of spans and roll-ups: frames of records with a checksum, as they leave a rank and lie in a spool.
 
-    frame = head (56 bytes) | records of one kind, all of one rank and one step
+    frame = head (64 bytes) | records of one kind, all of one rank and one step
 
-A frame has the number of its ring, counted up: a reader that has seen one knows which come next, so that none is read
-twice. What is torn, of another schema or no frame at all is told apart from what is there (`scan`).
+A frame has its ring's identity and a number counted up there: who has kept one knows which come next, so that none is
+kept twice. What is torn, of another schema or no frame at all is told apart from what is there (`scan`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from megascale.core.spans import SCHEMA
 
-ROLLUPS, SPANS = 0, 1
+ROLLUPS, SPANS, CLOCKS, COUNTERS = range(4)
 
 # One row a rank, step, kind and axis. Rows of the same are parts: counts, times and bytes add up.
 ROLLUP = np.dtype(
@@ -49,10 +49,14 @@ SPAN = np.dtype(
         ("end_ns", "i8"),
     ]
 )
-RECORDS = {ROLLUPS: ROLLUP, SPANS: SPAN}
+# How far the common clock was ahead of the host's monotonic one, in nanoseconds, and by how much that may be wrong.
+CLOCK = np.dtype([("time_ns", "i8"), ("offset_ns", "i8"), ("error_ns", "i8")])
+# A value of a device of the host, such as a NIC's bytes. Names are UTF-8, cut off.
+COUNTER = np.dtype([("time_ns", "i8"), ("value", "f8"), ("name", "S32"), ("device", "S16")])
+RECORDS = {ROLLUPS: ROLLUP, SPANS: SPAN, CLOCKS: CLOCK, COUNTERS: COUNTER}
 
-# magic, schema, kind, bytes of the records, checksum, number, step, rank, attempt, error of the clock in ns, spans lost
-_HEAD = struct.Struct("<4sHHIIQQIIQQ")
+# magic, schema, kind, bytes of the records, checksum, ring, number, step, rank, attempt, clock's error, spans lost
+_HEAD = struct.Struct("<4sHHIIQQQIIQQ")
 HEAD_BYTES = _HEAD.size
 _MAGIC = b"MSpn"
 MOST_BYTES = 1 << 24  # of one frame's records
@@ -63,14 +67,15 @@ class FrameHead:
     """What a frame says of its records.
 
     Attributes:
-        kind: ROLLUPS or SPANS.
-        number: of the frame in its ring.
+        kind: ROLLUPS, SPANS, CLOCKS or COUNTERS.
+        ring, number: the ring's identity, and which of its frames this is.
         rank, attempt, step: whose records they are.
         error_ns: by how much their times may be off on their host's clock.
         lost: spans that this rank has dropped so far, for want of room.
     """
 
     kind: int
+    ring: int
     number: int
     rank: int
     attempt: int
@@ -82,7 +87,7 @@ class FrameHead:
 def pack(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
     """A frame."""
     data = records.tobytes()
-    fields = (head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
+    fields = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
     bare = _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), 0, *fields)
     return _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), zlib.crc32(data, zlib.crc32(bare)), *fields) + data
 
@@ -104,7 +109,7 @@ def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHe
     while at < len(view):
         if len(view) - at < HEAD_BYTES:
             raise TornFrame("a frame's head is cut off", at, short=True)
-        magic, schema, kind, size, crc, number, step, rank, attempt, error, lost = _HEAD.unpack_from(view, at)
+        magic, schema, kind, size, crc, ring, number, step, rank, attempt, error, lost = _HEAD.unpack_from(view, at)
         if magic != _MAGIC:
             raise TornFrame("this is no frame of spans", at)
         if schema != SCHEMA:
@@ -116,8 +121,8 @@ def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHe
             raise TornFrame("a frame's records are cut off", at, short=True)
         body = view[at + HEAD_BYTES : end]
         if check:
-            bare = _HEAD.pack(magic, schema, kind, size, 0, number, step, rank, attempt, error, lost)
+            bare = _HEAD.pack(magic, schema, kind, size, 0, ring, number, step, rank, attempt, error, lost)
             if zlib.crc32(body, zlib.crc32(bare)) != crc:
                 raise TornFrame("a frame whose checksum is wrong", at)
-        yield FrameHead(kind, number, rank, attempt, step, error, lost), body, end
+        yield FrameHead(kind, ring, number, rank, attempt, step, error, lost), body, end
         at = end

@@ -82,7 +82,7 @@ class SpanRing:
                 self._set(_AT_LOST_ROLLUPS, self._lost_rollups)
             return
         self._number += 1
-        head = FrameHead(kind, self._number, self.rank, self.attempt, step, error_ns, self._lost)
+        head = FrameHead(kind, self.identity, self._number, self.rank, self.attempt, step, error_ns, self._lost)
         frame = pack(head, records)
         at = self._head % self._body
         first = min(len(frame), self._body - at)
