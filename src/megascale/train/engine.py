@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megascale.core.layout import Layout
-from megascale.core.spans import Recorder
+from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
@@ -55,7 +55,6 @@ class Engine:
         layout: the configuration laid over the world.
         groups: this rank's communicators; None for a world of one.
         device: where it computes.
-        recorder: times the actions of a step.
         kept: attention kernels that the run has chosen before (see train/attention_choice.py); rank 0's count. With
             it, or with groups, ranks agree on kernels now; without, each is chosen when it is first needed.
         runtime: what it runs with; default: its own, which records nothing.
@@ -69,7 +68,6 @@ class Engine:
         layout: Layout,
         groups: Groups | None,
         device: torch.device,
-        recorder: Recorder | None = None,
         kept: Choices | None = None,
         runtime: Runtime | None = None,
     ) -> None:
@@ -159,7 +157,7 @@ class Engine:
         )
         train = config.train
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
-        self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, recorder, runtime)
+        self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, runtime)
         if stages > 1 and device.type == "cuda":
             self.load_kernels()
 
@@ -243,7 +241,9 @@ class Engine:
 
     def start_gather(self) -> None:
         """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
+        self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
         self.data.gather(self.pipeline.first_gather)
+        self.runtime.recorder.end()
 
     def step(
         self,
@@ -292,8 +292,11 @@ class Engine:
         self.data.begin_step()
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
             loss = self.pipeline.run(forward, self.data)
+        recorder = self.runtime.recorder
         self.runtime.calls.at(b"reduce")
+        recorder.begin(SpanKind.FINISH_REDUCTIONS)
         self.data.finish_reductions()
+        recorder.end()
         self.runtime.calls.at(b"optimizer")
         for look in tuple(self.before_update):
             look(step)
@@ -304,11 +307,15 @@ class Engine:
         for chunk in self.chunks:
             if (counted := chunk.linears.counted()) is not None:
                 piggybacked_scalars[2:] += counted
+        recorder.begin(SpanKind.CHECKPOINT_STALL)
         before_update()
+        recorder.end()
         self._weights_changed()  # what was made of them need not be there beside what the update needs
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
         updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
+        recorder.begin(SpanKind.OPTIMIZER)
         norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated)
+        recorder.end()
         assert summed is not None
         for look in self.after_update:
             look(step)
@@ -358,7 +365,8 @@ def _axis(runtime: Runtime, groups: Groups | None, name: str, size: int, rank: i
     group = getattr(groups, name) if groups is not None else None
     if size == 1 or group is None:
         return Axis(runtime=runtime)
-    return Axis(group, size, rank, name="world" if name == "world" else group.group_name, runtime=runtime)
+    kind = SpanAxis[name.partition("_")[0].upper()]
+    return Axis(group, size, rank, name="world" if name == "world" else group.group_name, kind=kind, runtime=runtime)
 
 
 def _p2p_streams(groups: Groups | None) -> P2PStreams:
