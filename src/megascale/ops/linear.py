@@ -103,25 +103,20 @@ class ComputeType:
         """See Gemms."""
         if out is None:
             return F.linear(x[0], weight, bias)
-        out = flat(out)
+        out, rows = out.flatten(0, -2), x[0].flatten(0, -2)
         if add:
-            return out.addmm_(flat(x[0]), weight.t())
+            return out.addmm_(rows, weight.t())
         if bias is None:
-            return torch.mm(flat(x[0]), weight.t(), out=out)
-        return torch.addmm(bias, flat(x[0]), weight.t(), out=out)
+            return torch.mm(rows, weight.t(), out=out)
+        return torch.addmm(bias, rows, weight.t(), out=out)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
         """See Gemms."""
         if out is None:
             return torch.matmul(dy[0], weight)
-        out = flat(out)
-        return out.addmm_(flat(dy[0]), weight) if add else torch.mm(flat(dy[0]), weight, out=out)
+        out, rows = out.flatten(0, -2), dy[0].flatten(0, -2)
+        return out.addmm_(rows, weight) if add else torch.mm(rows, weight, out=out)
 
     def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
-        accumulate_mm(main, flat(dy[0]).t(), flat(x[0]), overwrite)
-
-
-def flat(x: Tensor) -> Tensor:
-    """x [..., C] as rows."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        accumulate_mm(main, dy[0].flatten(0, -2).t(), x[0].flatten(0, -2), overwrite)

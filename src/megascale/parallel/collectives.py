@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megascale import torch_private
 from megascale.core.calls import NoCalls
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.runtime import Runtime
@@ -158,6 +159,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
     )
 
 
+@torch_private.called_directly
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -169,6 +171,7 @@ class _GatherSequence(torch.autograd.Function):
         return reduce_scatter(grads[0], ctx.axis).wait(), None
 
 
+@torch_private.called_directly
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
