@@ -213,7 +213,9 @@ class _SplitQKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         whole = packed(grads)
-        if whole is None:
+        if whole is None and cos is None:
+            whole = torch.cat(grads, 2)  # in one launch
+        elif whole is None:
             S, B, _, D = grads[0].shape
             heads = sum(grad.shape[2] for grad in grads)
             whole = torch.empty((S, B, heads, D), dtype=grads[0].dtype, device=grads[0].device)
