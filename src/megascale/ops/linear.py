@@ -63,11 +63,12 @@ class Gemms(Protocol):
     `out`, where given, is filled (or, with `add`, added to) and returned, flattened to rows.
     """
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None) -> Operand:
-        """x as `forward` and `accumulate` read it. given: what x's producer knows of it, such as its amax."""
+    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
+        """x as `forward` and `accumulate` read it. given: what x's producer knows of it, such as its amax. travels:
+        it is a part of what tensor-parallel ranks gather."""
         ...
 
-    def gradient(self, dy: Tensor, weight: Tensor) -> Operand:
+    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
         """dy as `dgrad` and `accumulate` read it."""
         ...
 
@@ -89,11 +90,11 @@ class Gemms(Protocol):
 class ComputeType:
     """GEMMs in the type of their inputs."""
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None) -> Operand:
+    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
         """See Gemms."""
         return (x,)
 
-    def gradient(self, dy: Tensor, weight: Tensor) -> Operand:
+    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
         """See Gemms."""
         return (dy,)
 
@@ -103,7 +104,7 @@ class ComputeType:
         """See Gemms."""
         if out is None:
             return F.linear(x[0], weight, bias)
-        out, rows = out.flatten(0, -2), x[0].flatten(0, -2)
+        out, rows = flat(out), flat(x[0])
         if add:
             return out.addmm_(rows, weight.t())
         if bias is None:
@@ -114,9 +115,14 @@ class ComputeType:
         """See Gemms."""
         if out is None:
             return torch.matmul(dy[0], weight)
-        out, rows = out.flatten(0, -2), dy[0].flatten(0, -2)
+        out, rows = flat(out), flat(dy[0])
         return out.addmm_(rows, weight) if add else torch.mm(rows, weight, out=out)
 
     def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
-        accumulate_mm(main, dy[0].flatten(0, -2).t(), x[0].flatten(0, -2), overwrite)
+        accumulate_mm(main, flat(dy[0]).t(), flat(x[0]), overwrite)
+
+
+def flat(x: Tensor) -> Tensor:
+    """x [..., C] as rows."""
+    return x.flatten(0, -2)

@@ -32,7 +32,8 @@ from megascale.parallel.collectives import (
     reduce_scatter,
     scatter_now,
 )
-from megascale.parallel.linear import PLAIN, LinearPrecision
+from megascale.parallel.linear import PLAIN
+from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.parameters import local_parameter
 
 
@@ -111,10 +112,10 @@ class _GatherLinear(torch.autograd.Function):
         weight, bias, linears, recompute_fn, given, wants_bias = told
         ctx.told = weight, bias, linears, recompute_fn, wants_bias
         if recompute_fn is None:
-            operand = linears.input(x, weight, given)
+            operand = linears.input(x, weight, given, True)
             ctx.save_for_backward(*linears.keep(operand))
         else:
-            operand = linears.input(recompute_fn(x), weight, given)
+            operand = linears.input(recompute_fn(x), weight, given, True)
             ctx.save_for_backward(x)
         if linears.axis.size == 1:
             return linears.forward(operand, weight, bias)
@@ -127,7 +128,7 @@ class _GatherLinear(torch.autograd.Function):
         leaf: torch.Tensor | None = None
         if recompute_fn is not None:
             leaf, made = _recomputed(recompute_fn, kept[0])
-            kept = linears.keep(linears.input(made.detach(), weight))
+            kept = linears.keep(linears.input(made.detach(), weight, None, True))
         if linears.axis.size == 1:
             ready = linears.axis.runtime.stream.record_event()
             gradient = linears.gradient(dy, weight)
@@ -156,7 +157,7 @@ def _scattered_gradients(
     gradient = linears.gradient(dy, weight)
     shape = (*dy.shape[:-1], weight.shape[1])
     scattering = _scattered(lambda out: linears.dgrad(gradient, weight, out), shape, dy, axis, followed=True)
-    dw = linears.wgrad(weight, gradient, lambda: (gathering.wait(), *rest), ready)
+    dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
     return scattering.wait(), dw
 
 
@@ -215,13 +216,13 @@ def _gathered_input_gradients(
     dy: torch.Tensor, weights: Sequence[torch.Tensor], linears: LinearPrecision
 ) -> tuple[Operand, list[torch.Tensor]]:
     """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
-    axis, gradient = linears.axis, linears.gradient(dy, weights[0])
+    axis, gradient = linears.axis, linears.gradient(dy, weights[0], True)
     if axis.size == 1:
         return gradient, [linears.dgrad(gradient, weight) for weight in weights]
     part, *rest = gradient
     if not _exchanges(axis, part.shape, part):
         whole: Operand = (all_gather(part, axis).wait(), *rest)
-        return whole, [linears.dgrad(whole, weight) for weight in weights]
+        return linears.gathered(whole), [linears.dgrad(whole, weight) for weight in weights]
     n = part.shape[0]
     dxs = [dy.new_empty((axis.size * n, *dy.shape[1:-1], weight.shape[1])) for weight in weights]
 
@@ -229,7 +230,7 @@ def _gathered_input_gradients(
         for weight, dx in zip(weights, dxs, strict=True):
             linears.dgrad((shard, *rest), weight, dx[rank * n : (rank + 1) * n])
 
-    return (gather_and_consume(part, axis, consume, keep=True), *rest), dxs
+    return linears.gathered((gather_and_consume(part, axis, consume, keep=True), *rest)), dxs
 
 
 def gather_linear(
