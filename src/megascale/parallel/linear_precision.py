@@ -78,7 +78,7 @@ class LinearPrecision(ComputeType):
         if isinstance(x, tuple):
             work = partial(self.accumulate, main, dy, x, overwrite)
         else:
-            work = lambda: self.accumulate(main, dy, x(), overwrite)  # noqa: E731
+            work = lambda: self.accumulate(main, dy, x(), overwrite)
         self.axis.runtime.stream.run(work, after)
         sink.ready()
 
