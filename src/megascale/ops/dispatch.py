@@ -74,17 +74,23 @@ def mode() -> str:
 
 def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
     """Whether operator `op` runs its fused kernel on these tensors; the answer is recorded for `active()`."""
-    tensor = next(t for t in tensors if t is not None)
+    # Loops, not generators: this is asked about a hundred times a micro-batch.
+    for tensor in tensors:
+        if tensor is not None:
+            break
+    else:
+        raise ValueError(f"{op}: no tensor to choose by")
     if _mode == "reference":
         choice = "reference (kernels.mode)"
     elif not HAVE_TRITON:
         choice = "reference (Triton is not installed)"
     elif not (tensor.is_cuda or (INTERPRET and _mode == "fused")):
         choice = f"reference ({tensor.device.type} tensors)"
-    elif any(t is not None and t.dtype not in FUSED_DTYPES for t in tensors):
-        choice = "reference (float64)"
     else:
         choice = "triton"
+        for tensor in tensors:
+            if tensor is not None and tensor.dtype not in FUSED_DTYPES:
+                choice = "reference (float64)"
     _active[op] = choice
     return choice == "triton"
 

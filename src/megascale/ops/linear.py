@@ -104,19 +104,19 @@ class ComputeType:
         """See Gemms."""
         if out is None:
             return F.linear(x[0], weight, bias)
-        out = flat(out)
+        out, rows = flat(out), flat(x[0])
         if add:
-            return out.addmm_(flat(x[0]), weight.t())
+            return out.addmm_(rows, weight.t())
         if bias is None:
-            return torch.mm(flat(x[0]), weight.t(), out=out)
-        return torch.addmm(bias, flat(x[0]), weight.t(), out=out)
+            return torch.mm(rows, weight.t(), out=out)
+        return torch.addmm(bias, rows, weight.t(), out=out)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
         """See Gemms."""
         if out is None:
             return torch.matmul(dy[0], weight)
-        out = flat(out)
-        return out.addmm_(flat(dy[0]), weight) if add else torch.mm(flat(dy[0]), weight, out=out)
+        out, rows = flat(out), flat(dy[0])
+        return out.addmm_(rows, weight) if add else torch.mm(rows, weight, out=out)
 
     def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
@@ -125,4 +125,4 @@ class ComputeType:
 
 def flat(x: Tensor) -> Tensor:
     """x [..., C] as rows."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)
