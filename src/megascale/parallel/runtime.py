@@ -12,6 +12,7 @@ import torch
 from megascale.core.calls import NoCalls
 from megascale.ops import side_stream
 from megascale.ops.attention import AttentionChooser
+from megascale.ops.dispatch import Kernels
 from megascale.ops.side_stream import InOrder, SideStream
 
 
@@ -27,11 +28,14 @@ class Runtime:
         calls: where the engine writes what it starts and waits for; a trainer puts its record there.
         stream: where GEMMs run that nothing waits for yet.
         attention: which attention kernel each shape runs.
+        kernels: how all other operators are chosen, and the record of what all of them run; in force while an engine
+            works (ops/dispatch.py).
     """
 
     calls: NoCalls = field(default_factory=NoCalls)
     stream: InOrder = field(default_factory=_in_order)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
+    kernels: Kernels = field(default_factory=Kernels)
     _side: SideStream | None = None  # one, however often it is turned on: cuBLAS has a workspace for each stream
 
     def use_side_stream(self, wanted: bool, device: torch.device) -> str:

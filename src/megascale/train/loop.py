@@ -18,7 +18,6 @@ from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.data.loader.feed import open_feed
 from megascale.errors import DataError, MegascaleError, TrainingError, kind_of, named
-from megascale.ops import dispatch
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
@@ -221,7 +220,7 @@ class Trainer:
         if not self._told_active:
             # After the first step it is known which overlaps and kernels run.
             self._told_active = True
-            self.reporter.active(self.engine.active | dispatch.active())
+            self.reporter.active(self.engine.active | self.engine.runtime.kernels.active())
         self.garbage.after(step)
         self.step = self.ending.step = step
         self.consumed = first + train.global_batch
