@@ -52,7 +52,12 @@ BLOCKS: Registry[PartFacts] = Registry(
     },
 )
 LINEAR_PRECISIONS: Registry[PartFacts] = Registry(
-    "train.linear_precision", {"default": PartFacts("GEMMs in the type of train.precision")}
+    "train.linear_precision",
+    {
+        "default": PartFacts("GEMMs in the type of train.precision"),
+        "float8": PartFacts("float8 with one scale a matrix; embedding and logits as without"),
+        "float8_rowwise": PartFacts("float8 with a scale a row; weight gradients as without"),
+    },
 )
 
 # All of them, by the setting that names them.

@@ -157,6 +157,9 @@ class Engine:
             self.chunks.append(chunk)
             self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket))
             initialise(chunk, config.train.seed)
+        for chunk in self.chunks:
+            tokens = config.model.sequence_length * config.train.micro_batch
+            chunk.linears.check(chunk.matrices(), tokens, device)
         self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
@@ -297,6 +300,7 @@ class Engine:
                 return module(inputs, None, where)
             return (module(inputs, batch(i)[1], where) * (1 / self.tokens)).sum()
 
+        self._weights_changed()
         self.data.begin_step()
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
             loss = self.pipeline.run(forward, self.data)
@@ -310,6 +314,7 @@ class Engine:
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
         before_update()
+        self._weights_changed()  # what was made of them need not be there beside what the update needs
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
         updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
         norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated)
@@ -328,6 +333,11 @@ class Engine:
     def loaded(self) -> None:
         """After a checkpoint has filled the master weights: make the weights in use from them."""
         self.optimizer.copy_to_params()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        for chunk in self.chunks:
+            chunk.linears.weights_changed()
 
     def whole(self) -> None:
         """Make all parameters whole on this rank, before anything but a training step uses them."""
