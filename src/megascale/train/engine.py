@@ -159,7 +159,8 @@ class Engine:
             initialise(chunk, config.train.seed)
         for chunk in self.chunks:
             tokens = config.model.sequence_length * config.train.micro_batch
-            chunk.linears.check(chunk.matrices(), tokens, device)
+            with runtime.kernels.in_force():
+                chunk.linears.check(chunk.matrices(), tokens, device)
         self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
