@@ -10,6 +10,7 @@ from megascale.errors import ConfigError
 from megascale.resilience import rules
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.rules import metrics_rules, table
 from tests.extend.packaged import install
 from tests.resilience.conftest import launch  # noqa: F401
 
@@ -95,7 +96,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(package, megascale, tiny):
 def test_a_name_means_one_cluster_and_a_rule_is_applied_once(monkeypatch):
     with pytest.raises(ConfigError, match="'local' is registered already"):
         CLUSTERS.register("local", lambda request: LocalCluster(request.run))
-    monkeypatch.setattr(rules, "SLOW", [])
+    monkeypatch.setattr(table, "SLOW", [])
     for _ in range(2):
-        rules.register_rule(rules.metrics_rules.losses)
-    assert [rules.metrics_rules.losses] == rules.SLOW
+        rules.register_rule(metrics_rules.losses)
+    assert [metrics_rules.losses] == table.SLOW
