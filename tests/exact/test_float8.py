@@ -93,6 +93,36 @@ def test_weights_are_cast_anew_when_they_change(pool):
     assert not left
 
 
+def counted(rank: int, world: int, tree: dict[str, Any], outlier: bool) -> list[float]:
+    """Shares clipped and flushed in a step, and how many numbers were looked at."""
+    engine = make_engine(rank, world, tree)
+    if outlier:  # all but a few numbers of the norms' outputs are below what float8 can tell from zero beside it
+        norm = engine.chunks[0].blocks[0].norm1
+        with torch.no_grad():
+            norm.weight[0] = 1e6
+    column = torch.arange(9).repeat(1, 1).t() % 21
+    step = engine.step(lambda i: (column[:-1], column[1:]), 1, 0.0, count_casts=True)
+    clipped, flushed, looked_at = step.casts.tolist()
+    assert engine.step(lambda i: (column[:-1], column[1:]), 2, 0.0).casts.tolist() == [0.0, 0.0, 0.0]
+    return [clipped / looked_at, flushed / looked_at, looked_at]
+
+
+def test_what_casts_clip_and_flush_is_counted_over_all_ranks(pool):
+    def tree(data: int) -> dict[str, Any]:
+        return case(1, 1, data, microbatches=2, train={"linear_precision": "float8"}).tree
+
+    [(clipped, flushed, looked_at)] = pool.run(counted, 1, tree(1), False)
+    # Four layers of a serial block: hidden, heads, hidden, MLP in; and the gradients of what they give.
+    assert looked_at == 2 * 8 * 4 * ((16 + 16 + 16 + 64) + (48 + 16 + 64 + 16))
+    assert clipped == 0  # scales are those of the tensor itself
+    assert flushed < 0.05
+    both = pool.run(counted, 2, tree(2), False)
+    assert both[0] == both[1]
+    assert both[0][2] == 2 * looked_at
+    [(_, more, _)] = pool.run(counted, 1, tree(1), True)
+    assert more > flushed + 0.01
+
+
 def refused(rank: int, world: int, tree: dict[str, Any]) -> str:
     try:
         make_engine(rank, world, tree)

@@ -14,6 +14,9 @@ from megascale.config import parts as named_parts
 from megascale.config.registry import Registry
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.errors import ConfigError
+from megascale.resilience import cluster
+from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.local import LocalCluster
 from tests.conftest import lines
 from tests.forked import Forked
 
@@ -233,6 +236,25 @@ def test_a_rule_is_one_file(tmp_path):
         [sys.executable, "-c", WITH_A_FILE_MORE, tmp_path], capture_output=True, text=True, check=True
     )
     assert done.stdout.endswith("'never']\n")
+
+
+CLUSTER = """
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
+from megascale.resilience.cluster.local import LocalCluster
+
+CLUSTERS.register("elsewhere", lambda request: LocalCluster(request.run))
+"""
+
+
+def test_a_cluster_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text(CLUSTER)
+    monkeypatch.setattr(cluster, "__path__", [*cluster.__path__, str(tmp_path)])
+    try:
+        assert "elsewhere" in CLUSTERS
+        assert isinstance(CLUSTERS["elsewhere"](ClusterRequest(tmp_path, from_tree({}))), LocalCluster)
+    finally:
+        sys.modules.pop(f"{cluster.__name__}.elsewhere", None)
+        CLUSTERS.remove("elsewhere")
 
 
 def test_a_name_without_a_module_imports_none():

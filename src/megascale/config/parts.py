@@ -7,7 +7,7 @@ model/attention.py, model/mlp.py, model/block.py, parallel/linear.py, observe/me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megascale.config.registry import Registry
 
@@ -31,6 +31,23 @@ class PartFacts:
     """about: one line for people."""
 
     about: str
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """What `train.linear_precision` means for memory and speed.
+
+    Attributes:
+        about: one line for people.
+        kept: bytes an element of the copy of a GEMM's input that backward keeps; None: the input itself.
+        copies: bytes an element of what is made of weights once a step.
+        float8: which GEMMs of a layer are in float8.
+    """
+
+    about: str
+    kept: int | None = None
+    copies: int = 0
+    float8: Literal["none", "all", "all but weight gradients"] = "none"
 
 
 MODEL = "megascale.model"  # where a module may stand that registers a part of its name (registry.py)
@@ -57,12 +74,16 @@ BLOCKS: Registry[PartFacts] = Registry(
     },
     home=MODEL,
 )
-LINEAR_PRECISIONS: Registry[PartFacts] = Registry(
+LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
     "train.linear_precision",
     {
-        "default": PartFacts("GEMMs in the type of train.precision"),
-        "float8": PartFacts("float8 with one scale a matrix; embedding and logits as without"),
-        "float8_rowwise": PartFacts("float8 with a scale a row; weight gradients as without"),
+        "default": LinearFacts("GEMMs in the type of train.precision"),
+        "float8": LinearFacts(
+            "float8 with one scale a matrix; embedding and logits as without", kept=1, copies=2, float8="all"
+        ),
+        "float8_rowwise": LinearFacts(
+            "float8 with a scale a row; weight gradients as without", copies=2, float8="all but weight gradients"
+        ),
     },
     home="megascale.parallel",
 )

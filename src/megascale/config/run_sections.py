@@ -148,7 +148,22 @@ class ObserveConfig(Section):
         default_factory=list,
         description="further places for metrics, by name: what installed packages register (observe/metrics.py)",
     )
+    float8_interval: int = Field(
+        100,
+        ge=0,
+        le=MOST,
+        description="steps between those whose casts to float8 count what they clip and what becomes zero; 0: none",
+    )
     progress: bool = Field(True, description="live progress line on a terminal")
+    timers: bool = Field(
+        True, description="time every action of a step on every rank, without waiting for the device (docs/observe.md)"
+    )
+    spans: int = Field(
+        100, ge=0, le=MOST, description="steps from one whose spans are all kept to the next; 0: only when asked for"
+    )
+    spans_mib: int = Field(
+        512, ge=16, le=1_000_000, description="MiB that a host's spans and roll-ups may take; the oldest spans go first"
+    )
     peak_tflops: float | None = Field(
         None,
         gt=0,

@@ -1,12 +1,68 @@
-"""The span record and the recorder's protocol: what one piece of work on one rank took, and what it waited for."""
+"""What is timed: the kinds of spans and axes, the span record, and what the engine needs of a recorder.
+
+Timers (observe/rank/timers.py) write spans and roll-ups in binary, with the codes below; the numbers are part of the
+format, so new kinds go to the end. Readers see names.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from enum import IntEnum
+from typing import Any, Protocol
+
+from megascale.core.schedule import ActionKind
 
 SCHEMA = 1
+
+
+class SpanKind(IntEnum):
+    """What a span was: first the schedule's actions under their own numbers, then what surrounds and lies in them."""
+
+    FORWARD = ActionKind.FORWARD
+    BACKWARD = ActionKind.BACKWARD
+    SEND_FORWARD = ActionKind.SEND_FORWARD
+    RECV_FORWARD = ActionKind.RECV_FORWARD
+    SEND_BACKWARD = ActionKind.SEND_BACKWARD
+    RECV_BACKWARD = ActionKind.RECV_BACKWARD
+    GATHER_PARAMS = ActionKind.GATHER_PARAMS
+    REDUCE_GRADS = ActionKind.REDUCE_GRADS
+    FINISH_REDUCTIONS = 8  # awaits what is still under way of the gradients
+    CHECKPOINT_STALL = 9  # the update waits for a copy of the state
+    OPTIMIZER = 10
+    CHECKPOINT_SAVE = 11  # between steps: the part of a save that training waits for
+    EVALUATE = 12
+    GARBAGE = 13  # Python's garbage collection
+    STEP = 14  # from a step's first operation to its last
+    WAIT = 15  # within an action: for other ranks, along an axis
+    TRANSFER = 16  # from the start of a collective or message until its result was awaited, along an axis
+    DATA_WAIT = 17  # within an action: for samples
+
+    @property
+    def label(self) -> str:
+        """Lower-case name, such as send_forward."""
+        return self.name.lower()
+
+
+# What lies within an action and is no work of this rank's.
+WAITS = (SpanKind.WAIT, SpanKind.DATA_WAIT)
+
+
+class SpanAxis(IntEnum):
+    """Along which axis of the grid a wait or a transfer goes."""
+
+    NONE = 0
+    TENSOR = 1
+    PIPELINE = 2
+    DATA = 3
+    WORLD = 4
+    STAGE = 5
+    EMBEDDING = 6
+
+    @property
+    def label(self) -> str:
+        """Lower-case name; empty for none."""
+        return "" if self is SpanAxis.NONE else self.name.lower()
 
 
 @dataclass(frozen=True)
@@ -17,9 +73,9 @@ class Span:
         schema: version of this record.
         job, attempt: which run and which start of it.
         host, rank, step: where and when.
-        action: what was done, such as forward, backward, send_forward, gather, optimizer.
+        action: what was done, such as forward, backward, send_forward, wait, optimizer (SpanKind).
         chunk, microbatch: which part of the model and of the batch, -1 where it has no meaning.
-        axis: the grid axis a transfer runs along, else "".
+        axis: the grid axis a wait or transfer runs along, else "".
         bytes: bytes moved, 0 for compute.
         waited_on: rank or service that had to act first, -1 where unknown or none.
     """
@@ -40,7 +96,7 @@ class Span:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """One line of `spans/host=H/`."""
+        """One line of an export."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -55,21 +111,59 @@ class Span:
             raise ValueError(f"not a span: {error}") from None
 
 
+# A point in time as a recorder keeps it: nanoseconds, or an event of a device; None while nothing is recorded.
+Mark = Any
+
+
 class Recorder(Protocol):
-    """What the engine needs from a timer; `observe` provides the real ones."""
+    """What the engine tells of its work; `observe.rank` provides the real one.
 
-    def start(self, action: str, chunk: int = -1, microbatch: int = -1, axis: str = "", bytes: int = 0) -> int:
-        """Mark the start of an action on the current stream; returns a handle for `stop`."""
+    Actions follow each other (`begin`, `end`); waits and transfers lie in them. All of it is called by the thread that
+    runs the step, and none of it waits for a device.
+    """
 
-    def stop(self, handle: int) -> None:
-        """Mark its end."""
+    def step_begins(self, step: int) -> None:
+        """A step's first operation comes next."""
+
+    def step_ended(self) -> None:
+        """Its last operation has been queued."""
+
+    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
+        """An action starts on the current stream."""
+
+    def end(self) -> None:
+        """It has ended there."""
+
+    def mark(self) -> Mark:
+        """Now, for `waited`."""
+
+    def waited(self, since: Mark, kind: int, axis: int = 0, waited_on: int = -1) -> None:
+        """The stream has waited from `since` on: for another rank, or for samples."""
+
+    def launched(self, axis: int, nbytes: int) -> Mark:
+        """A transfer of so many bytes starts."""
+
+    def landed(self, since: Mark, axis: int, nbytes: int, waited_on: int = -1) -> None:
+        """A transfer that started at `since` has been awaited."""
 
 
 class NoRecorder:
-    """Records nothing, costs nothing."""
+    """Records nothing."""
 
-    def start(self, action: str, chunk: int = -1, microbatch: int = -1, axis: str = "", bytes: int = 0) -> int:
-        return 0
+    def step_begins(self, step: int) -> None: ...
 
-    def stop(self, handle: int) -> None:
+    def step_ended(self) -> None: ...
+
+    def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None: ...
+
+    def end(self) -> None: ...
+
+    def mark(self) -> Mark:
         return None
+
+    def waited(self, since: Mark, kind: int, axis: int = 0, waited_on: int = -1) -> None: ...
+
+    def launched(self, axis: int, nbytes: int) -> Mark:
+        return None
+
+    def landed(self, since: Mark, axis: int, nbytes: int, waited_on: int = -1) -> None: ...

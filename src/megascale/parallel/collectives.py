@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megascale.core.calls import NoCalls
+from megascale.core.spans import SpanAxis
 from megascale.parallel.exchange import Exchange
-from megascale.parallel.runtime import Runtime
+from megascale.parallel.runtime import Runtime, Transfer
 
 # torch 2.13 has new names for these two and warns of the old ones, on every rank.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,6 +34,7 @@ class Axis:
             collective overlaps with independent GEMMs) or "off".
         exchange: with "fused", what does it (parallel/exchange.py).
         name: what the record of calls (core/calls.py) knows the group as; "" is not recorded.
+        kind: which axis of the grid it is, for timers.
         runtime: what this rank runs with.
     """
 
@@ -42,8 +43,13 @@ class Axis:
     rank: int = 0
     overlap: str = "async"
     name: str = ""
+    kind: SpanAxis = SpanAxis.NONE
     exchange: Exchange | None = None
     runtime: Runtime = field(default_factory=Runtime, compare=False)
+
+    def transfer(self, op: str, nbytes: int) -> Transfer:
+        """A collective along this axis starts now."""
+        return self.runtime.transfer(self.name, self.kind, op, nbytes)
 
 
 ALONE = Axis()  # a single-member group
@@ -53,7 +59,8 @@ class Pending:
     """A result that is in flight: `wait()` returns it.
 
     Args:
-        call, calls: its handle in a record of calls, and the record.
+        work: what has a `wait`, which makes the current stream wait (on CPU the caller).
+        transfer: who records it.
         then: what makes the result of what has arrived, once; it may return another tensor.
     """
 
@@ -61,33 +68,30 @@ class Pending:
         self,
         tensor: torch.Tensor,
         work: Any = None,
-        call: int = -1,
-        calls: NoCalls | None = None,
+        transfer: Transfer | None = None,
         then: Callable[[], Any] | None = None,
     ) -> None:
-        self._tensor, self._work, self._call, self._calls, self._then = tensor, work, call, calls, then
+        self._tensor, self._work, self._transfer, self._then = tensor, work, transfer, then
 
     def wait(self) -> torch.Tensor:
         """The finished tensor; on CUDA the current stream waits, on CPU the caller does."""
+        transfer, self._transfer = self._transfer, None
         if self._work is not None:
-            if self._calls is None:
-                self._work.wait()
+            work, self._work = self._work, None
+            if transfer is None:
+                work.wait()
             else:
-                self._calls.wait(self._call)
-                self._work.wait()
-                self._calls.done(self._call)
-            self._work = None
+                waiting = transfer.waiting()
+                work.wait()
+                transfer.done(waiting)
+                transfer = None
         if self._then is not None:
             then, self._then = self._then, None
             found = then()
             self._tensor = self._tensor if found is None else found
+        if transfer is not None:
+            transfer.done()  # by an exchange, which records what its stream waits for
         return self._tensor
-
-
-class _Arrival:
-    """The work of an exchange: nothing to wait for on the host."""
-
-    def wait(self) -> None: ...
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
@@ -96,15 +100,15 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    call = axis.runtime.calls.begin(axis.name, "all_gather", out.nbytes)
-    return Pending(out, _all_gather(out, x, group=axis.group, async_op=True), call, axis.runtime.calls)
+    transfer = axis.transfer("all_gather", out.nbytes)
+    return Pending(out, _all_gather(out, x, group=axis.group, async_op=True), transfer)
 
 
 def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
     """As all_gather, by the axis's exchange."""
     assert axis.exchange is not None
-    call = axis.runtime.calls.begin(axis.name, "fused_gather", axis.size * x.nbytes)
-    return Pending(x, _Arrival(), call, axis.runtime.calls, axis.exchange.gather(x.contiguous()))
+    transfer = axis.transfer("fused_gather", axis.size * x.nbytes)
+    return Pending(x, None, transfer, axis.exchange.gather(x.contiguous()))
 
 
 def gather_and_consume(
@@ -112,9 +116,9 @@ def gather_and_consume(
 ) -> torch.Tensor:
     """All-gather x by the axis's exchange, with consume(part, rank) for each rank's part as it arrives."""
     assert axis.exchange is not None
-    call = axis.runtime.calls.begin(axis.name, "fused_gather", axis.size * x.nbytes)
+    transfer = axis.transfer("fused_gather", axis.size * x.nbytes)
     whole = axis.exchange.gather_and_consume(x.contiguous(), consume, keep)
-    axis.runtime.calls.done(call)
+    transfer.done()
     return whole
 
 
@@ -123,8 +127,8 @@ def exchange_scatter(
 ) -> Pending:
     """Reduce-scatter of what make(out [size, *shape]) writes, by the axis's exchange, under what comes next."""
     assert axis.exchange is not None
-    call = axis.runtime.calls.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
-    return Pending(like, _Arrival(), call, axis.runtime.calls, axis.exchange.scatter(make, shape, like))
+    transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
+    return Pending(like, None, transfer, axis.exchange.scatter(make, shape, like))
 
 
 def scatter_now(
@@ -132,9 +136,9 @@ def scatter_now(
 ) -> torch.Tensor:
     """As exchange_scatter, done at once."""
     assert axis.exchange is not None
-    call = axis.runtime.calls.begin(axis.name, "fused_scatter", axis.size * math.prod(shape) * like.element_size())
+    transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
     out = axis.exchange.scatter_now(make, shape, like)
-    axis.runtime.calls.done(call)
+    transfer.done()
     return out
 
 
@@ -144,18 +148,16 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    call = axis.runtime.calls.begin(axis.name, "reduce_scatter", x.nbytes)
-    return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True), call, axis.runtime.calls)
+    transfer = axis.transfer("reduce_scatter", x.nbytes)
+    return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True), transfer)
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
     """Sum (or `op`) over ranks, in place."""
     if axis.size == 1:
         return Pending(x)
-    call = axis.runtime.calls.begin(axis.name, "all_reduce", x.nbytes)
-    return Pending(
-        x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), call, axis.runtime.calls
-    )
+    transfer = axis.transfer("all_reduce", x.nbytes)
+    return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), transfer)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -194,8 +196,8 @@ def all_gather_into(whole: torch.Tensor, part: torch.Tensor, axis: Axis) -> Pend
     """Gather equal parts into `whole`; `part` may be this rank's slice of it."""
     if axis.size == 1:
         return Pending(whole)
-    call = axis.runtime.calls.begin(axis.name, "all_gather", whole.nbytes)
-    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True), call, axis.runtime.calls)
+    transfer = axis.transfer("all_gather", whole.nbytes)
+    return Pending(whole, _all_gather(whole, part, group=axis.group, async_op=True), transfer)
 
 
 def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
@@ -203,8 +205,8 @@ def reduce_scatter_in_place(whole: torch.Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(whole)
     part = whole.view(axis.size, -1)[axis.rank]
-    call = axis.runtime.calls.begin(axis.name, "reduce_scatter", whole.nbytes)
-    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True), call, axis.runtime.calls)
+    transfer = axis.transfer("reduce_scatter", whole.nbytes)
+    return Pending(part, _reduce_scatter(part, whole, group=axis.group, async_op=True), transfer)
 
 
 def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
@@ -218,7 +220,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
     part = whole.view(axis.size, -1)[axis.rank]
     sent = whole.to(dtype)
     got = _receive_buffer(whole, axis, dtype)
-    call = axis.runtime.calls.begin(axis.name, "all_to_all", sent.nbytes)
+    transfer = axis.transfer("all_to_all", sent.nbytes)
     work = dist.all_to_all_single(got, sent, group=axis.group, async_op=True)
 
     def add() -> None:
@@ -226,7 +228,7 @@ def reduce_scatter_rounded(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) 
         arrived[axis.rank].zero_()
         part.add_(arrived.sum(0, dtype=whole.dtype))
 
-    return Pending(part, work, call, axis.runtime.calls, add)
+    return Pending(part, work, transfer, add)
 
 
 def exchange_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, total: int) -> Pending:
@@ -237,9 +239,9 @@ def exchange_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int],
     if axis.size == 1:
         return Pending(x)
     out = x.new_empty(sum(receive))
-    call = axis.runtime.calls.begin(axis.name, "all_to_all", total * x.element_size())
+    transfer = axis.transfer("all_to_all", total * x.element_size())
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
-    return Pending(out, work, call, axis.runtime.calls)
+    return Pending(out, work, transfer)
 
 
 def _receive_buffer(whole: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:

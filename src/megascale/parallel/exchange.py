@@ -19,6 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
+from megascale.core.spans import SpanAxis, SpanKind
+from megascale.parallel.runtime import Runtime
+
 BUFFERS = 2
 
 
@@ -62,6 +65,7 @@ class Exchange:
         keep: what must live as long as the exchange, such as the memory's owner.
         on_side_stream: consume every other part on the side stream, each in what the other leaves of the device; may be
             changed between steps.
+        runtime: what this rank runs with.
     """
 
     def __init__(
@@ -73,7 +77,9 @@ class Exchange:
         streams: Streams,
         keep: Any = None,
         on_side_stream: bool = False,
+        runtime: Runtime | None = None,
     ) -> None:
+        self._runtime = runtime or Runtime()
         self._keep, self.on_side_stream = keep, on_side_stream
         self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
         self._memory, self._streams = memory, streams
@@ -112,6 +118,16 @@ class Exchange:
         self._open = set() if scattered is None else {scattered}
         return event
 
+    def _await(self, event: Any, queue: str = "main") -> None:
+        """Have a queue wait for the copies, which wait for peers; main's waits are timed."""
+        if queue != "main":
+            self._streams.stream_wait(queue, event)
+            return
+        recorder = self._runtime.recorder
+        since = recorder.mark()
+        self._streams.stream_wait("main", event)
+        recorder.waited(since, SpanKind.WAIT, SpanAxis.TENSOR)
+
     # gather ---------------------------------------------------------------------------------------------------------
 
     def _send(self, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
@@ -138,7 +154,7 @@ class Exchange:
         last = self._end()
 
         def wait(kept: torch.Tensor = x) -> torch.Tensor:  # x must live until it was copied
-            streams.stream_wait("main", last)
+            self._await(last)
             return whole.flatten(0, 1)
 
         return wait
@@ -160,13 +176,13 @@ class Exchange:
             streams.wait_for(peer, number)
             streams.copy(whole[peer], parts[peer])
             queue = "side" if self.on_side_stream and step % 2 else "main"
-            streams.stream_wait(queue, streams.record_event("copy"))
+            self._await(streams.record_event("copy"), queue)
             streams.compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
         if keep:
             streams.copy(whole[self.rank], x)
         if self.on_side_stream:
             streams.stream_wait("main", streams.record_event("side"))
-        streams.stream_wait("main", self._end())
+        self._await(self._end())
         return whole.flatten(0, 1)
 
     # scatter --------------------------------------------------------------------------------------------------------
@@ -178,7 +194,7 @@ class Exchange:
         if index in self._owed:
             raise RuntimeError("a scatter's result must be waited for before the next scatter but one")
         if index in self._free:
-            self._streams.stream_wait("main", self._free.pop(index))
+            self._await(self._free.pop(index))
         return number, index, self._parts(False, index, shape, dtype)
 
     def scatter(
@@ -207,7 +223,7 @@ class Exchange:
 
         def wait() -> torch.Tensor:
             self._owed.discard(index)
-            streams.stream_wait("main", last)
+            self._await(last)
             if self.size > 2:
                 return self._sum(got)
             streams.compute(lambda: torch.add(mine[self.rank], got[0], out=got[0]))
@@ -232,7 +248,7 @@ class Exchange:
         streams.stream_wait("copy", streams.record_event("main"))
         streams.signal(peer, number)
         streams.wait_for(peer, number)
-        streams.stream_wait("main", streams.record_event("copy"))
+        self._await(streams.record_event("copy"))
         mine, others = parts[self.rank][self.rank], parts[peer][self.rank]
         streams.compute(lambda: torch.add(mine, others, out=out))
         self._end(index, "main")

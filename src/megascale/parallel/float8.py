@@ -31,9 +31,7 @@ from megascale.parallel.linear_precision import LinearPrecision
 class _Float8Linears(LinearPrecision):
     """What the recipes share: weights cast once a step, logits as without float8, checks at the start.
 
-    Attributes:
-        counts: int64 [2] on the device while casts are counted, else None: what was clipped and what became zero.
-        counted: how many numbers were looked at meanwhile.
+    Only activations and gradients are counted, weights are not.
     """
 
     recipe = ""
@@ -42,8 +40,9 @@ class _Float8Linears(LinearPrecision):
         super().__init__(axis)
         self._logits = LinearPrecision(axis)
         self._weights: dict[int, tuple[Tensor, Float8]] = {}
-        self.counts: Tensor | None = None
-        self.counted = 0
+        self._counts: Tensor | None = None
+        self._counting = False
+        self._looked_at = 0
 
     @property
     def logits(self) -> Gemms:
@@ -79,10 +78,27 @@ class _Float8Linears(LinearPrecision):
     def cast_weight(self, weight: Tensor) -> Float8:
         raise NotImplementedError
 
-    def _counting(self, x: Tensor) -> Tensor | None:
-        if self.counts is not None:
-            self.counted += x.numel()
-        return self.counts
+    def count_casts(self, on: bool) -> None:
+        """See LinearPrecision."""
+        self._counting, self._counts, self._looked_at = on, None, 0
+
+    def counted(self) -> Tensor | None:
+        """See LinearPrecision."""
+        if self._counts is None:
+            return None
+        found = torch.zeros(3, dtype=torch.float64, device=self._counts.device)
+        found[:2] += self._counts
+        found[2] = self._looked_at
+        return found
+
+    def _counts_for(self, x: Tensor) -> Tensor | None:
+        """Where a cast of x adds to: int64 [2]."""
+        if not self._counting:
+            return None
+        if self._counts is None:
+            self._counts = torch.zeros(2, dtype=torch.int64, device=x.device)
+        self._looked_at += x.numel()
+        return self._counts
 
 
 class TensorWiseFloat8(_Float8Linears):
@@ -107,7 +123,7 @@ class TensorWiseFloat8(_Float8Linears):
         x = x.detach()
         amax = self._agreed(amax_of(x) if given is None else given)
         travels = travels and self.axis.size > 1
-        q = cast_by_amax(x, kind, amax, columns=not travels, counts=self._counting(x))
+        q = cast_by_amax(x, kind, amax, columns=not travels, counts=self._counts_for(x))
         assert q.rows is not None
         assert q.rows_scale is not None
         rows = q.rows.view(x.shape)
@@ -188,7 +204,7 @@ class RowWiseFloat8(_Float8Linears):
 
     def _operand(self, x: Tensor) -> Operand:
         x = x.detach()
-        q = cast_rows(x, E4M3, counts=self._counting(x))
+        q = cast_rows(x, E4M3, counts=self._counts_for(x))
         assert q.rows is not None
         assert q.rows_scale is not None
         return x, q.rows, q.rows_scale

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megascale.config.parts import LINEAR_PRECISIONS, PartFacts
+from megascale.config.parts import LINEAR_PRECISIONS, LinearFacts
 from megascale.config.registry import Registry
 from megascale.ops import dispatch
 from megascale.parallel.collectives import Axis
@@ -28,7 +28,7 @@ PLAIN = LinearPrecision()
 
 def register(name: str, made: Linears, about: str = "") -> None:
     """Let `train.linear_precision` be `name`; made(tensor axis) is called once a rank, before the first step."""
-    LINEAR_PRECISIONS.register(name, PartFacts(about))
+    LINEAR_PRECISIONS.register(name, LinearFacts(about))
     LINEARS.register(name, made)
 
 

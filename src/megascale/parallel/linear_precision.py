@@ -36,6 +36,13 @@ class LinearPrecision(ComputeType):
     def weights_changed(self) -> None:
         """What was made of weights is stale: an update, a checkpoint."""
 
+    def count_casts(self, on: bool) -> None:
+        """Whether casts to a narrower type are counted from now on, from zero; it costs a share of their time."""
+
+    def counted(self) -> Tensor | None:
+        """Since then: float64 [3] of this rank: numbers clipped, flushed to zero, looked at; None if not counted."""
+        return None
+
     def gathered(self, x: Operand) -> Operand:
         """An operand whose first tensor has been gathered, as `accumulate` reads it."""
         return x

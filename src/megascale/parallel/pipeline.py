@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
-from megascale.core.spans import NoRecorder, Recorder
+from megascale.core.spans import SpanAxis
 from megascale.parallel.collectives import Pending
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.runtime import Runtime
+from megascale.parallel.runtime import Runtime, Transfer
 
 _LABELS = {kind: kind.label.encode() for kind in ActionKind}
 
@@ -60,7 +60,6 @@ class PipelineExecutor:
         stage: which one runs here.
         streams: its communicators.
         shape, dtype, device: of an activation between chunks; static, so that nothing about it is ever sent.
-        recorder: times each action.
         runtime: what this rank runs with.
     """
 
@@ -72,7 +71,6 @@ class PipelineExecutor:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        recorder: Recorder | None = None,
         runtime: Runtime | None = None,
     ) -> None:
         self.runtime = runtime or Runtime()
@@ -80,7 +78,6 @@ class PipelineExecutor:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.actions = schedule[stage]
         self.first_gather = schedule.first_gather(stage)
-        self.recorder = recorder or NoRecorder()
         self.bytes = torch.empty(0, dtype=dtype).element_size() * torch.Size(shape).numel()
 
     def _is_first(self, chunk: int) -> bool:
@@ -106,12 +103,13 @@ class PipelineExecutor:
         single_stage = self.schedule.stages == 1
         loss: torch.Tensor | None = None
         started: set[int] = set()
+        recorder = self.runtime.recorder
         for index, (kind, chunk, i) in enumerate(self.actions):
             self.runtime.calls.at(_LABELS[kind], chunk, i, index)
+            recorder.begin(kind, chunk, i)
             if kind.is_compute and self.schedule.exposed:
                 for queue in sending.values():
                     self._free(queue, 0)
-            mark = self.recorder.start(kind.label, chunk, i, "pipeline" if kind.is_send or kind.is_receive else "")
             if kind == ActionKind.FORWARD:
                 if chunk not in started:
                     started.add(chunk)
@@ -152,7 +150,7 @@ class PipelineExecutor:
                 data.gather(chunk)
             elif kind == ActionKind.REDUCE_GRADS:
                 data.arm(chunk)
-            self.recorder.stop(mark)
+            recorder.end()
         for queue in sending.values():
             for _, pending in queue:
                 pending.wait()
@@ -191,14 +189,17 @@ class PipelineExecutor:
     def _receive(self, kind: ActionKind) -> tuple[torch.Tensor, Any]:
         stream = self._stream(kind)
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        call = self.runtime.calls.begin(stream.name, "recv", self.bytes)
-        return buffer, Pending(buffer, dist.irecv(buffer, stream.peer, group=stream.group), call, self.runtime.calls)
+        transfer = self._transfer(stream, "recv")
+        return buffer, Pending(buffer, dist.irecv(buffer, stream.peer, group=stream.group), transfer)
 
     def _send(self, kind: ActionKind, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         stream = self._stream(kind)
         tensor = tensor.contiguous()
-        call = self.runtime.calls.begin(stream.name, "send", self.bytes)
-        return tensor, Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), call, self.runtime.calls)
+        transfer = self._transfer(stream, "send")
+        return tensor, Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), transfer)
+
+    def _transfer(self, stream: P2PStream, op: str) -> Transfer:
+        return self.runtime.transfer(stream.name, SpanAxis.PIPELINE, op, self.bytes, stream.peer)
 
     @staticmethod
     def _arrived(

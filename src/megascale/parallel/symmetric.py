@@ -62,7 +62,7 @@ def _exchange(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream
     memory = [handle.get_buffer(r, whole.shape, torch.uint8) for r in range(axis.size)]
     flags = [part.data_ptr() + space for part in memory]
     streams = CudaStreams(axis.rank, flags, device)
-    return Exchange(axis.rank, axis.size, memory, shard_bytes, streams, (whole, handle), on_side_stream)
+    return Exchange(axis.rank, axis.size, memory, shard_bytes, streams, (whole, handle), on_side_stream, axis.runtime)
 
 
 class CudaStreams:

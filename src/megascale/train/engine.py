@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 from megascale.core.layout import Layout
-from megascale.core.spans import Recorder
+from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
@@ -53,11 +53,14 @@ class StepResult:
         loss: mean over the global batch's tokens, the same on every rank.
         grad_norm: of the whole model, before clipping.
         stop: above 0 if any rank wants to stop after this step; the same on every rank.
+        casts: float64 [3]: numbers clipped, flushed to zero and looked at by casts to float8, over all ranks; zeros
+            where nothing was counted.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     stop: torch.Tensor
+    casts: torch.Tensor
 
 
 class Engine:
@@ -67,7 +70,6 @@ class Engine:
         layout: the configuration laid over the world.
         groups: this rank's communicators; None for a world of one.
         device: where it computes.
-        recorder: times the actions of a step.
         kept: attention kernels that the run has chosen before (see train/attention_choice.py); rank 0's count. With
             it, or with groups, ranks agree on kernels now; without, each is chosen when it is first needed.
         runtime: what it runs with; default: its own, which records nothing.
@@ -81,7 +83,6 @@ class Engine:
         layout: Layout,
         groups: Groups | None,
         device: torch.device,
-        recorder: Recorder | None = None,
         kept: Choices | None = None,
         runtime: Runtime | None = None,
     ) -> None:
@@ -174,7 +175,7 @@ class Engine:
         )
         train = config.train
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
-        self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, recorder, runtime)
+        self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, runtime)
         if stages > 1 and device.type == "cuda":
             self.load_kernels()
 
@@ -259,7 +260,9 @@ class Engine:
 
     def start_gather(self) -> None:
         """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
+        self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
         self.data.gather(self.pipeline.first_gather)
+        self.runtime.recorder.end()
 
     @with_own_kernels
     def step(
@@ -270,6 +273,7 @@ class Engine:
         stop: bool = False,
         before_update: Callable[[], None] = lambda: None,
         more: bool = False,
+        count_casts: bool = False,
     ) -> StepResult:
         """Forward and backward over all micro-batches, then the update.
 
@@ -281,6 +285,7 @@ class Engine:
             before_update: called once gradients are there and the state is about to change.
             more: whether another step follows: what it needs first is sent for while the rest is updated. If then
                 none follows after all, `synchronize` must be called.
+            count_casts: whether casts to float8 count what they clip and flush.
         """
         train = self.config.train
         first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
@@ -302,27 +307,39 @@ class Engine:
             return (module(inputs, batch(i)[1], where) * (1 / self.tokens)).sum()
 
         self._weights_changed()
+        for chunk in self.chunks:
+            chunk.linears.count_casts(count_casts)
         self.data.begin_step()
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
             loss = self.pipeline.run(forward, self.data)
+        recorder = self.runtime.recorder
         self.runtime.calls.at(b"reduce")
+        recorder.begin(SpanKind.FINISH_REDUCTIONS)
         self.data.finish_reductions()
+        recorder.end()
         self.runtime.calls.at(b"optimizer")
         for look in tuple(self.before_update):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
-        piggybacked_scalars = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=self.device)
+        piggybacked_scalars = torch.tensor([0.0, float(stop), 0.0, 0.0, 0.0], dtype=torch.float64, device=self.device)
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
+        for chunk in self.chunks:
+            if (counted := chunk.linears.counted()) is not None:
+                piggybacked_scalars[2:] += counted
+        recorder.begin(SpanKind.CHECKPOINT_STALL)
         before_update()
+        recorder.end()
         self._weights_changed()  # what was made of them need not be there beside what the update needs
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
         updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
+        recorder.begin(SpanKind.OPTIMIZER)
         norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated)
+        recorder.end()
         assert summed is not None
         for look in self.after_update:
             look(step)
-        return StepResult(summed[0], norm, summed[1])
+        return StepResult(summed[0], norm, summed[1], summed[2:])
 
     def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""
@@ -369,7 +386,8 @@ def _axis(runtime: Runtime, groups: Groups | None, name: str, size: int, rank: i
     group = getattr(groups, name) if groups is not None else None
     if size == 1 or group is None:
         return Axis(runtime=runtime)
-    return Axis(group, size, rank, name="world" if name == "world" else group.group_name, runtime=runtime)
+    kind = SpanAxis[name.partition("_")[0].upper()]
+    return Axis(group, size, rank, name="world" if name == "world" else group.group_name, kind=kind, runtime=runtime)
 
 
 def _p2p_streams(groups: Groups | None) -> P2PStreams:

@@ -22,6 +22,10 @@ class Garbage:
         self._was_enabled = gc.isenabled()
         self._frozen = False
 
+    def due(self, step: int) -> bool:
+        """Whether `after` will collect."""
+        return bool(self.interval) and (not self._frozen or step % self.interval == 0)
+
     def after(self, step: int) -> None:
         """Step number `step` has been begun on the device."""
         if not self.interval:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
+from megascale.core.spans import SpanKind
 from megascale.data.loader.feed import open_feed
 from megascale.errors import DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.optim.learning_rate import learning_rate
@@ -31,6 +33,7 @@ from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.garbage_collection import Garbage
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.rank_info import RankInfo, memory_gib
+from megascale.train.rank_timers import RankTimers
 from megascale.train.reporter import Reporter
 from megascale.train.resume import Origin
 from megascale.train.run_folder import RunFolder
@@ -73,6 +76,7 @@ class Trainer:
         self.reporter = Reporter(self.folder, self.leader)
         self.ending = Ending(config, place, self.folder)
         self._unread: tuple[dict[str, Any], StepResult] | None = None
+        self._skipped = 0  # steps of this process whose gradient was not finite
         self._stopping = False  # agreed by all ranks
         self._told_active = False
         self.clock = StepClock(place.device)
@@ -138,6 +142,8 @@ class Trainer:
             self.folder.status, self.folder.flight, place.rank, place.world, self.groups, self.engine.runtime
         )
         life.callback(self.telemetry.close)
+        self.timers = RankTimers(self.config.observe, place, self.engine.runtime)
+        life.callback(self.timers.close)
         life.callback(self._synchronize)  # what is under way is noted in the flight record, as long as that is open
         self.status = self.ending.status = self.telemetry.status
         self._resume()
@@ -197,7 +203,9 @@ class Trainer:
     def _train_step(self, wants_stop: bool) -> None:
         train = self.config.train
         step, first = self.step + 1, self.consumed
+        recorder = self.engine.runtime.recorder
         self.telemetry.step_begins(step)
+        recorder.step_begins(step)
         self.ending.in_step = True
         if self.faults is not None:
             self.faults.step(step)
@@ -211,8 +219,10 @@ class Trainer:
             wants_stop,
             before_update=self.checkpointer.before_update,
             more=step < train.steps,
+            count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
         )
         self.clock.stop()
+        recorder.step_ended()
         self.telemetry.step_ended()
         self.ending.in_step = False
         # The step before this one is read now, when its numbers have long arrived: a GPU never idles for it.
@@ -221,7 +231,10 @@ class Trainer:
             # After the first step it is known which overlaps and kernels run.
             self._told_active = True
             self.reporter.active(self.engine.active | self.engine.runtime.kernels.active())
-        self.garbage.after(step)
+        if self.garbage.due(step):
+            recorder.begin(SpanKind.GARBAGE)
+            self.garbage.after(step)
+            recorder.end()
         self.step = self.ending.step = step
         self.consumed = first + train.global_batch
         record = {
@@ -244,9 +257,11 @@ class Trainer:
         read = self.feed.batches(first)
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            calls = self.engine.runtime.calls
+            calls, recorder = self.engine.runtime.calls, self.engine.runtime.recorder
             calls.reads()
+            since = recorder.mark()
             found = read(i)
+            recorder.waited(since, SpanKind.DATA_WAIT)
             calls.has_read()
             return found
 
@@ -262,8 +277,15 @@ class Trainer:
         if self.weights is not None:
             self.status.checksum = self.weights.read() or self.status.checksum
         seconds = self.clock.read()
+        record |= self.timers.read(record["step"], self.status)
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
+        self._skipped += not math.isfinite(norm)
+        if self._skipped:
+            record["skipped_steps"] = self._skipped
+        clipped, flushed, looked_at = result.casts.tolist()
+        if looked_at:
+            record |= {"float8_clipped": clipped / looked_at, "float8_flushed": flushed / looked_at}
         record["memory_gib"] = memory_gib(self.place.device)
         if self.peak:
             record["mfu"] = mfu(self.config.model, rate, self.place.world, self.peak)
@@ -285,7 +307,10 @@ class Trainer:
         self._flush()
         self.status.update("save", self.step)
         state = {"step": self.step, "samples": self.consumed, **self.origin.about, "attention": self.engine.attention}
+        recorder = self.engine.runtime.recorder
+        recorder.begin(SpanKind.CHECKPOINT_SAVE)
         self.saves.save(self.step, state, persist, last)
+        recorder.end()
         if not self.config.checkpoint.background:
             self.clock.pause()
 
@@ -350,7 +375,10 @@ class Trainer:
             return None
         self._flush()
         self.status.update("evaluate", self.step)
+        recorder = self.engine.runtime.recorder
+        recorder.begin(SpanKind.EVALUATE)
         found = evaluate_file(self.engine, self.config, self.config.data.valid, samples)
+        recorder.end()
         record = {
             "step": self.step,
             "time": time.time(),

@@ -29,6 +29,8 @@ BACKWARD = "backward"  # not of the configuration: the thread that runs it, auto
 # What can change between two steps of one engine: setting -> values it takes.
 SETTINGS = {
     BACKWARD: ("apart", "here"),
+    "observe.timers": ("false", "true"),
+    "observe.spans": ("0", "1"),  # of no step, or of every one
     "overlap.gemms": ("off", "on"),
     "parallel.recompute": ("none", "norms", "activation", "selective", "full"),
 }
@@ -60,14 +62,17 @@ def alternate(
 ) -> None:
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
 
-    Settings that can change between steps: overlap.gemms, parallel.recompute, and the thread that runs backward
-    (backward=apart,here; training has it here). All others stay as given.
+    Settings that can change between steps: overlap.gemms, parallel.recompute, observe.timers (with roll-ups; with
+    observe.spans=0,1 all spans too), and the thread that runs backward (backward=apart,here; training has it here). All
+    others stay as given. The bound is of the median over pairs of turns, and holds with 95% confidence.
 
     Examples:
 
       megascale bench alternate gpt-13b overlap.gemms=off,on --model.layers=8 --train.global_batch=16
 
       megascale bench alternate gpt-13b parallel.recompute=none,activation --model.layers=8 --parallel.tensor=2
+
+      megascale bench alternate gpt-13b observe.timers=false,true --turns=200 --each=1 --model.layers=20
     """
     from megascale import api
     from megascale.bench.harness.training_runs import load_shape
@@ -139,8 +144,11 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
         nonlocal made
         made += 1
         began = time.perf_counter()
+        recorder = engine.runtime.recorder
+        recorder.step_begins(made)
         engine.start_gather()
         result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, more=True)
+        recorder.step_ended()
         garbage.after(made)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
         return time.perf_counter() - began, loss, norm
@@ -190,6 +198,7 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
         "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
         "gemm_flop_per_s": None if before is None or after is None else [before, after],
         "active": engine.active,
+        "differences": {one.name: difference(found[values[0]], one) for one in list(found.values())[1:]},
         "values": [vars(one) | {"mfu": share(one)} for one in found.values()],
     }
 
@@ -205,7 +214,43 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
                 "set --kernels.mode=auto"
             )
         return lambda value: setattr(engine, "backward_apart", value == "apart")
+    if key.startswith("observe."):
+        return _timers(engine, key)
     return engine.recompute
+
+
+def _timers(engine: Engine, key: str) -> Callable[[str], object]:
+    """Puts timers in and out; what they write is taken over between turns, as the span service does on its own time."""
+    from megascale.core.spans import NoRecorder
+    from megascale.observe.store.span_ring import SpanRing
+    from megascale.train.rank_timers import make_timers
+
+    ring = SpanRing()
+
+    def set_to(value: str) -> None:
+        ring.taken(len(ring.read()))
+        off = key == "observe.timers" and value == "false"
+        every = int(value) if key == "observe.spans" else 0
+        engine.runtime.recorder = NoRecorder() if off else make_timers(engine.device, ring, every)
+
+    return set_to
+
+
+def difference(first: Value, other: Value) -> tuple[float, float, float]:
+    """How much longer steps of `other` are, in share of `first`'s: (median, lower and upper bound) over pairs.
+
+    The i-th timed steps of both make a pair. Bounds are order statistics of the pairs' ratios, which hold the median
+    with 95% confidence whatever its distribution: the k-th smallest and largest, k by the binomial law.
+    """
+    ratios = sorted(b / a - 1 for a, b in zip(first.seconds, other.seconds, strict=True))
+    below, k = 0.5 ** len(ratios), 0
+    total = below
+    while total <= 0.025 and k < len(ratios) // 2:
+        k += 1
+        below *= (len(ratios) - k + 1) / k
+        total += below
+    at = max(0, k - 1)
+    return statistics.median(ratios), ratios[at], ratios[-1 - at]
 
 
 def show(record: dict[str, Any]) -> None:
@@ -238,6 +283,11 @@ def show(record: dict[str, Any]) -> None:
             f"{statistics.median(one['norms']):.5f}",
         )
     console.print(table)
+    for name, (middle, low, high) in record["differences"].items():
+        console.print(
+            f"{name} takes {middle:+.2%} more of a step than {record['values'][0]['name']} "
+            f"(median of {len(record['values'][0]['seconds'])} pairs; 95%: {low:+.2%} to {high:+.2%})"
+        )
     if record["gemm_flop_per_s"] is not None:
         before, after = (x / 1e12 for x in record["gemm_flop_per_s"])
         console.print(f"sustained GEMM: {before:.0f} TFLOP/s before, {after:.0f} after, in the same run")

@@ -1,0 +1,1 @@
+"""Spans and roll-ups outside the trainers: their binary form, spool, files and queries. No torch."""

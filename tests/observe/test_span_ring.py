@@ -1,0 +1,81 @@
+"""The ring between a rank and the span service: nothing torn, nothing twice, nothing waits."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from megascale.observe.store.frames import HEAD_BYTES, ROLLUP, ROLLUPS, SPAN, SPANS, scan
+from megascale.observe.store.span_ring import SpanRing
+
+
+def spans(count: int, value: int = 0) -> np.ndarray:
+    records = np.zeros(count, SPAN)
+    records["start_ns"] = value
+    return records
+
+
+def test_frames_go_round_the_end_of_the_ring():
+    ring = SpanRing(rank=3, attempt=2, body=10_000)
+    other = SpanRing(os.dup(ring.handle))
+    assert (other.rank, other.attempt, other.identity) == (3, 2, ring.identity)
+    seen = []
+    for step in range(1, 200):
+        ring.write(SPANS, step, spans(step % 40 + 1, step), 7)
+        data = other.read()
+        for head, body, _ in scan(data):
+            seen.append((head.number, head.step))
+            assert np.frombuffer(body, SPAN)["start_ns"].tolist() == [step] * (step % 40 + 1)
+            assert head.error_ns == 7
+        other.taken(len(data))
+    assert seen == [(step, step) for step in range(1, 200)]
+    assert ring.lost == 0
+
+
+def test_what_was_not_taken_over_is_read_again():
+    ring = SpanRing(body=10_000)
+    ring.write(SPANS, 1, spans(2), 0)
+    ring.write(SPANS, 2, spans(2), 0)
+    (_, _, end), _ = scan(ring.read())
+    ring.taken(end)
+    again = SpanRing(os.dup(ring.handle))
+    assert [head.step for head, _, _ in scan(again.read())] == [2]
+
+
+def test_full_it_drops_spans_first_and_counts_them():
+    ring = SpanRing(body=8 * (HEAD_BYTES + 10 * SPAN.itemsize))
+    for step in range(20):
+        ring.write(SPANS, step, spans(10), 0)
+    assert ring.lost == 14 * 10  # a quarter is for roll-ups
+    ring.write(ROLLUPS, 20, np.zeros(5, ROLLUP), 0)
+    assert ring.lost_rollups == 0
+    for _ in range(20):
+        ring.write(ROLLUPS, 20, np.zeros(5, ROLLUP), 0)
+    assert ring.lost_rollups > 0
+    heads = [head for head, _, _ in scan(ring.read())]
+    assert [head.kind for head in heads][:7] == [SPANS] * 6 + [ROLLUPS]
+    assert heads[6].lost == 140
+
+
+def test_steps_are_asked_for_from_the_other_end():
+    ring = SpanRing(body=4096)
+    other = SpanRing(os.dup(ring.handle))
+    assert not ring.wants(5)
+    other.ask(5, 6)
+    assert [step for step in range(10) if ring.wants(step)] == [5, 6]
+
+
+def test_other_memory_is_refused():
+    handle = os.memfd_create("other")
+    with pytest.raises(ValueError, match="no ring of spans"):
+        SpanRing(handle)
+    os.ftruncate(handle, 1 << 16)
+    with pytest.raises(ValueError, match="no ring of spans"):
+        SpanRing(handle)
+    os.close(handle)
+    ring = SpanRing(body=4096)
+    os.ftruncate(ring.handle, 1 << 16)
+    with pytest.raises(ValueError, match="no ring of spans"):
+        SpanRing(os.dup(ring.handle))
