@@ -1,8 +1,8 @@
 """Names that a setting may have, each with what stands behind it: how a part is added without touching its users.
 
 A name is registered by whoever has the part: beside the registry, or by a module that is imported when it is first
-asked for. That is the module of the same name in the part's own package (`model.mlp=experts`: model/experts.py), or
-what installed packages name as plugins (plugins.py). So a part, whatever it consists of, may be one file.
+asked for. That is the module of the same name in the part's own package (`model.mlp=experts`: module experts in
+model/), or what installed packages name as plugins (plugins.py). So a part, whatever it consists of, may be one file.
 """
 
 from __future__ import annotations
