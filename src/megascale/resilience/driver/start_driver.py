@@ -13,6 +13,7 @@ from math import lcm
 from pathlib import Path
 
 from megascale.config import Config, load
+from megascale.config.plugins import load_plugins
 from megascale.core import run_lock
 from megascale.core.events import Event
 from megascale.core.secrets import PASSWORD_VARIABLE
@@ -24,7 +25,6 @@ from megascale.resilience.driver.state import recall
 from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.state.journal import FILE, JournalFenced, JournalReader
 from megascale.resilience.driver.state.lasting_journal import LastingJournal, lacks_room, no_room
-from megascale.resilience.plugins import load_plugins
 from megascale.resilience.protocol import contact
 
 
