@@ -164,8 +164,10 @@ class _StepLines:
 
 def _position(there: BinaryIO, step: int | None, size: int) -> int:
     """Where the first line of this step or a later one begins; the end of the file if none does."""
+    if step is None:
+        return size
     at = there.seek(0)
-    for line in there if step is not None else ():
+    for line in there:
         mine = _step(line)
         if mine is not None and mine >= step:
             return at
