@@ -19,9 +19,8 @@ from tests.ops.tools import distance
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
