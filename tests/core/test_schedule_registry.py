@@ -89,7 +89,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_one_that_is_wrong_is_neither_trained_nor_planned_nor_priced(name, monkeypatch):
     maker, message = BROKEN[name]
-    monkeypatch.setitem(SCHEDULES._entries, name, maker)
+    monkeypatch.setitem(SCHEDULES, name, maker)
     layout = laid_out(schedule=name)
     with pytest.raises(ScheduleError, match=message):
         layout.schedule()

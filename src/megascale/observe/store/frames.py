@@ -86,10 +86,14 @@ class FrameHead:
 
 def pack(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
     """A frame."""
-    data = records.tobytes()
+    return pack_bytes(head, records.tobytes())
+
+
+def pack_bytes(head: FrameHead, data: bytes | memoryview) -> bytes:
+    """A frame of records that are bytes already."""
     fields = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
     bare = _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), 0, *fields)
-    return _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), zlib.crc32(data, zlib.crc32(bare)), *fields) + data
+    return _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), zlib.crc32(data, zlib.crc32(bare)), *fields) + bytes(data)
 
 
 class TornFrame(ValueError):
