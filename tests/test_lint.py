@@ -19,9 +19,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every package and module that the contracts name, and those of the first level, all empty."""
     folder = tmp_path_factory.mktemp("tree")
     text = CONTRACTS.read_text()
-    layers = re.search(r"^layers =\n((?:    .+\n)+)", text, re.MULTILINE)
-    assert layers is not None
-    names = {f"megascale.{name}" for name in re.findall(r"\w+", layers[1])}
+    layers = re.findall(r"^containers =\n    (\S+)\nlayers =\n((?:    .+\n)+)", text, re.MULTILINE)
+    assert len(layers) == text.count("type = layers")
+    names = {f"{container}.{name}" for container, lines in layers for name in re.findall(r"\w+", lines)}
     for name in names | set(re.findall(r"megascale(?:\.\w+)+", text)):
         package = folder.joinpath(*name.split("."))
         package.mkdir(parents=True, exist_ok=True)

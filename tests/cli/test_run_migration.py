@@ -16,11 +16,11 @@ import pytest
 
 from megascale import config
 from megascale.core.events import Event
-from megascale.resilience.driver import recall
 from megascale.resilience.driver.audit_log import AuditLog
-from megascale.resilience.driver.job_state import Phase
-from megascale.resilience.driver.journal import FILE, JournalReader
-from megascale.resilience.driver.lasting_journal import LastingJournal
+from megascale.resilience.driver.state import recall
+from megascale.resilience.driver.state.job_state import Phase
+from megascale.resilience.driver.state.journal import FILE, JournalReader
+from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from tests.conftest import lines
 
 ARCHIVE = Path(__file__).parent / "old_runs.tar.xz"

@@ -103,19 +103,22 @@ def test_parameters_match_the_model():
     ],
 )
 @pytest.mark.parametrize("recompute", ["none", "norms", "activation", "selective"])
-def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
+@pytest.mark.parametrize("precision", ["default", "float8", "float8_rowwise"])
+def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precision):
     """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
     torch = pytest.importorskip("torch")
     from megascale.model.block import make_block
     from megascale.model.context import ForwardContext, LayerSetup
-    from megascale.parallel.linear import PLAIN
+    from megascale.parallel.collectives import ALONE
+    from megascale.parallel.linear import make_linears
 
     if "dropout" in options:
         pytest.importorskip("megascale.ops.dropout")
     model = configure(
         {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128, **options}
     ).model
-    block = make_block(LayerSetup(model, 0, PLAIN, torch.float32), recompute).to_empty(device="cpu")
+    setup = LayerSetup(model, 0, make_linears(precision, ALONE), torch.float32)
+    block = make_block(setup, recompute).to_empty(device="cpu")
     for p in block.parameters():
         torch.nn.init.normal_(p)
     own = {p.untyped_storage().data_ptr() for p in block.parameters()}
@@ -131,9 +134,28 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute):
         x = torch.randn(128, 1, 64, requires_grad=True)
         block(x, None, ForwardContext(dropout_key=1 if "dropout" in options else None))
     kept = sum(size for size, _ in held.values())
-    counted = sum(t.bytes for t in saved_by_layer(model, 1, 1, "float32", recompute))
+    counted = sum(t.bytes for t in saved_by_layer(model, 1, 1, "float32", recompute, precision))
     # Scalars and shape bookkeeping may come on top.
     assert counted == pytest.approx(kept, rel=0.002)
+
+
+def test_float8_copies_of_weights_are_counted():
+    """Two bytes for each number of the matrices of this stage's layers; half of what GEMMs alone read."""
+    settings = {"preset": "gpt-1.3b"}, {}, {"micro_batch": 1, "global_batch": 2}
+
+    def memory(precision):
+        config = configure(*settings[:2], {**settings[2], "precision": "bfloat16", "linear_precision": precision})
+        layout = lay_out(config, 1)
+        schedule = layout.schedule()
+        train = ("bfloat16", False, "adamw", precision)
+        return stage_memory(config.model, config.parallel, layout.grid, schedule, 0, 1, *train)
+
+    plain, tensor, row = (memory(precision) for precision in ("default", "float8", "float8_rowwise"))
+    assert plain.weight_copies == 0
+    assert tensor.weight_copies == row.weight_copies == 2 * 24 * 12 * 2048**2
+    assert row.activations == plain.activations
+    # Of 24 layers: two norm outputs and the activation halved, a copy of attention's output more.
+    assert plain.activations - tensor.activations == 24 * 2048 * 2048 * (2 + 4 - 1)
 
 
 def test_closed_forms_of_activations():

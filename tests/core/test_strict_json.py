@@ -14,7 +14,7 @@ from megascale.observe.metrics import JsonLines
 from megascale.observe.plots import Curves, read_metrics
 from megascale.resilience.agent.metrics_tail import MetricsTail
 from megascale.resilience.driver.audit_log import AuditLog
-from megascale.resilience.driver.journal import Journal
+from megascale.resilience.driver.state.journal import Journal
 from megascale.train.run_folder import RunFolder
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)

@@ -135,12 +135,12 @@ class EightBit(LinearPrecision):
         self.sent.add(x[0].dtype)
         return x[0] * x[1]
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None) -> Operand:
+    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
         """See Gemms."""
         self.calls["input"] += 1
         return self._cast(x)
 
-    def gradient(self, dy: Tensor, weight: Tensor) -> Operand:
+    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
         """See Gemms."""
         self.calls["gradient"] += 1
         return self._cast(dy)

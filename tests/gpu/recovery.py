@@ -118,7 +118,7 @@ def recover(folder: Path, arguments: argparse.Namespace, settings: list[str]) ->
 def events(run: Path) -> list[Any]:
     """What the driver has written down so far."""
     from megascale.errors import DataError
-    from megascale.resilience.driver.journal import JournalReader
+    from megascale.resilience.driver.state.journal import JournalReader
 
     try:
         reader = JournalReader(run)

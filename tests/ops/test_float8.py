@@ -93,7 +93,7 @@ def test_what_is_too_large_is_clamped_and_counted_and_what_is_not_finite_remains
     assert q[4].float() == 0
     if abs(scaled) > kind.largest:
         assert q[0].float().item() == math.copysign(kind.largest, value)
-    assert counts[0] == (abs(scaled) > kind.largest)
+    assert counts[0] == (abs(scaled) > kind.clipped)
     assert counts[1] == (value != 0 and q[0].float() == 0)
 
 

@@ -53,7 +53,7 @@ def test_an_unknown_precision_is_told_with_those_there_are():
     for refuse in (lambda: from_tree({"train": {"linear_precision": "defualt"}}), lambda: make_linears("x", ALONE)):
         with pytest.raises(ConfigError, match=r"train.linear_precision='\w+' is not known; .*choose among 'default'"):
             refuse()
-    assert LINEARS.names() == ["default"]
+    assert LINEARS.names() == ["default", "float8", "float8_rowwise"]
 
 
 class _Given(LinearPrecision):
@@ -63,7 +63,7 @@ class _Given(LinearPrecision):
         super().__init__()
         self.given: list[object] = []
 
-    def input(self, x: torch.Tensor, weight: torch.Tensor, given: object = None) -> Operand:
+    def input(self, x: torch.Tensor, weight: torch.Tensor, given: object = None, travels: bool = False) -> Operand:
         self.given.append(given)
         return x, x.detach() * 2
 

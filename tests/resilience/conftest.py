@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megascale.core.status import read_status
-from megascale.resilience.driver.journal import Entry, events_of
+from megascale.resilience.driver.state.journal import Entry, events_of
 from megascale.resilience.process_birth import born
 
 WAIT = 120.0  # seconds; only a broken test takes them

@@ -15,12 +15,12 @@ import pytest
 
 from megascale.config import ResilienceConfig
 from megascale.core import capacity
-from megascale.resilience.driver import nodes
-from megascale.resilience.driver.job import Job
-from megascale.resilience.driver.job_state import JobState, NodeState
-from megascale.resilience.driver.lasting_journal import LastingJournal
-from megascale.resilience.driver.loop_tasks import LoopTasks
-from megascale.resilience.driver.transitions import NodeEvent
+from megascale.resilience.driver.nodes import nodes
+from megascale.resilience.driver.process.loop_tasks import LoopTasks
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import JobState, NodeState
+from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.train import launcher
 
 LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2);"

@@ -41,7 +41,7 @@ def jobs(
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.resilience.driver.journal import FILE, JournalReader
+    from megascale.resilience.driver.state.journal import FILE, JournalReader
 
     folders = [runs] if (runs / FILE).exists() else sorted(p.parent for p in runs.glob(f"*/{FILE}"))
     if not folders:
@@ -83,8 +83,8 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.resilience.driver.api_client import ask
-    from megascale.resilience.driver.journal import JournalReader
+    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.state.journal import JournalReader
 
     reader = JournalReader(run)
     remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
@@ -132,7 +132,7 @@ def events(
 
     from rich.console import Console
 
-    from megascale.resilience.driver.journal import JournalReader
+    from megascale.resilience.driver.state.journal import JournalReader
 
     reader, console, after = JournalReader(run), Console(highlight=False, soft_wrap=True), 0
     trainers = _trainer_events(run) if all_events else []
@@ -242,7 +242,7 @@ def restart(context: typer.Context, run: Path = RUN, why: str = WHY) -> None:
     """
     if context.args:
         _check_settings(run, context.args)
-    from megascale.resilience.driver.settable import leave_settings
+    from megascale.resilience.driver.api.settable import leave_settings
 
     if context.args:
         leave_settings(run, [word.removeprefix("--") for word in context.args])
@@ -254,8 +254,8 @@ def _check_settings(run: Path, words: list[str]) -> None:
     from megascale import api
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
-    from megascale.resilience.driver.hot_update import settings_file
-    from megascale.resilience.driver.journal import JournalReader
+    from megascale.resilience.driver.recovery.hot_update import settings_file
+    from megascale.resilience.driver.state.journal import JournalReader
 
     wrong = [word for word in words if not (word.startswith("--") and "=" in word)]
     if wrong:
@@ -267,7 +267,7 @@ def _check_settings(run: Path, words: list[str]) -> None:
 
 
 def _order(run: Path, path: str, why: str, **more: Any) -> None:
-    from megascale.resilience.driver.api_client import ask
+    from megascale.resilience.driver.api.client import ask
 
     answer = ask(run, "POST", path, {"why": why} | more)
     typer.echo(f"done; the job is {answer['phase']}")

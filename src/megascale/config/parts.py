@@ -7,7 +7,7 @@ model/attention.py, model/mlp.py, model/block.py, parallel/linear.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megascale.config.registry import Registry
 
@@ -33,6 +33,23 @@ class PartFacts:
     about: str
 
 
+@dataclass(frozen=True)
+class LinearFacts:
+    """What `train.linear_precision` means for memory and speed.
+
+    Attributes:
+        about: one line for people.
+        kept: bytes an element of the copy of a GEMM's input that backward keeps; None: the input itself.
+        copies: bytes an element of what is made of weights once a step.
+        float8: which GEMMs of a layer are in float8.
+    """
+
+    about: str
+    kept: int | None = None
+    copies: int = 0
+    float8: Literal["none", "all", "all but weight gradients"] = "none"
+
+
 ACTIVATIONS: Registry[ActivationFacts] = Registry(
     "model.activation",
     {"gelu": ActivationFacts(), "gelu_tanh": ActivationFacts(), "swiglu": ActivationFacts(gated=True)},
@@ -51,8 +68,17 @@ BLOCKS: Registry[PartFacts] = Registry(
         "parallel": PartFacts("x + Attn(LN x) + MLP(LN x)"),
     },
 )
-LINEAR_PRECISIONS: Registry[PartFacts] = Registry(
-    "train.linear_precision", {"default": PartFacts("GEMMs in the type of train.precision")}
+LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
+    "train.linear_precision",
+    {
+        "default": LinearFacts("GEMMs in the type of train.precision"),
+        "float8": LinearFacts(
+            "float8 with one scale a matrix; embedding and logits as without", kept=1, copies=2, float8="all"
+        ),
+        "float8_rowwise": LinearFacts(
+            "float8 with a scale a row; weight gradients as without", copies=2, float8="all but weight gradients"
+        ),
+    },
 )
 
 # All of them, by the setting that names them.

@@ -143,6 +143,12 @@ class ObserveConfig(Section):
         description="Weights & Biases project to report to (pip install -e '.[wandb]'); its own environment "
         "variables hold, such as WANDB_MODE=offline",
     )
+    float8_interval: int = Field(
+        100,
+        ge=0,
+        le=MOST,
+        description="steps between those whose casts to float8 count what they clip and what becomes zero; 0: none",
+    )
     progress: bool = Field(True, description="live progress line on a terminal")
     timers: bool = Field(
         True, description="time every action of a step on every rank, without waiting for the device (docs/observe.md)"

@@ -84,7 +84,9 @@ class TrainConfig(Section):
         description="type of weights in use and of activations; master weights are at least float32",
     )
     linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.check)] = Field(
-        "default", description="how the GEMMs of linear layers are done; default: in the type of train.precision"
+        "default",
+        description="how the GEMMs of linear layers are done; default: in the type of train.precision; float8: in "
+        "float8 with one scale a matrix; float8_rowwise: with a scale a row, weight gradients in train.precision",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     fit: Literal["check", "force"] = Field(

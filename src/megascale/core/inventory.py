@@ -82,6 +82,7 @@ class Kept:
         statistic: in float32 at least.
         dropped: what parallel.recompute calls it where backward computes it again; "" where it never does.
         gradient: whether a gradient of its size exists while its part goes backward.
+        gemm: whether a GEMM's weight gradient is what it is kept for, alone or among others.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Kept:
     statistic: bool = False
     dropped: str = ""
     gradient: bool = False
+    gemm: Literal["no", "only", "also"] = "no"
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _attention_keeps(model: ModelConfig) -> list[Kept]:
     return [
         Kept("query_key_value", (model.heads + 2 * model.kv) * d, "columns", gradient=True),
         *([Kept("rotated_query_key", (model.heads + model.kv) * d, "columns")] if turned else []),
-        Kept("attention_output", model.heads * d, "columns", gradient=True),
+        Kept("attention_output", model.heads * d, "columns", gradient=True, gemm="also"),
         Kept("attention_logsumexp", model.heads, "columns", statistic=True),
     ]
 
@@ -188,7 +190,7 @@ def _mlp_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
 def _mlp_keeps(model: ModelConfig) -> list[Kept]:
     return [
         Kept("mlp_in", model.ffn * (2 if model.gated else 1), "columns", gradient=True),
-        Kept("mlp_activation", model.ffn, "columns", dropped="activation", gradient=True),
+        Kept("mlp_activation", model.ffn, "columns", dropped="activation", gradient=True, gemm="only"),
     ]
 
 
@@ -254,7 +256,7 @@ def layer_keeps(model: ModelConfig) -> tuple[Kept, ...]:
     def norm(prefix: str) -> list[Kept]:
         return [
             Kept(f"{prefix}norm_statistics", moments, "sequence", statistic=True, dropped="norms"),
-            Kept(f"{prefix}norm_output", h, "sequence", dropped="norms"),
+            Kept(f"{prefix}norm_output", h, "sequence", dropped="norms", gemm="only"),
         ]
 
     return (

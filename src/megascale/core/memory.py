@@ -21,6 +21,9 @@ precision, statistics in float32.
 
 Dropout keeps nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
 32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
+Where `train.linear_precision` keeps a float8 copy of what a GEMM reads, that copy stands in for what is kept for its
+weight gradient alone (norm output, MLP activation), and beside what attention needs too; and weights have copies from
+their first use in a step to its last.
 Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` keeps the
 input alone.
 
@@ -39,7 +42,7 @@ from math import prod
 import numpy as np
 
 from megascale.config import ModelConfig, ParallelConfig
-from megascale.config.parts import NORMS
+from megascale.config.parts import LINEAR_PRECISIONS, NORMS
 from megascale.core.grid import Grid
 from megascale.core.inventory import (
     BLOCK_PARTS,
@@ -82,6 +85,7 @@ class MemoryEstimate:
 
     Attributes:
         weights: parameters in the training precision.
+        weight_copies: of matrices, as GEMMs read them, where train.linear_precision makes such.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
             backward fills while the other is in flight.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on: the
@@ -94,6 +98,7 @@ class MemoryEstimate:
     """
 
     weights: int = 0
+    weight_copies: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
@@ -168,7 +173,12 @@ def _kept_by_optimizer(model: ModelConfig, parallel: ParallelConfig, stage: int,
 
 
 def saved_by_layer(
-    model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str = "none"
+    model: ModelConfig,
+    tensor: int,
+    micro_batch: int,
+    precision: str,
+    recompute: str = "none",
+    linear_precision: str = "default",
 ) -> list[Saved]:
     """What one layer's forward of one micro-batch keeps on one rank: the table in this module's docstring."""
     s, b, a = model.sequence_length, micro_batch, BYTES[precision]
@@ -178,14 +188,15 @@ def saved_by_layer(
     elif recompute != "none":
         dropped = ("norms", "activation") if recompute == "selective" else (recompute,)
         kept = tuple(one for one in kept if one.dropped not in dropped)
-    return [
-        Saved(
-            one.name,
-            (s // tensor, b, one.width) if one.over == "sequence" else (s, b, one.width // tensor),
-            max(4, a) if one.statistic else a,
-        )
-        for one in kept
-    ]
+    copy = LINEAR_PRECISIONS[linear_precision].kept
+    saved: list[Saved] = []
+    for one in kept:
+        shape = (s // tensor, b, one.width) if one.over == "sequence" else (s, b, one.width // tensor)
+        if copy is None or one.gemm != "only":
+            saved.append(Saved(one.name, shape, max(4, a) if one.statistic else a))
+        if copy is not None and one.gemm != "no":
+            saved.append(Saved(f"{one.name}_copy", shape, copy))
+    return saved
 
 
 def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[Saved]:
@@ -210,6 +221,7 @@ def stage_memory(
     precision: str,
     side_stream: bool = False,
     optimizer: str = "adamw",
+    linear_precision: str = "default",
 ) -> MemoryEstimate:
     """Memory of a rank of pipeline stage `stage` at its peak, in bytes by kind.
 
@@ -221,6 +233,7 @@ def stage_memory(
         precision: float32, bfloat16 or float64.
         side_stream: whether weights' gradients are made on a side stream (Config.gemms_on_side_stream).
         optimizer: its name; what it keeps is what it declares (config/optimizers.py).
+        linear_precision: as train.linear_precision; what it means is in config/parts.py.
     """
     t, a = grid.tensor, BYTES[precision]
     master = max(4, a)
@@ -234,8 +247,8 @@ def stage_memory(
         # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
         sent = count if parallel.zero < 2 else 2 * max(_chunk_counts(model, parallel, stage))
         gradients += BYTES["bfloat16"] * sent
-    full = saved_by_layer(model, t, micro_batch, precision)
-    kept = saved_by_layer(model, t, micro_batch, precision, parallel.recompute)
+    full = saved_by_layer(model, t, micro_batch, precision, "none", linear_precision)
+    kept = saved_by_layer(model, t, micro_batch, precision, parallel.recompute, linear_precision)
     restored = sum(x.bytes for x in full) - sum(x.bytes for x in kept)
 
     s, b, h = model.sequence_length, micro_batch, model.hidden
@@ -249,8 +262,11 @@ def stage_memory(
     factors = (h + wide) + (h + f) if side_stream else 0
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
+    held = sum(len(chunk_layers(model, parallel)[g]) for g in range(stage, schedule.chunks, schedule.stages))
+    matrices = held * elements([one for one in layer if one.gemm], t)
     return MemoryEstimate(
         weights=a * count,
+        weight_copies=LINEAR_PRECISIONS[linear_precision].copies * matrices,
         gradients=gradients,
         optimizer=master * (state * shard // count if parallel.zero else state),
         activations=_peak(model, parallel, schedule, stage, micro_batch, precision, kept),

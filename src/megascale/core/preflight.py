@@ -145,7 +145,8 @@ def _memory_faults(
     memory, schedule, train = {}, layout.schedule(), config.train
     for stage in stages:
         about = (layout.grid, schedule, stage, train.micro_batch, train.precision, config.gemms_on_side_stream)
-        memory[stage] = stage_memory(config.model, config.parallel, *about, config.optimizer.name)
+        kinds = (config.optimizer.name, train.linear_precision)
+        memory[stage] = stage_memory(config.model, config.parallel, *about, *kinds)
     faults = []
     fullest = max(memory.values(), key=lambda m: m.total)
     sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"

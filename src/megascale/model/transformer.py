@@ -22,7 +22,8 @@ from megascale.ops.dropout import dropout, dropout_key
 from megascale.ops.rope import rotary_tables
 from megascale.parallel.collectives import ALONE, Axis
 from megascale.parallel.linear import make_linears
-from megascale.parallel.parameters import local_parameter
+from megascale.parallel.parameters import local_parameter, spec_of
+from megascale.parallel.tensor import ColumnLinear, RowLinear
 from megascale.parallel.vocabulary import vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
@@ -76,6 +77,11 @@ class Chunk(nn.Module):
         blocks = [list(block.parameters()) for block in self.blocks]
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
+
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """The weights [O, I] that `linears` multiplies with, by the logical tensors in them; not the vocabulary's."""
+        linears = [part for part in self.modules() if isinstance(part, ColumnLinear | RowLinear)]
+        return {" + ".join(piece.name for piece in spec_of(m.weight).pieces): m.weight for m in linears}
 
     def _local(self, tensor: LogicalTensor) -> nn.Parameter:
         """This rank's part of a logical tensor."""

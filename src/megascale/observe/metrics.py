@@ -137,6 +137,10 @@ class Terminal:
             f"grad norm {record['grad_norm']:.3f}",
             f"{_short(record['tokens_per_second'])} tok/s",
         ]
+        if "skipped_steps" in record:
+            parts.append(f"{record['skipped_steps']} steps skipped")
+        if "float8_clipped" in record:
+            parts.append(f"float8: {record['float8_clipped']:.1e} clipped, {record['float8_flushed']:.1e} flushed")
         if "mfu" in record:
             parts.append(f"MFU {100 * record['mfu']:.1f}%")
         parts += [f"{record['memory_gib']:.2f} GiB", f"{_duration(left)} left"]

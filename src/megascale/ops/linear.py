@@ -63,11 +63,12 @@ class Gemms(Protocol):
     `out`, where given, is filled (or, with `add`, added to) and returned, flattened to rows.
     """
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None) -> Operand:
-        """x as `forward` and `accumulate` read it. given: what x's producer knows of it, such as its amax."""
+    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
+        """x as `forward` and `accumulate` read it. given: what x's producer knows of it, such as its amax. travels:
+        it is a part of what tensor-parallel ranks gather."""
         ...
 
-    def gradient(self, dy: Tensor, weight: Tensor) -> Operand:
+    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
         """dy as `dgrad` and `accumulate` read it."""
         ...
 
@@ -89,11 +90,11 @@ class Gemms(Protocol):
 class ComputeType:
     """GEMMs in the type of their inputs."""
 
-    def input(self, x: Tensor, weight: Tensor, given: Any = None) -> Operand:
+    def input(self, x: Tensor, weight: Tensor, given: Any = None, travels: bool = False) -> Operand:
         """See Gemms."""
         return (x,)
 
-    def gradient(self, dy: Tensor, weight: Tensor) -> Operand:
+    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
         """See Gemms."""
         return (dy,)
 

@@ -11,79 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-from megascale.config.parts import LINEAR_PRECISIONS, PartFacts
+from megascale.config.parts import LINEAR_PRECISIONS, LinearFacts
 from megascale.config.registry import Registry
 from megascale.ops import dispatch
-from megascale.ops.gradient_sink import GradientSink, sink_of
-from megascale.ops.linear import ComputeType, Gemms, Operand
-from megascale.parallel.collectives import ALONE, Axis
-
-
-class LinearPrecision(ComputeType):
-    """GEMMs in the compute type, each weight's gradient made in its layer's backward. Others override what differs.
-
-    Args:
-        axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale. It carries the runtime.
-    """
-
-    def __init__(self, axis: Axis = ALONE) -> None:
-        self.axis = axis
-
-    @property
-    def logits(self) -> Gemms:
-        """The GEMMs of the vocabulary's matrix, which may be more precise than all others."""
-        return self
-
-    def keep(self, x: Operand) -> Operand:
-        """What backward needs of forward's operand: it is gathered once more, where tensor parallelism cut it."""
-        return x
-
-    def wgrad(
-        self, weight: Tensor, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
-    ) -> Tensor | None:
-        """dy [..., O], x [..., I] -> the gradient of weight [O, I], or None where its sink takes it.
-
-        There it is added, or written where the sink holds nothing yet, on the side stream (ops/side_stream.py) from the
-        event `after` on. x may be a function that waits. A layer whose weight gradient is made later calls
-        `accumulate_gradient` later.
-        """
-        sink = sink_of(weight)
-        if sink is None:
-            wide = weight.new_empty(weight.shape, dtype=_accumulation_dtype(weight))
-            self.accumulate(wide, dy, x() if callable(x) else x, True)
-            return wide.to(weight.dtype)
-        self.accumulate_gradient(sink, dy, x, after)
-        return None
-
-    def accumulate_gradient(
-        self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
-    ) -> None:
-        """Put a weight's gradient into its sink, and say so."""
-        main, overwrite, stream = sink.main, sink.take_overwrite(), self.axis.runtime.stream
-        stream.run(lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite), after)
-        sink.ready()
-
-
-def _accumulation_dtype(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
-
+from megascale.parallel.collectives import Axis
+from megascale.parallel.float8 import RowWiseFloat8, TensorWiseFloat8
+from megascale.parallel.linear_precision import LinearPrecision
 
 Linears = Callable[[Axis], LinearPrecision]
-LINEARS: Registry[Linears] = Registry(LINEAR_PRECISIONS.key, {"default": LinearPrecision})
+LINEARS: Registry[Linears] = Registry(
+    LINEAR_PRECISIONS.key,
+    {"default": LinearPrecision, "float8": TensorWiseFloat8, "float8_rowwise": RowWiseFloat8},
+)
 PLAIN = LinearPrecision()
 
 
 def register(name: str, made: Linears, about: str = "") -> None:
     """Let `train.linear_precision` be `name`; made(tensor axis) is called once a rank, before the first step."""
-    LINEAR_PRECISIONS.register(name, PartFacts(about))
+    LINEAR_PRECISIONS.register(name, LinearFacts(about))
     LINEARS.register(name, made)
 
 
 def make_linears(name: str, axis: Axis) -> LinearPrecision:
     """What `train.linear_precision` names, for this rank; ConfigError with the names there are if it is none."""
-    made = LINEARS[name](axis)
     dispatch.note("linear layers", name if name != "default" else "GEMMs in the type of train.precision")
-    return made
+    return LINEARS[name](axis)

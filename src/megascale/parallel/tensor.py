@@ -30,7 +30,8 @@ from megascale.parallel.collectives import (
     reduce_scatter,
     scatter_now,
 )
-from megascale.parallel.linear import PLAIN, LinearPrecision
+from megascale.parallel.linear import PLAIN
+from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.parameters import local_parameter
 
 
@@ -108,7 +109,7 @@ class _GatherLinear(torch.autograd.Function):
         recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None,
         given: Any,
     ) -> torch.Tensor:
-        operand = linears.input(x if recompute_fn is None else recompute_fn(x), weight, given)
+        operand = linears.input(x if recompute_fn is None else recompute_fn(x), weight, given, True)
         if recompute_fn is None:
             ctx.save_for_backward(*linears.keep(operand))
         else:
@@ -125,7 +126,7 @@ class _GatherLinear(torch.autograd.Function):
         leaf: torch.Tensor | None = None
         if ctx.recompute_fn is not None:
             leaf, made = _recomputed(ctx.recompute_fn, kept[0])
-            kept = linears.keep(linears.input(made.detach(), weight))
+            kept = linears.keep(linears.input(made.detach(), weight, None, True))
         part, *rest = kept
         gather = exchange_gather if _exchanges(axis, part.shape, part) else all_gather
         gathering = gather(part, axis)
@@ -136,7 +137,7 @@ class _GatherLinear(torch.autograd.Function):
         gradient = linears.gradient(dy, weight)
         shape = (*dy.shape[:-1], weight.shape[1])
         scattering = _scattered(lambda out: linears.dgrad(gradient, weight, out), shape, dy, axis, followed=True)
-        dw = linears.wgrad(weight, gradient, lambda: (gathering.wait(), *rest), ready)
+        dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
         db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
         dx: torch.Tensor | None = scattering.wait()
         if leaf is not None:
@@ -192,10 +193,10 @@ def _gathered_input_gradients(
     dy: torch.Tensor, weights: Sequence[torch.Tensor], linears: LinearPrecision
 ) -> tuple[Operand, list[torch.Tensor]]:
     """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
-    axis, (part, *rest) = linears.axis, linears.gradient(dy, weights[0])
+    axis, (part, *rest) = linears.axis, linears.gradient(dy, weights[0], True)
     if not _exchanges(axis, part.shape, part):
         whole: Operand = (all_gather(part, axis).wait(), *rest)
-        return whole, [linears.dgrad(whole, weight) for weight in weights]
+        return linears.gathered(whole), [linears.dgrad(whole, weight) for weight in weights]
     n = part.shape[0]
     dxs = [dy.new_empty((axis.size * n, *dy.shape[1:-1], weight.shape[1])) for weight in weights]
 
@@ -203,7 +204,7 @@ def _gathered_input_gradients(
         for weight, dx in zip(weights, dxs, strict=True):
             linears.dgrad((shard, *rest), weight, dx[rank * n : (rank + 1) * n])
 
-    return (gather_and_consume(part, axis, consume, keep=True), *rest), dxs
+    return linears.gathered((gather_and_consume(part, axis, consume, keep=True), *rest)), dxs
 
 
 def gather_linear(

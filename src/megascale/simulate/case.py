@@ -67,6 +67,7 @@ class Case:
     region_host_us: Any = 0.0
     region_gap_us: Any = 0.0
     float8: Any = False
+    bf16_weight_gradients: Any = False
     context: Any = 1
     experts: Any = 1
     top_k: Any = 1
@@ -139,6 +140,7 @@ class Case:
             region_host_us=software.region_host_us,
             region_gap_us=software.region_gap_us,
             float8=software.float8,
+            bf16_weight_gradients=software.bf16_weight_gradients,
             context=context,
             experts=experts,
             top_k=top_k,

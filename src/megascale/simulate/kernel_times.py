@@ -113,7 +113,8 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     def both(columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0) -> tuple[Any, Any]:
         forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8)
         backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8)
-        backward = backward + gemm_seconds(cluster, depth, columns, rows, case.gradient_bytes, cap, case.float8)
+        weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
+        backward = backward + gemm_seconds(cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient)
         return times * forward, times * backward
 
     # A rank's experts share the tokens that its group sends it, evenly; a dense MLP is one expert that sees all.

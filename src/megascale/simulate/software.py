@@ -46,6 +46,7 @@ class Software:
         region_gap_us: what a collective of such a region takes on the device beyond what it takes alone: ranks that
             come late to it, waits between streams. HOST_SOURCES says where these three come from for each stack.
         float8: linear layers multiply in float8 where the GPU has it.
+        bf16_weight_gradients: of their three GEMMs that of the weight's gradient does not.
     """
 
     parallel_block: bool = False
@@ -66,6 +67,7 @@ class Software:
     region_host_us: float = 60.0
     region_gap_us: float = 110.0
     float8: bool = False
+    bf16_weight_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_KERNELS:

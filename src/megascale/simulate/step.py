@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from megascale.config import Config
+from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import stage_memory
@@ -98,6 +99,7 @@ class Scenario:
                 config.train.precision,
                 config.gemms_on_side_stream,
                 config.optimizer.name,
+                config.train.linear_precision,
             ).total
             for s in stages
         )
@@ -187,16 +189,19 @@ ATTENTION = {"cudnn": "cudnn", "cudnn_frontend": "cudnn", "flash": "flash2", "fl
 def own_software(config: Config, base: Software) -> Software:
     """`base` with what the configuration itself decides.
 
-    Block, window, ZeRO and recomputation are the configuration's; overlaps and fused operators that it switches off
-    are off; an attention kernel that it names is taken.
+    Block, window, ZeRO, recomputation and float8 are the configuration's; overlaps and fused operators that it switches
+    off are off; an attention kernel that it names is taken.
     """
     model, parallel, overlap, kernels = config.model, config.parallel, config.overlap, config.kernels
+    float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8
     return replace(
         base,
         parallel_block=model.block == "parallel",
         window=model.window,
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
+        float8=base.float8 or float8 != "none",
+        bf16_weight_gradients=float8 == "all but weight gradients",
         reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else base.reduce_bytes,
         recompute=parallel.recompute,
         tp_overlap=base.tp_overlap and overlap.tensor in ("auto", "fused"),

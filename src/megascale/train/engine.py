@@ -38,11 +38,14 @@ class StepResult:
         loss: mean over the global batch's tokens, the same on every rank.
         grad_norm: of the whole model, before clipping.
         stop: above 0 if any rank wants to stop after this step; the same on every rank.
+        casts: float64 [3]: numbers clipped, flushed to zero and looked at by casts to float8, over all ranks; zeros
+            where nothing was counted.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     stop: torch.Tensor
+    casts: torch.Tensor
 
 
 class Engine:
@@ -138,6 +141,9 @@ class Engine:
             self.chunks.append(chunk)
             self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket))
             initialise(chunk, config.train.seed)
+        for chunk in self.chunks:
+            tokens = config.model.sequence_length * config.train.micro_batch
+            chunk.linears.check(chunk.matrices(), tokens, device)
         self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
@@ -247,6 +253,7 @@ class Engine:
         stop: bool = False,
         before_update: Callable[[], None] = lambda: None,
         more: bool = False,
+        count_casts: bool = False,
     ) -> StepResult:
         """Forward and backward over all micro-batches, then the update.
 
@@ -258,6 +265,7 @@ class Engine:
             before_update: called once gradients are there and the state is about to change.
             more: whether another step follows: what it needs first is sent for while the rest is updated. If then
                 none follows after all, `synchronize` must be called.
+            count_casts: whether casts to float8 count what they clip and flush.
         """
         train = self.config.train
         first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
@@ -278,6 +286,9 @@ class Engine:
                 return module(inputs, None, where)
             return (module(inputs, batch(i)[1], where) * (1 / self.tokens)).sum()
 
+        self._weights_changed()
+        for chunk in self.chunks:
+            chunk.linears.count_casts(count_casts)
         self.data.begin_step()
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
             loss = self.pipeline.run(forward, self.data)
@@ -290,12 +301,16 @@ class Engine:
         for look in tuple(self.before_update):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
-        piggybacked_scalars = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=self.device)
+        piggybacked_scalars = torch.tensor([0.0, float(stop), 0.0, 0.0, 0.0], dtype=torch.float64, device=self.device)
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
+        for chunk in self.chunks:
+            if (counted := chunk.linears.counted()) is not None:
+                piggybacked_scalars[2:] += counted
         recorder.begin(SpanKind.CHECKPOINT_STALL)
         before_update()
         recorder.end()
+        self._weights_changed()  # what was made of them need not be there beside what the update needs
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
         updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
         recorder.begin(SpanKind.OPTIMIZER)
@@ -304,7 +319,7 @@ class Engine:
         assert summed is not None
         for look in self.after_update:
             look(step)
-        return StepResult(summed[0], norm, summed[1])
+        return StepResult(summed[0], norm, summed[1], summed[2:])
 
     def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""
@@ -316,6 +331,11 @@ class Engine:
     def loaded(self) -> None:
         """After a checkpoint has filled the master weights: make the weights in use from them."""
         self.optimizer.copy_to_params()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        for chunk in self.chunks:
+            chunk.linears.weights_changed()
 
     def whole(self) -> None:
         """Make all parameters whole on this rank, before anything but a training step uses them."""

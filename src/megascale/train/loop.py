@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,7 @@ class Trainer:
         self.reporter = Reporter(self.folder, self.leader)
         self.ending = Ending(config, place, self.folder)
         self._unread: tuple[dict[str, Any], StepResult] | None = None
+        self._skipped = 0  # steps of this process whose gradient was not finite
         self._stopping = False  # agreed by all ranks
         self._told_active = False
         self.attempt = self.folder.attempt()  # rank 0's counts
@@ -220,6 +222,7 @@ class Trainer:
             wants_stop,
             before_update=self.checkpointer.before_update,
             more=step < train.steps,
+            count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
         )
         self.clock.stop()
         recorder.step_ended()
@@ -280,6 +283,12 @@ class Trainer:
         record |= self.timers.read(record["step"], self.status)
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
+        self._skipped += not math.isfinite(norm)
+        if self._skipped:
+            record["skipped_steps"] = self._skipped
+        clipped, flushed, looked_at = result.casts.tolist()
+        if looked_at:
+            record |= {"float8_clipped": clipped / looked_at, "float8_flushed": flushed / looked_at}
         record["memory_gib"] = memory_gib(self.place.device)
         if self.peak:
             record["mfu"] = mfu(self.config.model, rate, self.place.world, self.peak)

@@ -73,6 +73,28 @@ def test_a_tiny_comparison(tmp_path, tokens):
     steps = [json.loads(x) for x in (tmp_path / "runs" / "serial-0.001-0" / "metrics.jsonl").read_text().splitlines()]
     assert len([s for s in steps if "loss" in s]) == 16
 
+    # On another machine, beside what this one found: only what is new is trained, and compared seed by seed.
+    command[command.index("lamb")] = "float8"
+    command[command.index(str(tmp_path / "runs"))] = str(tmp_path / "elsewhere")
+    done = CliRunner().invoke(app, [*command, "--earlier", str(tmp_path / "c.json")], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert [p.name for p in (tmp_path / "elsewhere").glob("*/")] == ["float8-0.001-0"]
+    assert "(one pair)" in done.output
+    record = json.loads((tmp_path / "c.json").read_text())
+    assert [run["variant"] for run in record["runs"]] == ["serial", "lamb 0.01", "lamb 0.03", "float8"]
+    float8 = record["runs"][-1]["held_out"][-1]
+    assert float8 != runs["serial"]["held_out"][-1]
+    assert float8 == pytest.approx(runs["serial"]["held_out"][-1], rel=0.01)
+
+
+def test_differences_are_taken_seed_by_seed():
+    runs = [outcome("serial", [losses], seed) for seed, losses in enumerate([4.0, 5.0, 6.0, 9.0])]
+    runs += [outcome("float8", [losses], seed) for seed, losses in enumerate([4.1, 5.3, 6.2])]
+    mean, error, count = bench.paired(runs, "float8", "serial")
+    assert (mean, error, count) == (pytest.approx(0.2), pytest.approx(0.1 / 3**0.5), 3)
+    assert bench.paired(runs[:5], "float8", "serial")[1] is None
+    assert bench.paired(runs[:4], "float8", "serial") is None
+
 
 def test_an_unknown_variant_is_named():
     done = CliRunner().invoke(app, ["bench", "convergence", "--variant", "cereal"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megascale.resilience.agent import sent_files
 from megascale.resilience.agent.metrics_tail import MetricsTail
 from megascale.resilience.agent.sent_files import SentFiles
-from megascale.resilience.driver.received_files import ReceivedFiles
+from megascale.resilience.driver.nodes.received_files import ReceivedFiles
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, FileData
 
 

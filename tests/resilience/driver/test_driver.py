@@ -11,9 +11,9 @@ from typing import Any
 from megascale.config import load
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.job_state import JobState, Phase
-from megascale.resilience.driver.journal import Entry
-from megascale.resilience.driver.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.job_state import JobState, Phase
+from megascale.resilience.driver.state.journal import Entry
+from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.protocol import agent_channel, contact
 from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megascale.resilience.driver.agent_server import AgentServer
+from megascale.resilience.driver.nodes.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Hello, Refuse, Stopped, Welcome
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat
@@ -275,7 +275,7 @@ def test_nothing_but_a_greeting_is_taken_as_one():
 
 
 def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
-    monkeypatch.setattr("megascale.resilience.driver.agent_server.PROOF_SECONDS", 0.3)
+    monkeypatch.setattr("megascale.resilience.driver.nodes.agent_server.PROOF_SECONDS", 0.3)
 
     async def play(connect, heard, place):
         silent = [await asyncio.open_connection(*place) for _ in range(50)]
@@ -290,7 +290,7 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
 
 def test_a_flood_of_silent_strangers_is_bounded_and_keeps_no_agent_out(monkeypatch):
     """More strangers than there is room for, each with more to say than it may: the oldest go."""
-    monkeypatch.setattr("megascale.resilience.driver.agent_server.STRANGERS", 8)
+    monkeypatch.setattr("megascale.resilience.driver.nodes.agent_server.STRANGERS", 8)
 
     async def play(connect, heard, place):
         silent = [await asyncio.open_connection(*place) for _ in range(40)]

@@ -160,8 +160,8 @@ def _serve(run: Path, agents: int, seconds: float, window: float, results: Queue
 async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[str, Any]:
     from megascale.config import from_tree
     from megascale.resilience.driver.driver import Driver
-    from megascale.resilience.driver.job_state import JobState, Phase
-    from megascale.resilience.driver.lasting_journal import LastingJournal
+    from megascale.resilience.driver.state.job_state import JobState, Phase
+    from megascale.resilience.driver.state.lasting_journal import LastingJournal
     from megascale.resilience.rules.verdicts import Verdict
 
     tree = {"resilience": {"nodes": agents, "window": window}, "train": {"global_batch": agents * RANKS}}

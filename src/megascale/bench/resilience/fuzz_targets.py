@@ -243,10 +243,10 @@ def _pickles(folder: Path) -> Feed:
 def _journal(folder: Path) -> Feed:
     """The driver's journal, taken by the next driver and read by a command, and its copy in events.jsonl."""
     from megascale.errors import DataError, TrainingError
-    from megascale.resilience.driver import recall
     from megascale.resilience.driver.audit_log import AuditLog
-    from megascale.resilience.driver.journal import FILE, JournalReader
-    from megascale.resilience.driver.lasting_journal import LastingJournal
+    from megascale.resilience.driver.state import recall
+    from megascale.resilience.driver.state.journal import FILE, JournalReader
+    from megascale.resilience.driver.state.lasting_journal import LastingJournal
 
     sound, run = folder / "sound", folder / "run"
     sound.mkdir()
@@ -359,8 +359,8 @@ def _http(folder: Path) -> Feed:
     """The guard of the API, and behind it an application that reads what it is given."""
     import asyncio
 
-    from megascale.resilience.driver.api_tokens import ApiTokens
-    from megascale.resilience.driver.http_limits import BODY_BYTES, Guard
+    from megascale.resilience.driver.api.http_limits import BODY_BYTES, Guard
+    from megascale.resilience.driver.api.tokens import ApiTokens
 
     tokens = ApiTokens(b"r" * 64, b"a" * 64)
     served: list[int] = []

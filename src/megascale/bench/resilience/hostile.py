@@ -209,7 +209,7 @@ def _watch(job: Launched) -> Iterator[Watched]:
 
     def answers() -> None:
         from megascale.errors import MegascaleError
-        from megascale.resilience.driver.api_client import ask
+        from megascale.resilience.driver.api.client import ask
 
         since = time.monotonic()
         while not over.wait(0.1):

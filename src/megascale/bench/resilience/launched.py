@@ -136,7 +136,7 @@ class Launched:
 
     def events(self, after: int = 0) -> list[Any]:
         """The driver's events so far."""
-        from megascale.resilience.driver.journal import events_of
+        from megascale.resilience.driver.state.journal import events_of
 
         return events_of(self.run, after)
 

@@ -27,8 +27,8 @@ from megascale.core import strict_json
 
 VARIANTS = ("serial", "parallel", "window", "lamb")
 # AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
-# samples: tells what the model does from what we do.
-ON_REQUEST = ("large", "plain", "plain-parallel")
+# samples: tells what the model does from what we do. Float8: its recipes, against serial.
+ON_REQUEST = ("large", "plain", "plain-parallel", "float8", "float8_rowwise")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class ConvergenceOutcome:
     tokens: list[int]
     held_out: list[float]
     tokens_per_second: float
+    key: str = ""  # of all that decides its losses but the device
 
     @property
     def last(self) -> float:
@@ -91,9 +92,15 @@ def convergence(
         list(VARIANTS),
         "--variant",
         help="Which; may be given again. large: serial at LAMB's batch. plain, plain-parallel: the same model, weights "
-        "and samples in plain PyTorch.",
+        "and samples in plain PyTorch. float8, float8_rowwise: serial with that train.linear_precision.",
     ),
     seeds: int = typer.Option(2, min=1, help="Runs of each variant."),
+    first_seed: int = typer.Option(0, min=0, help="Number of the first of them."),
+    earlier: list[Path] = typer.Option(
+        [],
+        help="Metrics of an earlier call, which may have been on another machine: its runs count, and those of "
+        "them that are asked for again are not repeated.",
+    ),
     at_once: int = typer.Option(1, min=1, help="Runs on one GPU at a time: small models leave most of it idle."),
     folder: Path = typer.Option(Path("runs/convergence"), help="Run folders; finished ones are not run again."),
     plot: Path = typer.Option(Path("convergence.png"), help="PNG to draw."),
@@ -101,7 +108,9 @@ def convergence(
 ) -> None:
     """Train variants of a model on the same tokens and compare their held-out losses. One run a process.
 
-    Any setting can be given as --section.key=value. Stopped and called again it goes on.
+    Any setting can be given as --section.key=value. Stopped and called again it goes on. Runs of one seed begin alike
+    and read the same samples, so that variants are compared in pairs: mean difference and its standard
+    error.
 
     Examples:
 
@@ -112,6 +121,8 @@ def convergence(
       megascale bench convergence --batch 4 --train.micro_batch=4 --lamb-micro-batch 16 --at-once 3
 
       megascale bench convergence --variant serial --variant plain --seeds 1
+
+      megascale bench convergence --variant serial --variant float8 --seeds 1 --first-seed 2 --earlier two-seeds.json
     """
     from rich.console import Console
 
@@ -131,27 +142,39 @@ def convergence(
     length = _length(context.args, shape(preset))
     every = _variants(batch, times, peak, lamb_peak, window or max(1, length // 4))
     chosen = [variant for variant in every if variant.kind in variants]
-    work = []
-    for variant in chosen:
-        steps = max(1, round(tokens / (variant.batch * length)))
-        for seed in range(seeds):
+    before = [ConvergenceOutcome(**run) for file in earlier for run in strict_json.loads(file.read_text())["runs"]]
+    known = {outcome.key: outcome for outcome in before if outcome.key}
+    corpus, work = _fingerprint(data), []
+    for seed in range(first_seed, first_seed + seeds):  # a seed's runs side by side: pairs are there early
+        for variant in chosen:
+            steps = max(1, round(tokens / (variant.batch * length)))
             words = list(context.args)
             if variant.kind in ("lamb", "large") and lamb_micro_batch is not None:
                 words.append(f"--train.micro_batch={lamb_micro_batch}")
-            work.append((variant, seed, _command(folder, data, preset, variant, seed, steps, words)))
+            command = _command(folder, data, preset, variant, seed, steps, words)
+            key = _key(command, corpus)
+            if key not in known:
+                work.append((variant, seed, command, key))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.toml").touch()
     devices = [str(i) for i in range(api.visible_gpus())] or [""]
-    outcomes = list(_run_all(work, devices * at_once, console))
-    record = {
+    record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "device": _device(),
         "versions": _versions(),
         "data": str(data),
         "preset": preset,
         "tokens": tokens,
-        "runs": [asdict(o) for o in outcomes],
+        "runs": [asdict(outcome) for outcome in before],
     }
+    outcomes = list(before)
+    for outcome in _run_all(work, devices * at_once, console):
+        outcomes.append(outcome)
+        record["runs"].append(asdict(outcome))
+        out.write_text(strict_json.dumps(record, indent=1) + "\n")  # each at once: a call may be cut short
+    names = [variant.name for variant in every]
+    outcomes.sort(key=lambda o: (names.index(o.variant) if o.variant in names else len(names), o.seed))
+    record["runs"] = [asdict(outcome) for outcome in outcomes]
     out.write_text(strict_json.dumps(record, indent=1) + "\n")
     show(outcomes, console)
     if at_once > 1:
@@ -192,6 +215,8 @@ def _variants(
         ("large", peaks, batch * times, ()),
         ("plain", peaks, batch, ()),
         ("plain-parallel", peaks, batch, ("--model.block=parallel",)),
+        ("float8", peaks, batch, ("--train.linear_precision=float8",)),
+        ("float8_rowwise", peaks, batch, ("--train.linear_precision=float8_rowwise",)),
     ]
     return [
         Variant(f"{kind} {peak:g}" if len(of) > 1 else kind, kind, peak, size, (f"--lr.peak={peak}", *settings))
@@ -237,10 +262,24 @@ def _command(
     ]
 
 
+def _fingerprint(data: Path) -> str:
+    """Of a data set's sequences: which tokens lie where."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in ("train.idx", "valid.idx"):
+        digest.update((data / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _key(command: list[str], corpus: str) -> str:
+    """A run's settings without what says where it is; the data by its fingerprint."""
+    places = ("--train.runs=", "--data.train=", "--data.valid=")
+    return " ".join([*(w for w in command if w.startswith("--") and not w.startswith(places)), f"data={corpus}"])
+
+
 def _run_all(
-    work: list[tuple[Variant, int, list[str]]], devices: list[str], console: Any
+    work: list[tuple[Variant, int, list[str], str]], devices: list[str], console: Any
 ) -> Iterator[ConvergenceOutcome]:
-    """Run each command, one on each of `devices` (which may name one twice); outcomes in the order of `work`."""
+    """Run each command, one on each of `devices` (which may name one twice); outcomes as they come."""
     from rich.progress import Progress
 
     from megascale.errors import TrainingError
@@ -248,9 +287,9 @@ def _run_all(
     waiting = list(range(len(work)))
     running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
     # Runs that share cores must not each have threads for all of them.
-    threads = max(1, (os.cpu_count() or 1) // min(len(devices), len(work)))
+    threads = max(1, (os.cpu_count() or 1) // max(1, min(len(devices), len(work))))
     with Progress(console=console, transient=True) as progress:
-        bars = [progress.add_task(f"{v.name}, seed {s}", total=1.0) for v, s, _ in work]
+        bars = [progress.add_task(f"{v.name}, seed {s}", total=1.0) for v, s, _, _ in work]
         try:
             while waiting or running:
                 for place, device in enumerate(devices):
@@ -267,14 +306,14 @@ def _run_all(
                         raise TrainingError(
                             f"{run.name} ended with exit code {process.returncode}: " + "\n  ".join(said)
                         )
+                    variant, seed, command, key = work[number]
+                    yield read(variant.name, seed, _folder(command), key)
                 time.sleep(0.1)
         finally:
             for process, _ in running.values():
                 process.terminate()
             for process, _ in running.values():
                 process.wait()
-    for variant, seed, command in work:
-        yield read(variant.name, seed, _folder(command))
 
 
 def _start(command: list[str], device: str, threads: int) -> subprocess.Popen[bytes]:
@@ -301,14 +340,14 @@ def _share(run: Path, command: list[str]) -> float:
         return 0.0
 
 
-def read(variant: str, seed: int, run: Path) -> ConvergenceOutcome:
+def read(variant: str, seed: int, run: Path, key: str = "") -> ConvergenceOutcome:
     """What a finished run came to."""
     records = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     at = {r["step"]: r["tokens"] for r in steps}
     held = [(at[r["step"]], r["valid_loss"]) for r in records if "valid_loss" in r and r["step"] in at]
     rate = statistics.median(r["tokens_per_second"] for r in steps)
-    return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in held], [loss for _, loss in held], rate)
+    return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in held], [loss for _, loss in held], rate, key)
 
 
 def tokens_to(outcome: ConvergenceOutcome, loss: float) -> float | None:
@@ -324,8 +363,28 @@ def tokens_to(outcome: ConvergenceOutcome, loss: float) -> float | None:
     return None
 
 
+def paired(
+    outcomes: Sequence[ConvergenceOutcome], variant: str, against: str
+) -> tuple[float, float | None, int] | None:
+    """Held-out loss at the end, variant - against, over the seeds that both have: mean, its standard error (None for
+    one pair), pairs. None without a pair."""
+    of = {(o.variant, o.seed): o.last for o in outcomes}
+    found = [loss - of[against, seed] for (name, seed), loss in of.items() if name == variant and (against, seed) in of]
+    if not found:
+        return None
+    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
+    return statistics.mean(found), error, len(found)
+
+
+def _in_words(pair: tuple[float, float | None, int] | None) -> str:
+    if pair is None:
+        return "no pair"
+    mean, error, count = pair
+    return f"{mean:+.4f}" + (f" ± {error:.4f} ({count} pairs)" if error is not None else " (one pair)")
+
+
 def show(outcomes: list[ConvergenceOutcome], console: Any) -> None:
-    """The table: losses at the end, how far from the first variant, and its spread over seeds."""
+    """The table: losses at the end, their spread over seeds, and how far from the first variant, seed by seed."""
     from rich.table import Table
 
     names = list(dict.fromkeys(o.variant for o in outcomes))
@@ -339,7 +398,7 @@ def show(outcomes: list[ConvergenceOutcome], console: Any) -> None:
             name,
             f"{means[name]:.4f}",
             f"{max(o.last for o in mine) - min(o.last for o in mine):.4f}",
-            f"{means[name] - means[names[0]]:+.4f}",
+            "" if name == names[0] else _in_words(paired(outcomes, name, names[0])),
             f"{statistics.mean(reached) / 1e6:,.1f} M" if len(reached) == len(mine) else "not reached",
             f"{statistics.mean(o.tokens_per_second for o in mine):,.0f}",
         )

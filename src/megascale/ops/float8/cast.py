@@ -62,10 +62,10 @@ def _to_float8(x, inverse, largest: tl.constexpr):
 
 
 @jit
-def _clipped_and_flushed(x, inverse, largest: tl.constexpr, flushed: tl.constexpr):
+def _clipped_and_flushed(x, inverse, clipped_above: tl.constexpr, flushed: tl.constexpr):
     """Two masks as int32. What lies outside the tensor must be zero."""
     size = tl.abs(x * inverse)
-    clipped = ((size > largest) & (tl.abs(x) < float("inf"))).to(tl.int32)
+    clipped = ((size > clipped_above) & (tl.abs(x) < float("inf"))).to(tl.int32)
     return clipped, ((size <= flushed) & (x != 0.0)).to(tl.int32)
 
 
@@ -118,6 +118,7 @@ def _cast_kernel(
     width,
     stride,
     LARGEST: tl.constexpr,
+    CLIPPED: tl.constexpr,
     FLUSHED: tl.constexpr,
     MARGIN: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -166,7 +167,7 @@ def _cast_kernel(
         # What was there may be old, but it only grows: few tiles have anything to add.
         tl.atomic_max(amax_ptr, most, mask=most > tl.load(amax_ptr), sem="relaxed")
     if COUNT:
-        clipped, zeroed = _clipped_and_flushed(x, inverse, LARGEST, FLUSHED)
+        clipped, zeroed = _clipped_and_flushed(x, inverse, CLIPPED, FLUSHED)
         found = tl.sum(clipped * 65536 + zeroed)  # one reduction for both: a tile has fewer elements than that
         _add_counts(counts_ptr, found >> 16, found & 65535)
 
@@ -180,6 +181,7 @@ def _cast_rows_kernel(
     width,
     stride,
     LARGEST: tl.constexpr,
+    CLIPPED: tl.constexpr,
     FLUSHED: tl.constexpr,
     MARGIN: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -205,7 +207,7 @@ def _cast_rows_kernel(
         q = _to_float8(x, inverse, LARGEST)
         tl.store(rows_ptr + row * width + column, q.to(rows_ptr.dtype.element_ty), mask=column < width)
         if COUNT:
-            clipped, zeroed = _clipped_and_flushed(x, inverse, LARGEST, FLUSHED)
+            clipped, zeroed = _clipped_and_flushed(x, inverse, CLIPPED, FLUSHED)
             counted += clipped * 65536 + zeroed
     if COUNT:
         _add_counts(counts_ptr, tl.sum(counted >> 16, 0), tl.sum(counted & 65535, 0))
@@ -273,6 +275,7 @@ def _run_cast(
 def _meta(kind: Format, margin: int, power_of_2: bool, counts: Tensor | None) -> dict[str, float | bool]:
     return {
         "LARGEST": kind.largest,
+        "CLIPPED": kind.clipped,
         "FLUSHED": kind.flushed,
         "MARGIN": 2.0**margin,
         "SMALLEST": SMALLEST_SCALE,

@@ -31,16 +31,18 @@ class Format:
     Attributes:
         dtype: torch's type of it.
         largest: its largest finite number.
+        clipped: magnitudes above this, half a step over the largest number, are changed by more than rounding.
         flushed: magnitudes up to this, half its smallest number, become zero (ties go to even).
     """
 
     dtype: torch.dtype
     largest: float
+    clipped: float
     flushed: float
 
 
-E4M3 = Format(torch.float8_e4m3fn, 448.0, 2.0**-10)  # activations and weights: more digits
-E5M2 = Format(torch.float8_e5m2, 57344.0, 2.0**-17)  # gradients: more range
+E4M3 = Format(torch.float8_e4m3fn, 448.0, 464.0, 2.0**-10)  # activations and weights: more digits
+E5M2 = Format(torch.float8_e5m2, 57344.0, 61440.0, 2.0**-17)  # gradients: more range
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,14 @@ def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:
 def quantise_reference(x: Tensor, scale: Tensor, kind: Format, counts: Tensor | None = None) -> Tensor:
     """x / scale in `kind`, clamped; scale broadcasts over x. counts: int64 [2]; what was clipped and flushed is added.
 
-    Clipped: finite and too large. Flushed: became zero and was not.
+    Clipped: finite and above `kind.clipped`. Flushed: became zero and was not.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     scaled = x.to(wide) * (1.0 / scale.float()).to(wide)
     finite = torch.isfinite(x)
     if counts is not None:
         size = scaled.abs()
-        counts[0] += ((size > kind.largest) & finite).sum()
+        counts[0] += ((size > kind.clipped) & finite).sum()
         counts[1] += ((size <= kind.flushed) & (x != 0)).sum()
     clamped = torch.where(finite, scaled.clamp(-kind.largest, kind.largest), torch.nan)
     return clamped.to(kind.dtype)

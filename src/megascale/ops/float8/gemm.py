@@ -124,6 +124,34 @@ def matmul_into(
     dispatch.note("float8 weight gradient", "added in float32 inside the GEMM")
 
 
+def matmul_out(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    fast: bool = False,
+    bias: Tensor | None = None,
+    add: bool = False,
+) -> Tensor:
+    """`matmul` into out [M, N] of bfloat16 (on a CPU of any type); with `add` what out holds is added, and no bias.
+
+    Raises what `matmul` does.
+    """
+    if not _on_tensor_cores(a, a_scale, b, b_scale):
+        y = _reference(a, a_scale, b, b_scale, out.dtype)
+        if add:
+            return out.copy_(out + y)
+        return out.copy_(y if bias is None else y + bias)
+    if add:
+        cublaslt.matmul_into(out, a, a_scale, b, b_scale, fast=fast)
+        return out
+    scale_b = b_scale.t() if b_scale.dim() else b_scale
+    options = {"bias": bias, "out_dtype": out.dtype, "use_fast_accum": fast}
+    return torch_private.scaled_mm(a, b.t(), a_scale, scale_b, **options, out=out)
+
+
 def _given(*parts: Tensor | None) -> list[Tensor]:
     assert all(part is not None for part in parts), "a cast left out what this GEMM reads"
     return [part for part in parts if part is not None]

@@ -12,9 +12,9 @@ from typing import Any
 from megascale.core import strict_json
 from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM
-from megascale.resilience.driver.descriptors import SpareDescriptors
-from megascale.resilience.driver.escalation import RECOVERY_ACTIONS, Use, give_back
-from megascale.resilience.driver.journal import Entry, Journal
+from megascale.resilience.driver.process.descriptors import SpareDescriptors
+from megascale.resilience.driver.recovery.escalation import RECOVERY_ACTIONS, Use, give_back
+from megascale.resilience.driver.state.journal import Entry, Journal
 
 
 class AuditLog:

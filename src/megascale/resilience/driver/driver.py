@@ -5,7 +5,7 @@ and goes on; training does not notice. One thread on one asyncio loop does it al
 
 It is put together from parts, each of which knows only what it is given, in this order:
 
-    job            the state, changed by the table in transitions.py, each change in the journal first
+    job            the state, changed by the table in state/transitions.py, each change in the journal first
     nodes          agents: started, asked for, ordered, given up
     attempts       every stop and every start of trainers
     recovery       the recovery action for each node to blame
@@ -34,30 +34,30 @@ from typing import Any
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.resilience.cluster.base import Cluster
-from megascale.resilience.driver.adoption import Adoption
-from megascale.resilience.driver.agent_server import AgentServer
-from megascale.resilience.driver.agent_telemetry import AgentTelemetry
-from megascale.resilience.driver.attempts import Attempts
 from megascale.resilience.driver.audit_log import AuditLog
-from megascale.resilience.driver.diagnosis import Diagnosis
-from megascale.resilience.driver.driver_garbage import OldGarbage
-from megascale.resilience.driver.hot_update import RunningSettings
-from megascale.resilience.driver.job import Job
-from megascale.resilience.driver.job_state import ENDED, JobState, Phase
-from megascale.resilience.driver.journal import Entry
-from megascale.resilience.driver.lasting_journal import LastingJournal
-from megascale.resilience.driver.loop_tasks import LoopTasks
-from megascale.resilience.driver.lost_nodes import LostNodes
-from megascale.resilience.driver.nodes import Nodes
-from megascale.resilience.driver.observations import Observations
+from megascale.resilience.driver.diagnosis.diagnosis import Diagnosis
+from megascale.resilience.driver.diagnosis.observations import Observations
+from megascale.resilience.driver.diagnosis.standing_ranks import StandingRanks
+from megascale.resilience.driver.nodes.agent_server import AgentServer
+from megascale.resilience.driver.nodes.nodes import Nodes
+from megascale.resilience.driver.nodes.received_files import ReceivedFiles
 from megascale.resilience.driver.operations import Operations
-from megascale.resilience.driver.placement import Placement
-from megascale.resilience.driver.received_files import ReceivedFiles
-from megascale.resilience.driver.recovery import Recovery
-from megascale.resilience.driver.response import Response
-from megascale.resilience.driver.self_checks import SelfChecks
-from megascale.resilience.driver.standing_ranks import StandingRanks
-from megascale.resilience.driver.transitions import JobEvent
+from megascale.resilience.driver.process.driver_garbage import OldGarbage
+from megascale.resilience.driver.process.loop_tasks import LoopTasks
+from megascale.resilience.driver.recovery.attempts import Attempts
+from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.recovery.placement import Placement
+from megascale.resilience.driver.recovery.recovery import Recovery
+from megascale.resilience.driver.recovery.self_checks import SelfChecks
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
+from megascale.resilience.driver.state.journal import Entry
+from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.telemetry.adoption import Adoption
+from megascale.resilience.driver.telemetry.agent_telemetry import AgentTelemetry
+from megascale.resilience.driver.telemetry.lost_nodes import LostNodes
+from megascale.resilience.driver.telemetry.response import Response
 from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.protocol.contact import Contact, make_token, write_contact
 from megascale.resilience.protocol.given import JobDescription
@@ -77,7 +77,7 @@ class Driver:
     journal: held by this driver.
     job: where it stands: new, or as the journal remembers it.
     say: called with each line for the terminal: (who, text).
-    unsure: the journal may be behind what runs, so the agents are asked first (adoption.py).
+    unsure: the journal may be behind what runs, so the agents are asked first (telemetry/adoption.py).
     """
 
     def __init__(

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_INTERRUPTED
-from megascale.resilience.driver.attempts import Attempts
-from megascale.resilience.driver.hot_update import RunningSettings
-from megascale.resilience.driver.job import Job
-from megascale.resilience.driver.job_state import ENDED, NodeState, Phase
-from megascale.resilience.driver.nodes import Nodes, Note
-from megascale.resilience.driver.recovery import Recovery
-from megascale.resilience.driver.transitions import JobEvent, NodeEvent
+from megascale.resilience.driver.nodes.nodes import Nodes, Note
+from megascale.resilience.driver.recovery.attempts import Attempts
+from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.recovery.recovery import Recovery
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import ENDED, NodeState, Phase
+from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
 
 
 class Operations:

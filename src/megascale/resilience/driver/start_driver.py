@@ -19,11 +19,11 @@ from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
-from megascale.resilience.driver import recall
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.job_state import ENDED, JobState, Phase
-from megascale.resilience.driver.journal import FILE, JournalFenced, JournalReader
-from megascale.resilience.driver.lasting_journal import LastingJournal, lacks_room, no_room
+from megascale.resilience.driver.state import recall
+from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
+from megascale.resilience.driver.state.journal import FILE, JournalFenced, JournalReader
+from megascale.resilience.driver.state.lasting_journal import LastingJournal, lacks_room, no_room
 from megascale.resilience.plugins import load_plugins
 from megascale.resilience.protocol import contact
 
@@ -214,7 +214,7 @@ def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigErro
 
 
 async def _serve(driver: Driver) -> int:
-    from megascale.resilience.driver import http_api
+    from megascale.resilience.driver.api import http_api
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -13,7 +13,7 @@ from megascale.services import shared_token
 
 @dataclass(frozen=True)
 class Contact:
-    """Where the newest driver listens. agents: (host, port) of the channel; api: base URL; epoch: see journal.py."""
+    """Where the newest driver listens. agents: (host, port); api: base URL; epoch: (state/journal.py)."""
 
     job: str
     epoch: int

@@ -58,7 +58,7 @@ def hang(view: View) -> list[Verdict]:
     """Nothing moves: every rank's last status is older than its phase may go without a new one.
 
     A rank in a long compute changes no status, but its peers stop too, so only all together is a hang. Who began it is
-    for the hang verdict to say (resilience/driver/hang_diagnosis.py).
+    for the hang verdict to say (driver/diagnosis/hang_diagnosis.py).
     """
     if view.phase == "starting":
         # Loading may wait for storage; but a first step that stands still for far longer than the job's others is none.

@@ -72,7 +72,7 @@ class View:
 
     Attributes:
         job, attempt: which start of which job.
-        phase: state of the job (see driver/job_state.py): "starting", "running", ...
+        phase: state of the job (see driver/state/job_state.py): "starting", "running", ...
         now: the present.
         started: when this attempt's processes were started.
         members: the nodes that hold its ranks, in rank order, and the spares after them.
@@ -81,7 +81,7 @@ class View:
         interval: seconds between heartbeats.
         first_step: most seconds that start, loading and the first step may take.
         learned: seconds that trainers are usually in a phase ("train", "save", ..., "first step") without any change
-            at the longest (driver/phase_durations.py); empty or lacking a phase before it was seen.
+            at the longest (diagnosis/phase_durations.py); empty or lacking a phase before it was seen.
         incidents: (time, node, kind) of verdicts that named a node, over all attempts, oldest first.
         past: (time, verdict) of what earlier attempts were ended for, oldest first.
         metrics: of this attempt's last steps, oldest first.

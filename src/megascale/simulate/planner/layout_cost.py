@@ -97,6 +97,7 @@ class LayoutCost:
                 train.precision,
                 config.gemms_on_side_stream,
                 config.optimizer.name,
+                config.train.linear_precision,
             )
             for s in range(grid.pipeline)
         ]

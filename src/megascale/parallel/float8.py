@@ -1,0 +1,248 @@
+"""Linear layers in float8: `train.linear_precision` = "float8" (tensor-wise scales) or "float8_rowwise".
+
+All three GEMMs of attention and MLP matrices; embedding, norms, attention and logits stay in `train.precision`.
+Activations and weights are E4M3; gradients are E5M2, row-wise E4M3 as torchao has them. Scales are those of the tensor
+at hand ("current"): nothing has to be remembered, saved or replayed, and what backward recomputes is cast as forward
+cast it. Weights are cast once a step, by their first reader.
+
+Tensor-wise, ranks that share a tensor agree on its largest magnitude, so that numbers do not depend on the layout; what
+tensor parallelism gathers travels as bytes, half of bfloat16's, and is transposed on arrival. What backward keeps of an
+activation is its transposed float8 copy, half of what bfloat16 would keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.errors import ConfigError
+from megascale.ops import dispatch
+from megascale.ops.float8 import gemm
+from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_rows
+from megascale.ops.float8.formats import E4M3, E5M2, Float8, Format
+from megascale.ops.linear import Gemms, Operand, flat
+from megascale.parallel.collectives import ALONE, Axis, all_reduce
+from megascale.parallel.linear_precision import LinearPrecision
+
+
+class _Float8Linears(LinearPrecision):
+    """What the recipes share: weights cast once a step, logits as without float8, checks at the start.
+
+    Only activations and gradients are counted, weights are not.
+    """
+
+    recipe = ""
+
+    def __init__(self, axis: Axis = ALONE) -> None:
+        super().__init__(axis)
+        self._logits = LinearPrecision(axis)
+        self._weights: dict[int, tuple[Tensor, Float8]] = {}
+        self._counts: Tensor | None = None
+        self._counting = False
+        self._looked_at = 0
+
+    @property
+    def logits(self) -> Gemms:
+        """See LinearPrecision."""
+        return self._logits
+
+    def weights_changed(self) -> None:
+        """See LinearPrecision."""
+        self._weights.clear()
+
+    def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
+        """See LinearPrecision."""
+        dispatch.note("linear layers", f"float8, {self.recipe}: {len(matrices)} matrices; embedding and logits are not")
+        if device.type != "cuda":
+            return
+        gemm.check_device(device)
+        for name, weight in matrices.items():
+            if weight.dtype != torch.bfloat16:
+                raise ConfigError(
+                    f"train.linear_precision='float8' computes all else in bfloat16 on a GPU, and train.precision is "
+                    f"{str(weight.dtype).removeprefix('torch.')}; set --train.precision=bfloat16 or "
+                    "--train.linear_precision=default"
+                )
+            gemm.check_shape(name, tokens, weight.shape[1], weight.shape[0])
+
+    def weight(self, weight: Tensor) -> Float8:
+        """A weight [O, I] in float8, both ways round, as it is since `weights_changed`."""
+        known = self._weights.get(id(weight))
+        if known is None:
+            known = self._weights[id(weight)] = weight, self.cast_weight(weight.detach())
+        return known[1]
+
+    def cast_weight(self, weight: Tensor) -> Float8:
+        raise NotImplementedError
+
+    def count_casts(self, on: bool) -> None:
+        """See LinearPrecision."""
+        self._counting, self._counts, self._looked_at = on, None, 0
+
+    def counted(self) -> Tensor | None:
+        """See LinearPrecision."""
+        if self._counts is None:
+            return None
+        found = torch.zeros(3, dtype=torch.float64, device=self._counts.device)
+        found[:2] += self._counts
+        found[2] = self._looked_at
+        return found
+
+    def _counts_for(self, x: Tensor) -> Tensor | None:
+        """Where a cast of x adds to: int64 [2]."""
+        if not self._counting:
+            return None
+        if self._counts is None:
+            self._counts = torch.zeros(2, dtype=torch.int64, device=x.device)
+        self._looked_at += x.numel()
+        return self._counts
+
+
+class TensorWiseFloat8(_Float8Linears):
+    """One scale a matrix, from its own largest magnitude.
+
+    An operand here is (rows, scale, columns): float8 [..., N], float32 [], float8 [N, rows]. One that is going to be
+    gathered has no columns, and rows as bytes; `gathered` makes the columns of all. Backward keeps (columns, scale).
+    """
+
+    recipe = "one scale a matrix"
+
+    def _agreed(self, amax: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return amax
+        return all_reduce(amax, self.axis, dist.ReduceOp.MAX).wait()
+
+    def cast_weight(self, weight: Tensor) -> Float8:
+        """See `weight`."""
+        return cast_by_amax(weight, E4M3, self._agreed(amax_of(weight)))
+
+    def _operand(self, x: Tensor, kind: Format, given: Tensor | None, travels: bool) -> Operand:
+        x = x.detach()
+        amax = self._agreed(amax_of(x) if given is None else given)
+        travels = travels and self.axis.size > 1
+        q = cast_by_amax(x, kind, amax, columns=not travels, counts=self._counts_for(x))
+        assert q.rows is not None
+        assert q.rows_scale is not None
+        rows = q.rows.view(x.shape)
+        if travels:
+            return rows.view(torch.uint8), q.rows_scale
+        assert q.columns is not None
+        return rows, q.rows_scale, q.columns
+
+    def input(self, x: Tensor, weight: Tensor, given: Tensor | None = None, travels: bool = False) -> Operand:
+        """See Gemms. given: x's largest magnitude, float32 []."""
+        return self._operand(x, E4M3, given, travels)
+
+    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
+        """See Gemms."""
+        return self._operand(dy, E5M2, None, travels)
+
+    def gathered(self, x: Operand) -> Operand:
+        """See LinearPrecision."""
+        if len(x) == 3 or x[0].dtype != torch.uint8:
+            return x
+        return x[0], x[1], flat(x[0]).t().contiguous()
+
+    def keep(self, x: Operand) -> Operand:
+        """See LinearPrecision."""
+        return (x[2], x[1]) if len(x) == 3 else x
+
+    def forward(
+        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """See Gemms."""
+        w = self.weight(weight)
+        assert w.rows is not None
+        assert w.rows_scale is not None
+        rows = flat(x[0]).view(E4M3.dtype)
+        if out is None:
+            y = gemm.matmul(rows, x[1], w.rows, w.rows_scale, dtype=weight.dtype, fast=True, bias=bias)
+            return y.view(*x[0].shape[:-1], -1)
+        return gemm.matmul_out(flat(out), rows, x[1], w.rows, w.rows_scale, fast=True, bias=bias, add=add)
+
+    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+        """See Gemms."""
+        w = self.weight(weight)
+        assert w.columns is not None
+        assert w.columns_scale is not None
+        rows = flat(dy[0]).view(E5M2.dtype)
+        if out is None:
+            dx = gemm.matmul(rows, dy[1], w.columns, w.columns_scale, dtype=weight.dtype)
+            return dx.view(*dy[0].shape[:-1], -1)
+        return gemm.matmul_out(flat(out), rows, dy[1], w.columns, w.columns_scale, add=add)
+
+    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        """See Gemms."""
+        columns = x[2] if len(x) == 3 else x[0]
+        gemm.matmul_into(main, dy[2].view(E5M2.dtype), dy[1], columns.view(E4M3.dtype), x[1], unset=overwrite)
+
+
+class RowWiseFloat8(_Float8Linears):
+    """A scale, a power of two, for each row that a GEMM reads; weight gradients stay in bfloat16.
+
+    An operand is (x, rows, scales): as it came, float8 [rows, N], float32 [rows, 1]. Backward keeps x.
+    """
+
+    recipe = "a scale a row, weight gradients in train.precision"
+
+    def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
+        """See LinearPrecision."""
+        if self.axis.size > 1:
+            raise ConfigError(
+                f"train.linear_precision='float8_rowwise' has no tensor parallelism, and parallel.tensor is "
+                f"{self.axis.size}: a row cut over ranks would need its scale agreed among them; set "
+                "--train.linear_precision=float8 or --parallel.tensor=1"
+            )
+        super().check(matrices, tokens, device)
+
+    def cast_weight(self, weight: Tensor) -> Float8:
+        """See `weight`."""
+        return cast_rows(weight, E4M3, columns=True)
+
+    def _operand(self, x: Tensor) -> Operand:
+        x = x.detach()
+        q = cast_rows(x, E4M3, counts=self._counts_for(x))
+        assert q.rows is not None
+        assert q.rows_scale is not None
+        return x, q.rows, q.rows_scale
+
+    def input(self, x: Tensor, weight: Tensor, given: object = None, travels: bool = False) -> Operand:
+        """See Gemms."""
+        return self._operand(x)
+
+    def gradient(self, dy: Tensor, weight: Tensor, travels: bool = False) -> Operand:
+        """See Gemms."""
+        return self._operand(dy)
+
+    def keep(self, x: Operand) -> Operand:
+        """See LinearPrecision."""
+        return x[:1]
+
+    def forward(
+        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """See Gemms."""
+        w = self.weight(weight)
+        assert w.rows is not None
+        assert w.rows_scale is not None
+        if out is None:
+            y = gemm.matmul(x[1], x[2], w.rows, w.rows_scale, dtype=weight.dtype, fast=True, bias=bias)
+            return y.view(*x[0].shape[:-1], -1)
+        return gemm.matmul_out(flat(out), x[1], x[2], w.rows, w.rows_scale, fast=True, bias=bias, add=add)
+
+    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+        """See Gemms."""
+        w = self.weight(weight)
+        assert w.columns is not None
+        assert w.columns_scale is not None
+        if out is None:
+            dx = gemm.matmul(dy[1], dy[2], w.columns, w.columns_scale, dtype=weight.dtype)
+            return dx.view(*dy[0].shape[:-1], -1)
+        return gemm.matmul_out(flat(out), dy[1], dy[2], w.columns, w.columns_scale, add=add)
+
+    def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        """See Gemms."""
+        super().accumulate(main, dy[:1], x[:1], overwrite)

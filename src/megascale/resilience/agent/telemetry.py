@@ -1,0 +1,157 @@
+"""What an agent tells the driver of its own accord: heartbeats, lines of a log, figures of steps, pieces of files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+from megascale.resilience.agent import gpu_health, node_health
+from megascale.resilience.agent.driver_link import DriverLink
+from megascale.resilience.agent.logs import LogFilter
+from megascale.resilience.agent.metrics_tail import MetricsTail
+from megascale.resilience.agent.sent_files import SentFiles
+from megascale.resilience.agent.trainers import Trainers
+from megascale.resilience.protocol.agent_messages import Kept, Start
+from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.protocol.heartbeat import Heartbeat, fit
+
+log = logging.getLogger("megascale.agent")
+LOOK = 0.2  # seconds between looks at logs and status files
+REST = 5.0  # seconds for the driver to have written what ended trainers wrote last
+
+
+class Telemetry:
+    """Args:
+    job: what is told of, and how often.
+    node, address, pod: who tells.
+    trainers: whose state is told.
+    link: to the driver.
+    changed: set where a heartbeat is worth sending now.
+
+    Attributes:
+        facts: hardware and versions of this node.
+    """
+
+    def __init__(
+        self,
+        job: JobDescription,
+        node: str,
+        address: str,
+        pod: str,
+        trainers: Trainers,
+        link: DriverLink,
+        changed: asyncio.Event,
+    ) -> None:
+        self._job, self._node, self._address, self._pod = job, node, address, pod
+        self._trainers, self._link, self._changed = trainers, link, changed
+        self._sequence = 0
+        self._metrics = MetricsTail(Path(job.run))
+        self._files = None if job.shared else SentFiles(Path(job.run))
+        self._logs = LogFilter(job.limits.log_patterns)
+        self._traffic = node_health.TrafficSampler()
+        self._gpus = gpu_health.GpuHealth()
+        self.facts = (node_health.hardware(), node_health.versions())
+        self._forward: int | None = None
+
+    def begin_session(self) -> None:
+        """Another driver listens: it knows nothing yet."""
+        self._metrics.begin_session()
+        if self._files is not None:
+            self._files.begin_session()
+        self._changed.set()
+
+    def follow(self, order: Start) -> None:
+        """The ranks of an attempt have been started."""
+        self._forward = order.forward
+        self._logs.follow({t.rank: (t.log, t.log_start) for t in self._trainers.trainers.values()})
+        if self._files is not None:
+            self._files.follow(order.ranks)
+        self._changed.set()
+
+    def kept(self, order: Kept) -> None:
+        """The driver has written what it was sent."""
+        if self._files is not None:
+            self._files.kept(order.name, order.end)
+
+    def close(self) -> None:
+        """Give back what was opened for looking."""
+        self._traffic.close()
+        self._gpus.close()
+
+    async def beat(self) -> None:
+        """Send heartbeats, at the interval and when something has changed; does not return."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._job.limits.interval):
+                    await self._changed.wait()
+                    await asyncio.sleep(0.01)  # what ends together is sent together
+            self._changed.clear()
+            if self._link.channel is None:
+                continue
+            try:
+                self._pass_lines()
+                self._link.channel.send(self.heartbeat())
+            except (ConnectionError, ValueError) as error:
+                log.warning("a heartbeat was not sent: %s", error)
+
+    def heartbeat(self) -> Heartbeat:
+        """This node now."""
+        self._sequence += 1
+        return Heartbeat(
+            job=self._job.name,
+            attempt=self._trainers.attempt,
+            node=self._node,
+            sequence=self._sequence,
+            sent_ns=time.time_ns(),
+            address=self._address,
+            pod=self._pod,
+            hardware=self.facts[0],
+            versions=self.facts[1],
+            workers=self._trainers.workers(),
+            logs=self._logs.take(),
+            gpus=self._gpus.take(),
+            traffic=self._traffic.take(),
+            checksums=self._trainers.checksums(),
+            step_seconds=self._trainers.step_seconds(),
+            disks=self._trainers.disks(),
+        )
+
+    async def watch(self) -> None:
+        """Between heartbeats: new lines of rank 0, and whether a trainer has come to another phase or a first step."""
+        before: dict[int, tuple[str, bool]] = {}
+        while True:
+            await asyncio.sleep(LOOK)
+            self._pass_lines()
+            self._pass_files()
+            now = self._trainers.stages()
+            if now != before:
+                before = now
+                self._changed.set()
+
+    async def send_rest(self) -> None:
+        """Send what ended trainers wrote last: told of their end, the driver may place them elsewhere or go."""
+        deadline = time.monotonic() + REST
+        while self._files is not None and self._link.channel is not None and time.monotonic() < deadline:
+            if not self._pass_files() and self._files.confirmed():
+                return
+            await asyncio.sleep(LOOK)
+
+    def _pass_lines(self) -> None:
+        lines = self._logs.look(self._forward)
+        if lines:
+            self._link.say(do="lines", rank=self._forward, lines=[fit(line) for line in lines[-100:]])
+
+    def _pass_files(self) -> int:
+        """What steps gave, where rank 0 runs; and all that trainers write, where the driver does not see it. Returns
+        the number of pieces of files."""
+        if self._link.channel is None:
+            return 0
+        if 0 in self._trainers.trainers and (steps := self._metrics.look()) is not None:
+            self._link.send(steps)
+        pieces = self._files.take() if self._files is not None and self._link.free else []
+        for piece in pieces:
+            self._link.send(piece)
+        return len(pieces)

@@ -1,0 +1,1 @@
+"""The driver's own process: its garbage, its descriptors, what runs on its loop."""

@@ -1,0 +1,127 @@
+"""Placement: which nodes hold which ranks, and the way there: every node has stopped before any starts."""
+
+from __future__ import annotations
+
+import re
+
+from megascale.core.events import Event
+from megascale.resilience.driver.nodes.nodes import Nodes, Note
+from megascale.resilience.driver.recovery import escalation
+from megascale.resilience.driver.recovery.attempts import Attempts
+from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.recovery.recovery import Recovery
+from megascale.resilience.driver.recovery.self_checks import SelfChecks
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import ENDED, NodeState, Phase
+from megascale.resilience.driver.state.transitions import JobEvent
+
+TOGETHER = 10.0  # seconds to wait at the first start for all that were asked for, spares too
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """n2 before n10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+class Placement:
+    """Args:
+    job, nodes, attempts: what is placed where, stopped and started.
+    recovery: takes out nodes that do not stop.
+    checks: what a stop may lead to.
+    settings: in force.
+    note: writes an event down.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        nodes: Nodes,
+        attempts: Attempts,
+        recovery: Recovery,
+        checks: SelfChecks,
+        settings: RunningSettings,
+        note: Note,
+    ) -> None:
+        self._job, self._nodes, self._attempts, self._recovery, self._checks = job, nodes, attempts, recovery, checks
+        self._settings, self._note = settings, note
+
+    def check_stopped(self, now: float) -> None:
+        """Whether all nodes have stopped; then on to the goal."""
+        job, limits, order = self._job.state, self._settings.limits, self._attempts.order
+        final = job.goal in ENDED or job.goal is Phase.PAUSED
+        waited = [self._nodes[name] for name in job.placement if self._nodes[name].acknowledged != order]
+        limit = (limits.grace_period if job.save else 0.0) + 2 * limits.window
+        for node in waited:
+            if node.state is NodeState.UP and now - self._job.entered > limit:
+                self._nodes.lose(node, f"{node.name} did not stop its processes within {limit:g} s")
+                if not final:
+                    self._recovery.recover_node(node.name, evict=True)
+        # One that is lost runs nothing any more (it was fenced) and is not waited for; a joining one may still run.
+        if any(node.state is NodeState.UP for node in waited):
+            return
+        if self._job.state.goal is not Phase.STARTING:  # recover_node may have ended the job
+            self._job.apply(JobEvent.STOPPED)
+            if self._job.phase is Phase.DIAGNOSING:
+                self._checks.begin()
+        elif waited:
+            self._job.apply(JobEvent.GAP)
+        else:
+            self._attempts.begin(now)
+
+    def place(self, now: float) -> None:
+        """Give every rank a node, when there are enough: the old ones where they still serve, spares in the gaps."""
+        self._evict_what_was_asked_for()
+        if self._job.phase is not Phase.WAITING:
+            return
+        job, nodes, limits = self._job.state, self._nodes, self._settings.limits
+        wanted, waited = limits.nodes, now - self._job.entered
+        free = [nodes[n] for n in sorted(nodes.names(), key=_natural) if n not in job.placement]
+        free = sorted((n for n in free if n.usable), key=lambda n: not n.tested)  # those that passed first
+        kept = [nodes.known(name) for name in job.placement]
+        usable = sum(n.usable for n in kept) + len(free)
+        coming = nodes.requests or nodes.is_coming(nodes.all())
+        if nodes.is_coming(kept):
+            return  # the recovery action is under way
+        if not kept and coming and (usable < wanted or waited < TOGETHER):
+            return  # nodes that start together are placed in the order of their names
+        data, count = job.data, len(kept) or wanted
+        if usable >= wanted:
+            data, count = wanted * job.ranks_per_node // self._attempts.model_ranks, wanted
+        if usable < count:
+            if coming:
+                return
+            if limits.replenish_wait and waited < limits.replenish_wait:
+                self._ask_for(count - usable, f"{usable} of {count} nodes are there", now)
+                return
+            sizes = [
+                size
+                for size in escalation.data_sizes(self._settings.config, job.ranks_per_node, usable)
+                if size[0] < job.data
+            ]
+            if not sizes:
+                self._attempts.fail(f"{usable} usable nodes are too few and none came: the job needs {count}")
+                return
+            data, count = sizes[0]
+            why = f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes"
+            self._recovery.shrink(why)
+        chosen = [n if n.usable else None for n in kept]
+        chosen += [None] * (count - len(chosen))
+        if count < len(chosen):
+            chosen = [n for n in chosen if n is not None]
+        filled = [n if n is not None else free.pop(0) for n in chosen[:count] if n is not None or free]
+        names = tuple(n.name for n in filled)
+        self._attempts.stop(JobEvent.PLACED, job.why or "first start", placement=names, data=data)
+
+    def _evict_what_was_asked_for(self) -> None:
+        """Nodes that a person wanted out, now that their trainers have saved."""
+        while self._job.phase is Phase.WAITING and self._job.state.evicting:
+            *rest, name = self._job.state.evicting
+            self._job.apply(JobEvent.EVICTING, evicting=tuple(rest))
+            self._recovery.recover_node(name, evict=True)
+
+    def _ask_for(self, missing: int, there: str, now: float) -> None:
+        if now - self._nodes.asked > self._settings.limits.window:
+            self._nodes.asked = now
+            self._note(Event.NODE_REQUESTED, evidence=(f"{there}; asking for {missing}",))
+            for _ in range(missing):
+                self._nodes.ask_for_one()

@@ -1,0 +1,1 @@
+"""What agents send, and what follows from it: nodes adopted or lost, verdicts acted upon."""

@@ -1,0 +1,151 @@
+"""Float8 on a CPU, where the numbers that float8 values stand for are multiplied in float64: layouts agree.
+
+Scales are those of whole tensors wherever they are cut, so that pipeline and data parallelism differ by the order of
+sums alone; tensor parallelism adds partial sums, whose rounding may move a number to the next float8 value. It shows
+in a few numbers, of which each moves by a step of the format.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.errors import ConfigError
+from megascale.parallel.float8 import TensorWiseFloat8
+from tests.exact.cases import Case, case
+from tests.exact.compare import differences
+from tests.exact.training import Told, make_engine, run_step, train
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+def layouts(recipe: str) -> dict[str, Case]:
+    serial: dict[str, Any] = {"train": {"linear_precision": recipe}, "model": {"block": "serial"}}
+    parallel: dict[str, Any] = {**serial, "model": {"block": "parallel"}}
+    selective = {"parallel": {"recompute": "selective"}}
+    return {
+        "pipeline": case(1, 2, 1, virtual=2, microbatches=4, **serial),
+        "ZeRO-2": case(1, 1, 4, zero=2, microbatches=2, **parallel, parallel={"bucket_elements": 500}),
+        "pipeline, data, LAMB": case(1, 2, 2, microbatches=2, optimizer={"name": "lamb"}, **serial),
+        "tensor, serial": case(2, microbatches=2, **serial),
+        "tensor, parallel, recompute": case(4, microbatches=2, **parallel, **selective),
+        "tensor, pipeline, data, recompute": case(2, 2, 2, microbatches=2, **serial, **selective),
+        "recompute": case(1, microbatches=2, **serial, parallel={"recompute": "full"}),
+    }
+
+
+def on_one_process(layout: Case) -> dict[str, Any]:
+    """The same micro-batches, since scales are theirs."""
+    return {**layout.tree, "parallel": {}, "overlap": {}}
+
+
+@pytest.mark.parametrize("name", list(layouts("float8")))
+def test_layouts_agree(name, pool, one_process):
+    layout = layouts("float8")[name]
+    reference = one_process(on_one_process(layout))
+    found = differences(reference, pool.run(train, layout.world, layout.tree), from_tree(layout.tree).model)
+    for what, apart in found.items():
+        if "key.bias" not in what:  # zero but for rounding
+            assert apart < (1e-5 if "tensor" in name else 1e-10), what
+
+
+@pytest.mark.parametrize("name", ["pipeline", "ZeRO-2", "recompute"])
+def test_row_wise_layouts_agree(name, pool, one_process):
+    layout = layouts("float8_rowwise")[name]
+    reference = one_process(on_one_process(layout))
+    found = differences(reference, pool.run(train, layout.world, layout.tree), from_tree(layout.tree).model)
+    assert max(apart for what, apart in found.items() if "key.bias" not in what) < 1e-10
+
+
+def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bool], bool]:
+    """Whether the float8 weights of a step were cast from those in use; whether any is left for the update."""
+    engine, told = make_engine(rank, world, tree), Told()
+    linears = engine.chunks[0].linears
+    assert isinstance(linears, TensorWiseFloat8)
+    current, left = [], False
+
+    def look(step: int) -> None:
+        matrices = engine.chunks[0].matrices()
+        assert {id(weight) for weight in matrices.values()} == set(linears._weights)
+        for weight in matrices.values():
+            current.append(torch.equal(linears.weight(weight).rows, linears.cast_weight(weight.detach()).rows))
+
+    def updated(step: int) -> None:
+        nonlocal left
+        left |= bool(linears._weights)
+
+    engine.before_update.append(look)
+    engine.after_update.append(updated)
+    for step in (1, 2):
+        run_step(engine, step, told)
+    engine.losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
+    assert linears._weights
+    engine.loaded()
+    return current, left or bool(linears._weights)
+
+
+def test_weights_are_cast_anew_when_they_change(pool):
+    [(current, left)] = pool.run(weights_in_use, 1, case(1, microbatches=2, train={"linear_precision": "float8"}).tree)
+    assert current == [True] * 2 * 4 * 4  # steps, layers, matrices
+    assert not left
+
+
+def counted(rank: int, world: int, tree: dict[str, Any], outlier: bool) -> list[float]:
+    """Shares clipped and flushed in a step, and how many numbers were looked at."""
+    engine = make_engine(rank, world, tree)
+    if outlier:  # all but a few numbers of the norms' outputs are below what float8 can tell from zero beside it
+        norm = engine.chunks[0].blocks[0].norm1
+        with torch.no_grad():
+            norm.weight[0] = 1e6
+    column = torch.arange(9).repeat(1, 1).t() % 21
+    step = engine.step(lambda i: (column[:-1], column[1:]), 1, 0.0, count_casts=True)
+    clipped, flushed, looked_at = step.casts.tolist()
+    assert engine.step(lambda i: (column[:-1], column[1:]), 2, 0.0).casts.tolist() == [0.0, 0.0, 0.0]
+    return [clipped / looked_at, flushed / looked_at, looked_at]
+
+
+def test_what_casts_clip_and_flush_is_counted_over_all_ranks(pool):
+    def tree(data: int) -> dict[str, Any]:
+        return case(1, 1, data, microbatches=2, train={"linear_precision": "float8"}).tree
+
+    [(clipped, flushed, looked_at)] = pool.run(counted, 1, tree(1), False)
+    # Four layers of a serial block: hidden, heads, hidden, MLP in; and the gradients of what they give.
+    assert looked_at == 2 * 8 * 4 * ((16 + 16 + 16 + 64) + (48 + 16 + 64 + 16))
+    assert clipped == 0  # scales are those of the tensor itself
+    assert flushed < 0.05
+    both = pool.run(counted, 2, tree(2), False)
+    assert both[0] == both[1]
+    assert both[0][2] == 2 * looked_at
+    [(_, more, _)] = pool.run(counted, 1, tree(1), True)
+    assert more > flushed + 0.01
+
+
+def refused(rank: int, world: int, tree: dict[str, Any]) -> str:
+    try:
+        make_engine(rank, world, tree)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_that_ranks_share_are_refused_before_the_first_step(pool):
+    told = pool.run(refused, 2, case(2, microbatches=2, train={"linear_precision": "float8_rowwise"}).tree)
+    for words in told:
+        assert "float8_rowwise" in words
+        assert "parallel.tensor is 2" in words
+        assert "--train.linear_precision=float8" in words
+
+
+def test_it_is_near_training_without_float8_and_not_equal(one_process):
+    trees = {
+        name: on_one_process(case(1, microbatches=2, train={"linear_precision": name}))
+        for name in ("default", "float8", "float8_rowwise")
+    }
+    losses = {name: one_process(tree).losses for name, tree in trees.items()}
+    for name in ("float8", "float8_rowwise"):
+        assert losses[name] != losses["default"]
+        assert losses[name] == pytest.approx(losses["default"], rel=0.02)
+    assert losses["float8"] != losses["float8_rowwise"]

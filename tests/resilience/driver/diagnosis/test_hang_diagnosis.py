@@ -1,0 +1,90 @@
+"""From "nothing moves" to a rank: what the driver learns of a hang."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import zlib
+
+import pytest
+
+from megascale.core.calls import Call, CallRecord, Calls
+from megascale.observe.hang.evidence import RankEvidence, Scene
+from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
+from megascale.resilience.protocol.agent_messages import EVIDENCE, FROM_AGENT
+from megascale.resilience.protocol.rank_evidence import look_at, pack, unpack
+from megascale.resilience.rules.verdicts import Verdict
+from megascale.services.framing import ProtocolError
+from tests.resilience.rules.test_rules import heartbeat, view, worker
+
+HANG = Verdict("hang", (), (), "respawn", ("no rank has moved for 11 s",))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")
+def test_a_hang_gets_its_rank_and_its_node(tmp_path):
+    """Rank 1 is a stopped process; rank 0, here, waits for it."""
+    status = tmp_path / "status"
+    mine = Calls(status, 0, 2)
+    mine.register("world", 2)
+    mine.wait(mine.begin("world", "all_reduce", 24))
+    code = f"""
+import os, signal
+from pathlib import Path
+from megascale.core.calls import Call, CallRecord, Calls
+from megascale.observe.hang.evidence import RankEvidence, Scene
+log = Calls(Path({str(status)!r}), 1, 2)
+log.register("world", 2)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    other = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        os.waitpid(other.pid, os.WUNTRACED)
+        # This process has no handler for the signal that asks for a stack.
+        old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        state = view({n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)})
+        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in look_at(tmp_path, (0, 1), 7, history=100)]
+        assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
+        scene = Scene({e.rank: unpack(e.data) for e in sent}, 2)
+        found = refine(HANG, state, scene, None)
+        signal.signal(signal.SIGUSR2, old)
+    finally:
+        other.kill()
+        other.wait()
+        mine.close()
+    assert (found.nodes, found.ranks, found.action) == (("node-1",), (1,), "respawn")
+    assert found.evidence[0].startswith("stopped: rank 1, all_reduce number 1 of world")
+    assert found.evidence[-1] == HANG.evidence[0]
+
+
+def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
+    (sent,) = look_at(tmp_path, (0,), 7, history=100)
+    assert not sent.data
+    found = refine(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
+    assert (found.action, found.ranks) == ("respawn", ())
+    assert "no closer look" in found.evidence[-1]
+
+
+def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
+    rng = random.Random(0)
+    calls = tuple(Call(f"group-{rng.random()}", n, "send", n) for n in range(20_000))
+    what = RankEvidence(3, "running", None, CallRecord(3, 1, 4, calls=calls), True, ("forward (x.py:1)",))
+    packed = pack(what, history=20_000)
+    assert 0 < len(packed) <= EVIDENCE
+    found = unpack(packed)
+    assert (found.rank, found.process, found.stack) == (3, "running", ("forward (x.py:1)",))
+    kept = len(found.record.calls)
+    assert 0 < kept < len(calls)
+    assert found.record.calls == calls[-kept:]
+    assert not found.record.whole
+    for nonsense in (
+        b"",
+        b"x" * 100,
+        zlib.compress(b"[1, 2]"),
+        packed[: len(packed) // 2],
+        zlib.compress(bytes(1 << 27)),
+    ):
+        with pytest.raises(ProtocolError):
+            unpack(nonsense)

@@ -1,0 +1,130 @@
+"""The escalation policy and the state machine: each choice is within its budget and explained, no phase is a trap."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.config import ResilienceConfig, from_tree
+from megascale.core.events import Event
+from megascale.resilience.driver.audit_log import AuditLog
+from megascale.resilience.driver.recovery.escalation import (
+    RECOVERY_ACTIONS,
+    Situation,
+    Use,
+    choose,
+    data_sizes,
+    give_back,
+)
+from megascale.resilience.driver.state.job_state import JobState, Phase
+from megascale.resilience.driver.state.journal import Journal
+
+CONFIG = ResilienceConfig(retries=2, respawns=1, replacements=2, budget_seconds=100, replenish_wait=10)
+situations = st.builds(
+    Situation,
+    node=st.sampled_from(["", "n1"]),
+    evict=st.booleans(),
+    reachable=st.booleans(),
+    alive=st.booleans(),
+    spares=st.integers(0, 2),
+    now=st.just(1000.0),
+).filter(lambda s: s.node or (s.reachable and s.alive and not s.evict))
+uses = st.lists(
+    st.builds(Use, st.floats(800, 1000), st.sampled_from(RECOVERY_ACTIONS), st.sampled_from(["", "n1", "n2"])),
+    max_size=12,
+)
+
+
+@given(situations, uses)
+@settings(max_examples=300, deadline=None)
+def test_the_mildest_possible_action_within_its_budget(at, used):
+    choice = choose(CONFIG, at, used)
+    assert choice.why
+    recent = [u for u in used if at.now - u.time < 100]
+    mine = {r: sum(u.action == r and u.node == at.node for u in recent) for r in RECOVERY_ACTIONS}
+    replaced = sum(u.action in ("spare", "replenish") for u in recent)
+    may_retry = at.reachable and not at.evict and mine["retry"] < 2
+    may_respawn = at.alive and not at.evict and mine["respawn"] < 1
+    if may_retry:
+        expected = "retry"
+    elif may_respawn:
+        expected = "respawn"
+    elif not at.node:
+        expected = "stop"
+    elif replaced >= 2:
+        expected = "shrink"
+    else:
+        expected = "spare" if at.spares else "replenish"
+    assert choice.action == expected
+
+
+def test_a_node_that_fails_repeatedly_escalates_and_time_gives_budget_back():
+    used: list[Use] = []
+    actions = []
+    for i in range(6):
+        at = Situation("n1", False, True, True, spares=1, now=float(i))
+        actions.append(choose(CONFIG, at, used).action)
+        used.append(Use(at.now, actions[-1], "n1"))
+    assert actions == ["retry", "retry", "respawn", "spare", "spare", "shrink"]
+    assert choose(CONFIG, Situation("n1", False, True, True, 1, 200.0), used).action == "retry"
+
+
+@given(uses)
+def test_a_start_that_a_node_explains_later_gives_back_its_own_budget_and_no_shrink(used):
+    left = list(used)
+    give_back(left)
+    blameless = [u for u in used if not u.node and u.action in ("retry", "respawn")]
+    assert [u for u in left if u.node or u.action not in ("retry", "respawn")] == [
+        u for u in used if u.node or u.action not in ("retry", "respawn")
+    ]
+    assert [u for u in left if not u.node and u.action in ("retry", "respawn")] == blameless[:-1]
+
+
+def test_the_journal_gives_back_a_retry_and_not_the_shrink_after_it(tmp_path):
+    journal, _ = Journal.take(tmp_path, 5.0)
+    audit_log = AuditLog(tmp_path, journal, lambda who, text: None)
+    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="retry")
+    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="shrink")
+    audit_log.note(Event.RECOVERY_ACTION, attempt=1, action="respawn", nodes=("n1",), explains=True)
+    assert [(u.action, u.node) for u in audit_log.uses()] == [("shrink", ""), ("respawn", "n1")]
+    journal.close()
+
+
+def test_no_new_nodes_where_none_may_be_asked_for():
+    config = CONFIG.model_copy(update={"replenish_wait": 0.0})
+    assert choose(config, Situation("n1", True, True, True, 0, 0.0), []).action == "shrink"
+
+
+def _config(tensor: int, pipeline: int, micro: int, batch: int, least: int = 1):
+    return from_tree(
+        {
+            "parallel": {"tensor": tensor, "pipeline": pipeline},
+            "train": {"micro_batch": micro, "global_batch": batch},
+            "resilience": {"min_data": least},
+        }
+    )
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 3), st.integers(1, 24), st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_sizes_to_shrink_to_divide_everything(tensor, pipeline, micro, batch, nodes):
+    config = _config(tensor, pipeline, micro, batch)
+    for per_node in (1, 2, 4, 8):
+        found = data_sizes(config, per_node, nodes)
+        assert [d for d, _ in found] == sorted((d for d, _ in found), reverse=True)
+        for data, count in found:
+            assert data * tensor * pipeline == count * per_node
+            assert count <= nodes
+            assert batch % (micro * data) == 0
+
+
+def test_data_parallelism_does_not_shrink_below_what_is_allowed():
+    assert data_sizes(_config(1, 1, 1, 8, least=2), 1, 5) == [(4, 4), (2, 2)]
+
+
+def test_a_job_survives_the_journal():
+    job = JobState("a", Phase.RUNNING, 3, ("n1", "n0"), 2, 4, ("127.0.0.1", 5), fresh=("n1",), step=7)
+    assert JobState.from_json(job.to_json()) == job
+    assert job.ranks("n0") == (2, 3)
+    assert job.ranks("n7") == ()
+    assert job.world == 4

@@ -1,0 +1,193 @@
+"""The driver's state machine: what its table allows, what it refuses, and a journal that replays to the same state."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.resilience.driver.state.job import STRICT, Job
+from megascale.resilience.driver.state.job_state import (
+    ENDED,
+    JobState,
+    NodeRecord,
+    NodeState,
+    Phase,
+    from_plain,
+    to_plain,
+)
+from megascale.resilience.driver.state.journal import Journal, JournalReader
+from megascale.resilience.driver.state.transitions import (
+    FIELDS,
+    GOAL,
+    JOB,
+    NODE,
+    SAME,
+    ImpossibleTransition,
+    JobEvent,
+    NodeEvent,
+    follow,
+    follow_node,
+)
+
+NAMES = st.sampled_from(["n0", "n1", "n2"])
+FEW = st.integers(0, 9)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "attempt": FEW,
+    "placement": st.lists(NAMES, unique=True).map(tuple),
+    "ranks_per_node": st.integers(1, 8),
+    "data": st.integers(1, 8),
+    "master": st.tuples(NAMES, FEW),
+    "save": st.booleans(),
+    "fresh": st.lists(NAMES, unique=True).map(tuple),
+    "distrust": st.booleans(),
+    "updating": st.booleans(),
+    "step": FEW,
+    "best": FEW,
+    "starts_without_progress": FEW,
+    "ends": st.lists(FEW, max_size=3).map(tuple),
+    "exit_code": FEW,
+    "why": st.text(max_size=20),
+    "epoch": FEW,
+    "recovery": st.lists(st.tuples(NAMES, st.sampled_from(["retry", "spare"])), max_size=2).map(tuple),
+    "evicting": st.lists(NAMES, unique=True).map(tuple),
+    "unexplained": st.booleans(),
+}
+
+
+@st.composite
+def job_events(draw: st.DrawFn) -> tuple[JobEvent, dict[str, Any]]:
+    """Something that may happen to a job, with some of the fields that it may bring."""
+    event = draw(st.sampled_from(JobEvent))
+    return event, {name: draw(VALUES[name]) for name in FIELDS.get(event, ()) if draw(st.booleans())}
+
+
+@st.composite
+def node_events(draw: st.DrawFn) -> tuple[NodeEvent, str, dict[str, Any]]:
+    about = {"address": st.text(max_size=9), "why": st.text(max_size=9), "facts": st.just({"hardware": {"cpu": "x"}})}
+    chosen = {name: draw(values) for name, values in about.items() if draw(st.booleans())}
+    return draw(st.sampled_from(NodeEvent)), draw(NAMES), chosen
+
+
+STEPS = st.tuples(st.just("step"), FEW)
+EVENTS = st.lists(st.one_of(job_events(), node_events(), STEPS), max_size=40)
+
+
+@given(events=EVENTS, tail=st.integers(1, 6), reopen=st.sets(st.integers(0, 39), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory, events, tail, reopen):
+    """Whatever happens, whatever is refused, and whenever another driver takes the job over."""
+    run = tmp_path_factory.mktemp("run")
+    journal, _ = Journal.take(run, 0.05)
+    journal.tail = tail
+    refused: list[str] = []
+    job = Job(JobState("a"), journal, refused.append)
+    with pytest.MonkeyPatch.context() as production:
+        production.delenv(STRICT)
+        for number, happened in enumerate(events):
+            before, count = job.state, len(refused)
+            if isinstance(happened[1], int):  # not the event of that name, which brings fields
+                if job.phase in (Phase.STARTING, Phase.RUNNING):
+                    job.saw_step(happened[1])
+            else:
+                name, *rest, changes = happened
+                done = job.apply_node(name, *rest, **changes) if rest else job.apply(name, **changes)
+                assert done == (len(refused) == count)
+                assert done or job.state == before
+            if number in reopen:
+                job.flush()
+                journal.close()
+                journal, damaged = Journal.take(run, 0.05)
+                assert not damaged
+                journal.tail = tail
+                found = journal.job()
+                assert found == job.state
+                job = Job(found, journal, refused.append)
+    job.flush()
+    reader = JournalReader(run)
+    assert reader.job == job.state
+    reader.close()
+    rows = journal._db.execute("SELECT count(*) FROM transitions").fetchone()[0]
+    assert rows < tail or tail == 1  # what has been written as a whole is not kept as well
+    journal.close()
+
+
+def some_state(phase: Phase, goal: Phase) -> JobState:
+    return JobState("a", phase, 3, ("n0",), goal=goal)
+
+
+def test_every_event_in_every_state_follows_the_table_or_is_an_error():
+    for phase in Phase:
+        for goal in Phase:
+            state = some_state(phase, goal)
+            for event in JobEvent:
+                changes = {"attempt": 4} if event is JobEvent.BEGUN else {}
+                wanted = JOB[event].get(phase)
+                starts = event in (JobEvent.BEGUN, JobEvent.GAP)
+                fits = not (starts or event is JobEvent.STOPPED) or (goal is Phase.STARTING) == starts
+                if wanted is None or not fits:
+                    with pytest.raises(ImpossibleTransition, match=f"{event} cannot happen while it is {phase}"):
+                        follow(state, event, changes)
+                    continue
+                after = follow(state, event, changes)
+                assert after.phase == (phase if wanted == SAME else goal if wanted == GOAL else wanted)
+
+
+def test_two_attempts_never_overlap():
+    """The way to trainers that start leads through STOPPING, in which every node says that it has stopped."""
+    adopted = (JobEvent.ADOPTED, JobEvent.ADOPTED_RUNNING)
+    for event, rows in JOB.items():
+        for phase, after in rows.items():
+            if after is Phase.STARTING and event not in adopted:
+                assert (event, phase) == (JobEvent.BEGUN, Phase.STOPPING)
+            if after is Phase.RUNNING and event not in adopted:
+                assert phase is Phase.STARTING
+    with pytest.raises(ImpossibleTransition, match="attempt 3 after 3"):
+        follow(some_state(Phase.STOPPING, Phase.STARTING), JobEvent.BEGUN, {"attempt": 3})
+
+
+def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
+    for phase in Phase:
+        seen, frontier = {phase}, [phase]
+        while frontier:
+            found = [rows[p] for p in frontier for rows in JOB.values() if p in rows]
+            goals = [*ENDED] if GOAL in found else []
+            frontier = [Phase(n) for n in [*found, *goals] if n not in (SAME, GOAL) and n not in seen]
+            seen |= set(frontier)
+        assert (seen & ENDED) if phase not in ENDED else seen == {phase}
+
+
+def test_an_evicted_node_is_not_used_until_a_person_allows_it():
+    state = JobState("a", nodes={"n0": NodeRecord(NodeState.EVICTED)})
+    for event in (NodeEvent.CAME, NodeEvent.GONE, NodeEvent.CORDONED, NodeEvent.UNCORDONED, NodeEvent.EVICTED):
+        assert follow_node(state, "n0", event, {}).nodes["n0"].state is NodeState.EVICTED
+    assert follow_node(state, "n0", NodeEvent.AWAITED, {}).nodes["n0"].state is NodeState.JOINING
+    with pytest.raises(ImpossibleTransition, match="known of node n0 while it is evicted"):
+        follow_node(state, "n0", NodeEvent.KNOWN, {})
+    assert set(NODE) == set(NodeEvent)
+
+
+def test_a_field_that_does_not_go_with_an_event_is_an_error():
+    with pytest.raises(ImpossibleTransition, match="resumed does not set attempt"):
+        follow(some_state(Phase.PAUSED, Phase.STARTING), JobEvent.RESUMED, {"attempt": 9})
+    with pytest.raises(ImpossibleTransition, match="sets state"):
+        follow_node(JobState("a"), "n0", NodeEvent.CAME, {"state": NodeState.UP})
+
+
+def test_in_tests_an_impossible_event_raises(tmp_path):
+    journal, _ = Journal.take(tmp_path, 0.05)
+    job = Job(JobState("a"), journal)
+    with pytest.raises(ImpossibleTransition, match="finished cannot happen while it is waiting"):
+        job.apply(JobEvent.FINISHED)
+    journal.close()
+
+
+@given(st.fixed_dictionaries({}, optional=VALUES))
+def test_every_field_survives_json(changes):
+    for name, value in changes.items():
+        assert from_plain(name, json.loads(json.dumps(to_plain(value)))) == value
+    job = JobState("a", **changes)
+    assert JobState.from_json(job.to_json()) == job

@@ -1,0 +1,162 @@
+"""A journal that is lost or set back under a running job: the agents know better, and trainers go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import sqlite3
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.config import Config
+from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.driver.driver import Driver
+from megascale.resilience.driver.state.job_state import JobState, Phase
+from megascale.resilience.driver.state.journal import FILE, Entry, JournalReader
+from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.telemetry.adoption import _held
+from megascale.resilience.protocol.agent_messages import HeldTrainers, Hello
+
+
+def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
+    words = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0", "--lr.decay=constant"]
+    job = launch("behind", *words)
+    job.until("first_step", attempt=1)
+    older = job.cwd / "older.sqlite"
+    with sqlite3.connect(older) as copy, sqlite3.connect(job.run / FILE) as db:
+        db.backup(copy)
+    job.kill_rank(1)
+    job.until("first_step", attempt=2)
+    pids = [job.pid(0), job.pid(1)]
+
+    def again(damage) -> list[str]:
+        """Kill the driver, damage the journal, and start a driver: what it tells until it has taken over."""
+        job.process.kill()
+        job.process.wait()
+        damage()
+        began = time.time()
+
+        def since() -> list[Entry]:
+            return [e for e in job.events() if e.time >= began]
+
+        job.start()
+        adopted = job.wait(lambda: [e for e in since() if e.kind == "attempt_adopted"], "the adoption")
+        assert adopted[0].details["known"] <= 2
+        job.until_step((job.run / "metrics.jsonl").read_text().count("\n") + 3)
+        assert [job.pid(0), job.pid(1)] == pids, job.story()
+        reader = JournalReader(job.run)
+        reader.close()
+        assert reader.job is not None
+        assert (reader.job.attempt, reader.job.phase) == (2, Phase.RUNNING)
+        return [e.kind for e in since()]
+
+    def remove() -> None:
+        for file in job.run.glob(f"{FILE}*"):
+            file.unlink()
+
+    def set_back() -> None:
+        remove()
+        shutil.copy(older, job.run / FILE)
+
+    def garble() -> None:
+        remove()
+        (job.run / FILE).write_bytes(b"no database" * 1000)
+
+    def remove_all() -> None:
+        remove()
+        (job.run / "events.jsonl").unlink()  # only the agents know
+
+    assert "journal_behind" in again(set_back)
+    assert "journal_damaged" in again(garble)
+    assert [e.attempt for e in job.events() if e.kind == "attempt_started"] == [1, 2]  # its history is there
+    again(remove_all)
+    job.seen = 0
+    # It can still do all that a driver does: another fault, and an end on request.
+    job.kill_rank(0)
+    job.until("first_step", attempt=3)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.story()
+
+
+def hello(**changes) -> Hello:
+    held = HeldTrainers(JobState("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), stepped=True)
+    words = {"job": "a", "node": "n0", "version": "", "address": "", "boot": "", "epoch": 1, "attempt": 5, "held": held}
+    return Hello(**words | changes)
+
+
+def test_what_an_agent_holds_is_believed_only_if_it_fits():
+    job, stepped = _held(hello(), "a")
+    assert (job.attempt, job.placement, stepped) == (5, ("n0", "n1"), True)
+    assert _held(hello(), "b") is None
+    assert _held(hello(node="n2"), "a") is None
+    assert _held(hello(attempt=6), "a") is None
+    assert _held(hello(held=None), "a") is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(st.text() | JSON.map(json.dumps), st.booleans())
+def test_an_agent_that_holds_nonsense_holds_nothing(text, stepped):
+    assert _held(hello(held=HeldTrainers(text, stepped)), "a") is None
+
+
+class Channel:
+    """The driver's end of a channel."""
+
+    def __init__(self) -> None:
+        self.orders: list[str] = []
+
+    def send_message(self, do: str, **about: object) -> None:
+        self.orders.append(do)
+
+    def close(self) -> None:
+        self.orders.append("closed")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.booleans(), st.booleans()), min_size=1, max_size=5),
+    st.integers(0, 6),
+    st.sampled_from([Phase.WAITING, Phase.PAUSED]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agents, known, phase):
+    """(attempt, whether its trainers run, whether they have done a step) of each agent; what the journal knows."""
+    run = tmp_path_factory.mktemp("run")
+    journal, _ = LastingJournal.take(run, 0.05)
+    newest = max(attempt for attempt, _, _ in agents)
+    held = {a: [f"n{i}" for i, (b, runs, _) in enumerate(agents) if runs and a == b] for a in range(7)}
+
+    async def work() -> tuple[Driver, list[Channel]]:
+        driver = Driver(run, Config(), LocalCluster(run), ["train"], journal, JobState("a", phase, known), unsure=True)
+        driver.adoption.doubt(time.monotonic())
+        channels = [Channel() for _ in agents]
+        for i, (attempt, runs, stepped) in enumerate(agents):
+            state = JobState("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
+            holds = HeldTrainers(state, stepped) if runs else None
+            greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), held=holds)
+            assert driver.telemetry.joined(channels[i], greeting) == ""
+        assert all("stop" not in channel.orders for channel in channels)  # not before it is decided
+        assert driver.adoption.decide(time.monotonic())
+        return driver, channels
+
+    driver, channels = asyncio.run(work())
+    job = driver.job.state
+    adopted = newest >= known and held[newest]
+    assert job.attempt == max(newest, known)
+    assert job.placement == (tuple(held[newest]) if adopted else ())
+    stepped = bool(adopted) and agents[int(held[newest][0][1:])][2]
+    assert job.phase == ((Phase.RUNNING if stepped else Phase.STARTING) if adopted else phase)
+    for i, channel in enumerate(channels):
+        assert ("stop" in channel.orders) == (not adopted or f"n{i}" not in held[newest])
+    assert ("attempt_adopted" in [e.kind for e in journal.events()]) == bool(adopted)
+    assert journal.job() == job or not (adopted or newest > known)
+    journal.close()
