@@ -4,23 +4,31 @@
     PYTHONPATH=OLD/src:OLD scripts/count_operators.py --out old.json
     PYTHONPATH=NEW/src:NEW scripts/count_operators.py --out new.json --against old.json
 
-On a CPU, small models of several shapes on one rank and on two: operators in all (torch.profiler), kernels but for
-views, whether their order and sizes are the same, and whether losses and gradient norms are equal bit for bit.
+On a CPU, small models of five shapes on one rank and on two tensor-parallel ones, under three settings of recomputing,
+and each on two ranks of a pipeline and two of data parallelism: of a step of rank 0 the operators in all
+(torch.profiler), the kernels but for views and the calls of Python functions; on every rank whether kernels come in the
+same order with the same sizes, and whether losses and gradient norms are equal bit for bit. It ends with 1 where a case
+differs, asks for more operators or kernels, or is not in the other file. Calls are for people to judge.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.exact.cases import case
+from tests.exact.cases import Case, case
 from tests.exact.pool import Pool
 from tests.exact.training import Told, make_engine, run_step
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megascale.train.engine import Engine
 
 ROTARY: dict[str, Any] = {"block": "parallel", "positions": "rotary"}
 PLAIN: dict[str, Any] = {"attention_bias": False, "tied_embeddings": False}
@@ -50,15 +58,47 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def cases() -> Iterator[tuple[str, Case]]:
+    """All of them, each by its name."""
+    for name, model in SHAPES.items():
+        options: dict[str, Any] = {"model": {**model, "layers": 2}, "train": {"precision": "float32"}}
+        for tensor in (1, 2):
+            for recompute in ("none", "selective", "full"):
+                key = f"{name}, TP{tensor}, recompute {recompute}"
+                yield key, case(tensor, microbatches=2, parallel={"recompute": recompute}, **options)
+        yield f"{name}, PP2", case(1, 2, 1, microbatches=2, **options)
+        yield f"{name}, DP2, ZeRO-1", case(1, 1, 2, microbatches=2, parallel={"bucket_elements": 900}, **options)
+
+
+def python_calls(engine: Engine, step: int, told: Told) -> int:
+    """How many Python functions this step calls, generators' resumptions among them."""
+    calls = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        run_step(engine, step, told)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
 def count(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
-    """A worker's second step by kernel, its third by the profiler."""
+    """A worker's second step by kernel, its third by the profiler, its fourth by Python's."""
     engine, told, seen = make_engine(rank, world, tree), Told(), Recorded()
     run_step(engine, 1, told)
     with seen:
         run_step(engine, 2, told)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run_step(engine, 3, told)
+    calls = python_calls(engine, 4, told)
     return {
+        "python calls": calls,
         "operators": sum(e.count for e in profile.key_averages() if "::" in e.key),
         "kernels": len(seen.kernels),
         "order": hashlib.blake2b("\n".join(seen.kernels).encode(), digest_size=6).hexdigest(),
@@ -66,26 +106,37 @@ def count(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def row(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[list[str], bool]:
+    """Counts of rank 0 before and after, what is equal on all ranks, and whether nothing is worse."""
+    counts = [f"{then[0][what]:,}, {now[0][what]:,}" for what in ("operators", "kernels", "python calls")]
+    equal = [[one[what] for one in now] == [one[what] for one in then] for what in ("order", "results")]
+    more = any(now[0][what] > then[0][what] for what in ("operators", "kernels"))
+    return [*counts, *("equal" if one else "DIFFERS" for one in equal)], all(equal) and not more
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--against", type=Path)
     given = parser.parse_args()
-    before = json.loads(given.against.read_text()) if given.against else {}
-    pool, found = Pool(), {}
-    for name, model in SHAPES.items():
-        for tensor in (1, 2):
-            for recompute in ("none", "selective", "full"):
-                options = {"model": {**model, "layers": 2}, "parallel": {"recompute": recompute}}
-                tree = case(tensor, microbatches=2, train={"precision": "float32"}, **options).tree
-                key = f"{name}, TP{tensor}, recompute {recompute}"
-                found[key] = now = pool.run(count, tensor, tree)[0]
-                then = before.get(key, now)
-                same = ["equal" if now[what] == then[what] else "DIFFERS" for what in ("order", "results")]
-                counts = [f"{then[what]:,}, {now[what]:,}" for what in ("operators", "kernels")]
-                print(f"| {' | '.join([key, *counts, *same])} |", flush=True)
+    before = json.loads(given.against.read_text()) if given.against else None
+    pool, found, worse = Pool(), {}, []
+    print("| case | operators | kernels | Python calls | order and sizes | losses, norms |\n|---|---|---|---|---|---|")
+    for key, one in cases():
+        found[key] = now = pool.run(count, one.world, one.tree)
+        if before is None:
+            cells, fine = [f"{now[0][what]:,}" for what in ("operators", "kernels", "python calls")] + ["", ""], True
+        elif key not in before:
+            cells, fine = [f"not in {given.against}", *[""] * 4], False
+        else:
+            cells, fine = row(before[key], now)
+        worse += [] if fine else [key]
+        print(f"| {' | '.join([key, *cells])} |", flush=True)
     given.out.write_text(json.dumps(found))
     pool.close()
+    if worse:
+        sys.exit(f"{len(worse)} of {len(found)} cases differ, ask for more or are not there: {'; '.join(worse)}")
+    print(f"{len(found)} cases" + ("" if before is None else ", none worse"))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -21,8 +22,14 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
+
+COMMAND = "megascale.cli.main"
+# Without services: ranks start these, which have threads by then, and most of them do without torch.
+MODULES = (COMMAND, "megascale.resilience.agent.agent", "megascale.resilience.agent.fork_server")
+_Popen = subprocess.Popen
+# Python for `before`: trainers rest between steps, in a run that only has to go on while something is done to it.
+PACED = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'paced' / 'sitecustomize.py')!r})"
 
 context = multiprocessing.get_context("forkserver")
 # One server serves all that a process of the suite forks: the workers of tests/exact too.
@@ -40,6 +47,12 @@ context.set_forkserver_preload(
         "megascale.cli.main",
         "megascale.cli.summary",
         "megascale.api",
+        "megascale.cli.launch",
+        "megascale.resilience.driver.start_driver",
+        "megascale.resilience.driver.http_api",
+        "uvicorn",
+        "megascale.resilience.agent.agent",
+        "megascale.resilience.agent.fork_server",
         "matplotlib.pyplot",
         "matplotlib.backends.backend_agg",
     ]
@@ -57,7 +70,7 @@ class Forked:
         split: keep what it says on stderr apart, else that goes with stdout.
         output: write what it says to this file, and not for `communicate`.
 
-    Ranks and runs that the command starts on this host are forked from it in turn.
+    Ranks, runs, agents and their fork servers that the command starts on this host are forked from it in turn.
     """
 
     def __init__(
@@ -106,6 +119,9 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it said on stdout and stderr, once it has ended."""
         self.wait(timeout)
@@ -118,12 +134,13 @@ class Forked:
 
 def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
     """In place of subprocess.Popen where code under test starts a command with its output in a file."""
-    assert command[:3] == [sys.executable, "-m", "megascale.cli.main"]
+    assert command[:3] == [sys.executable, "-m", COMMAND]
     return Forked(command[3:], env=env, output=Path(stdout.name))
 
 
 def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
     """In the forked process: become the command."""
+    gc.freeze()  # what the server has loaded is not looked through, nor copied for that, by each collection
     for number, path in ((1, files[0]), (2, files[-1])):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(handle, number)
@@ -135,23 +152,24 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
     # As a new Python has it; entry points of what lies there are found too.
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     os.chdir(cwd)
-    for name in ("megascale.train.launcher", "megascale.bench.harness.training_runs"):
-        importlib.import_module(name).subprocess = SimpleNamespace(**(vars(subprocess) | {"Popen": _Child}))
+    subprocess.Popen = _start_child  # type: ignore[assignment,misc]
     if before:
         exec(before, {})
-    _run(words)
+    _run(COMMAND, words)
 
 
 def _listen() -> None:
     """Signals as a new process finds them."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _run(words: list[str]) -> None:
+def _run(module: str, words: list[str]) -> None:
     sys.argv = ["megascale", *words]
     try:
-        importlib.import_module("megascale.cli.main").main()
+        importlib.import_module(module).main()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -159,21 +177,32 @@ def _run(words: list[str]) -> None:
         atexit._run_exitfuncs()
 
 
+def _start_child(command: Any, *given: Any, **options: Any) -> subprocess.Popen[Any]:
+    """In place of subprocess.Popen in a forked command: what loads torch is forked, unless it is read from."""
+    if subprocess.PIPE not in options.values() and not isinstance(command, str):
+        python, flag, module = [*map(str, command), "", "", ""][:3]
+        if (python, flag) == (sys.executable, "-m") and module in MODULES:
+            return _Child(list(command), *given, **options)
+    return _Popen(command, *given, **options)
+
+
 class _Child(subprocess.Popen[bytes]):
-    """A rank or a run that a forked command starts: forked too. Waiting and signals are Popen's own."""
+    """A rank, a run or an agent that a forked command starts: forked too. Waiting and signals are Popen's own."""
 
     def __init__(
         self,
         command: list[str],
         *,
-        env: Mapping[str, str],
-        stdout: IO[bytes] | None,
-        stderr: Any,
+        env: Mapping[str, str] | None = None,
+        stdin: int | None = None,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | int | None = None,
         start_new_session: bool = False,
         preexec_fn: Callable[[], None] = lambda: None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        assert command[:3] == [sys.executable, "-m", "megascale.cli.main"]
+        assert stdin in (None, subprocess.DEVNULL)
+        assert stderr in (None, stdout, subprocess.STDOUT), "it goes where stdout goes"
         self.args, self.returncode, self.stdin, self.stdout, self.stderr = command, None, None, None, None
         self._child_created, self._waitpid_lock = True, threading.Lock()
         # What the launcher does about a signal is not the rank's to do.
@@ -191,6 +220,9 @@ class _Child(subprocess.Popen[bytes]):
             preexec_fn()
             for number in (1, 2) if stdout else ():
                 os.dup2(stdout.fileno(), number)
+            if stdin == subprocess.DEVNULL:
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            gc.freeze()  # what is its parent's must not close numbers that are its own by then
             for name in os.listdir("/proc/self/fd"):
                 if int(name) > 2 and int(name) not in pass_fds:
                     with contextlib.suppress(OSError):  # the one that lists them
@@ -199,9 +231,10 @@ class _Child(subprocess.Popen[bytes]):
             atexit._clear()
             weakref.finalize._registry.clear()  # type: ignore[attr-defined]
             weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+            variables = dict(os.environ if env is None else env)
             os.environ.clear()
-            os.environ.update(env)
-            _run(command[3:])
+            os.environ.update(variables)
+            _run(command[2], command[3:])
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)

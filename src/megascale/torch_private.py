@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,22 @@ def _missing(what: str) -> TrainingError:
         f"torch {torch.__version__} has no {what}, which this release of MegaScale uses; it is tested with torch >= "
         f"{TESTED[0]} and < {TESTED[1]}: install one of those (constraints.txt pins one)"
     )
+
+
+Operator = TypeVar("Operator", bound=type[torch.autograd.Function])
+
+
+def called_directly(operator: Operator) -> Operator:
+    """Decorates an autograd function: its `apply` is C++'s, and its backward is what C++ calls.
+
+    torch's own methods of Python between them look for functorch's transforms (vmap, jvp, grad), which such a function
+    cannot be used under; that takes longer than most of ours do. In a torch without that class nothing changes.
+    """
+    behind = getattr(operator, "_backward_cls", None)
+    if behind is not None and not getattr(operator, "boxed_grads_call", False):
+        operator.apply = super(torch.autograd.Function, operator).apply  # type: ignore[misc, method-assign]
+        behind.apply = operator.backward
+    return operator
 
 
 def flight_records() -> str:

@@ -44,12 +44,14 @@ class Told:
         losses, norms: of each step.
         gradients: this rank's share of each step's gradients, as the optimizer is about to use them.
         state: weights and moments after the last step; names begin with model., optimizer.exp_avg., ...
+        active: what each operator ran.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[list[Boxed]] = field(default_factory=list)
     state: list[Boxed] = field(default_factory=list)
+    active: dict[str, str] = field(default_factory=dict)
 
 
 class Late(side_stream.InOrder):
@@ -88,7 +90,7 @@ def train(
         observe(engine, told)
         for step in range(1, steps + 1):
             run_step(engine, step, told)
-        told.state = state_of(engine)
+        told.state, told.active = state_of(engine), engine.runtime.kernels.active()
     return told
 
 

@@ -17,7 +17,6 @@ from megascale.core.memory import chunk_parameters, saved_by_layer
 from megascale.core.optimizer_state import checkpoint_elements
 from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
-from megascale.ops import dispatch
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import spec_of
 from tests.exact.cases import case
@@ -46,7 +45,7 @@ def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, in
         parts.EightBit.sent.clear()
         parts.Deferred.most = 0
         told = train(rank, world, tree, STEPS)
-        layers = dispatch.active()["linear layers"]
+        layers = told.active["linear layers"]
         return told, dict(parts.EightBit.calls), set(parts.EightBit.sent), parts.Deferred.most, layers
     finally:
         parts.unregister()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from megascale.errors import ConfigError
-from megascale.resilience import plugins, rules
+from megascale.resilience import rules
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.local import LocalCluster
+from megascale.resilience.rules import metrics_rules, table
+from tests.extend.packaged import install
 from tests.resilience.conftest import launch  # noqa: F401
 
 PACKAGE = '''
@@ -61,15 +62,7 @@ register_rule(fifth_step, quick=True)
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The package as pip would leave it, on the path of every process that the test starts."""
-    folder = tmp_path / "site"
-    about = folder / "ours-1.0.dist-info"
-    about.mkdir(parents=True)
-    (folder / "ours.py").write_text(PACKAGE)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ours\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nours = ours\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    return folder
+    return install(tmp_path / "site", "ours", PACKAGE, monkeypatch)
 
 
 def test_a_cluster_and_a_rule_of_another_package_run_a_job(package, launch):  # noqa: F811
@@ -94,7 +87,7 @@ def test_a_cluster_that_nobody_registered_is_refused_with_those_there_are(packag
 
 def test_a_plugin_that_cannot_be_imported_is_named(package, megascale, tiny):
     pytest.importorskip("fastapi")
-    (package / "ours.py").write_text("import nothing_of_that_name")
+    package.write_text("import nothing_of_that_name")
     done = megascale("launch", tiny)
     assert done.returncode == 2
     assert "the plugin ours (ours) cannot be loaded: ModuleNotFoundError" in done.stderr
@@ -103,7 +96,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(package, megascale, tiny):
 def test_a_name_means_one_cluster_and_a_rule_is_applied_once(monkeypatch):
     with pytest.raises(ConfigError, match="'local' is registered already"):
         CLUSTERS.register("local", lambda request: LocalCluster(request.run))
-    monkeypatch.setattr(rules, "SLOW", [])
+    monkeypatch.setattr(table, "SLOW", [])
     for _ in range(2):
-        rules.register_rule(rules.metrics_rules.losses)
-    assert [rules.metrics_rules.losses] == rules.SLOW
+        rules.register_rule(metrics_rules.losses)
+    assert [metrics_rules.losses] == table.SLOW

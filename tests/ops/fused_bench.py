@@ -20,9 +20,8 @@ from megascale.ops import dispatch
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 def test_every_operator_is_checked_and_timed(capsys, tmp_path):

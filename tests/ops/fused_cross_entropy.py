@@ -20,9 +20,8 @@ FEW = settings(max_examples=12, deadline=None)
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 @FEW
@@ -66,10 +65,9 @@ def test_pieces_on_a_shard_match_the_reference():
         fused = local_statistics(logits, targets, start, valid)
         lse, scale = torch.randn(6) + 4, torch.rand(6)
         fused_grad = local_gradient_(logits.clone(), targets, lse, scale, start, valid)
-        dispatch.configure("reference")
-        plain = local_statistics(logits, targets, start, valid)
-        plain_grad = local_gradient_(logits.clone(), targets, lse, scale, start, valid)
-        dispatch.configure("fused")
+        with dispatch.Kernels("reference").in_force():
+            plain = local_statistics(logits, targets, start, valid)
+            plain_grad = local_gradient_(logits.clone(), targets, lse, scale, start, valid)
         for a, b in zip(fused, plain, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(fused_grad, plain_grad, rtol=1e-5, atol=1e-6)

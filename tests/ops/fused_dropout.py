@@ -22,9 +22,8 @@ starts = st.tuples(st.integers(0, 5000), st.integers(0, 2**31 - 10))
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 @FEW

@@ -19,9 +19,8 @@ from tests.ops.tools import distance
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -39,7 +38,7 @@ def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 )
 def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
     w, told = weight(12, columns, dtype), []
-    sink_of(w).told = lambda: told.append(1)
+    sink_of(w).ready = lambda: told.append(1)
     ids = torch.tensor(tokens)[:, None]
     mine = (ids != 1) & (ids != 11) if cut else None
     upstream = torch.randn(len(tokens), 1, columns, generator=torch.Generator().manual_seed(1)).to(dtype)

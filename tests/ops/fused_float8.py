@@ -26,9 +26,8 @@ shapes = st.sampled_from([(1, 1), (7, 16), (3, 5, 33), (130, 70), (40, 600)])
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 def rows_of(shape, dtype, seed, hole=None) -> torch.Tensor:
@@ -56,11 +55,10 @@ def both(function, *collected: torch.Tensor):
     """What the kernels make and what the references make, each with its own copies of the tensors collected into."""
     made = []
     for mode in ("fused", "reference"):
-        dispatch.configure(mode)
-        copies = [c.clone() for c in collected]
-        result = function(*copies)
-        made.append((result, copies, dispatch.active()))
-    dispatch.configure("fused")
+        kernels, copies = dispatch.Kernels(mode), [c.clone() for c in collected]
+        with kernels.in_force():
+            result = function(*copies)
+        made.append((result, copies, kernels.active()))
     (fused, mine, active), (plain, theirs, _) = made
     assert "triton" in active.values()
     for a, b in zip(mine, theirs, strict=True):

@@ -25,9 +25,8 @@ ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 @st.composite

@@ -25,9 +25,8 @@ FEW = settings(max_examples=10, deadline=None)
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 @FEW

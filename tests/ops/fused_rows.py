@@ -38,9 +38,8 @@ widths = st.sampled_from([1, 2, 7, 32, 100, 257, 600])
 
 @pytest.fixture(autouse=True, scope="module")
 def _fused():
-    dispatch.configure("fused")
-    yield
-    dispatch.configure("auto")
+    with dispatch.Kernels("fused").in_force():
+        yield
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -82,6 +82,6 @@ def compile_for_hopper() -> Iterator[Compiled]:
         mock.patch.object(triton.runtime.driver, "_active", _Hopper()),
         mock.patch.object(JITFunction, "run", only_compile),
         mock.patch.object(dispatch, "INTERPRET", True),
-        mock.patch.object(dispatch, "_mode", "fused"),
+        dispatch.Kernels("fused").in_force(),
     ):
         yield compiled

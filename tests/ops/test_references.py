@@ -302,13 +302,13 @@ def test_segments_are_checked_and_summed():
 
 
 def test_dispatch_says_what_runs_and_why():
-    dispatch.configure("auto")
-    rms_norm(randn(2, 4), randn(4), 1e-5)
-    assert dispatch.active()["rms norm"] == "reference (cpu tensors)"
-    dispatch.configure("reference")
-    rms_norm(randn(2, 4), randn(4), 1e-5)
-    assert dispatch.active() == {"rms norm": "reference (kernels.mode)"}
-    dispatch.configure("auto")
+    auto, reference = dispatch.Kernels(), dispatch.Kernels("reference")
+    with auto.in_force():
+        rms_norm(randn(2, 4), randn(4), 1e-5)
+        with reference.in_force():
+            rms_norm(randn(2, 4), randn(4), 1e-5)
+        assert dispatch.active() == auto.active() == {"rms norm": "reference (cpu tensors)"}
+    assert reference.active() == {"rms norm": "reference (kernels.mode)"}
     if not torch.cuda.is_available() and not dispatch.INTERPRET:
         with pytest.raises(ConfigError, match=r"kernels.mode='fused' cannot be had here"):
-            dispatch.configure("fused")
+            dispatch.Kernels("fused")

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
 from megascale.core.calls import NoCalls
+from megascale.ops import dispatch
+from megascale.ops.norm import rms_norm
+from megascale.train.engine import Engine
 from tests.exact.cases import case
 from tests.exact.training import Late, Told, make_engine, run_step
 
@@ -33,3 +42,65 @@ def test_engines_of_one_process_share_nothing():
     assert told[0].norms == told[1].norms
     chunk = first.chunks[0]
     assert chunk.linears.axis.runtime is first.runtime is first.data.flats[0].axes.tensor.runtime
+
+
+def two_modes() -> list[Engine]:
+    """An engine with kernels.mode=auto and one with reference, made in this order."""
+    tree = case(microbatches=2, model={"layers": 1}).tree
+    return [make_engine(0, 1, {**tree, "kernels": {"mode": mode}}) for mode in ("auto", "reference")]
+
+
+def run_for(engine: Engine) -> dict[str, str]:
+    """What its operators ran, but for attention and what has no mode."""
+    active = engine.runtime.kernels.active()
+    return {op: choice for op, choice in active.items() if choice.startswith("reference")}
+
+
+def test_engines_of_one_process_have_each_their_own_kernels():
+    before, engines = dispatch.DEFAULT.active(), two_modes()
+    for step in (1, 2):
+        for engine in engines:
+            run_step(engine, step, Told())
+    auto, reference = map(run_for, engines)
+    assert set(auto) == set(reference) >= {"layer norm", "add norm", "gelu", "cross entropy", "adamw"}
+    assert set(auto.values()) == {"reference (cpu tensors)"}
+    assert set(reference.values()) == {"reference (kernels.mode)"}
+    assert "linear layers" in engines[0].runtime.kernels.active()
+    assert dispatch.DEFAULT.active() == before
+    assert dispatch.mode() == "auto"
+
+
+def test_engines_of_two_threads_have_each_their_own_kernels():
+    engines, both = two_modes(), Barrier(2)
+
+    def meet(grad: torch.Tensor) -> None:
+        both.wait(60)  # both stand in their backward passes at once
+
+    for engine in engines:
+        engine.chunks[0].norm.weight.register_hook(meet)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda engine: run_step(engine, 1, Told()), engines))
+    auto, reference = map(run_for, engines)
+    assert set(auto) == set(reference)
+    assert set(auto.values()) == {"reference (cpu tensors)"}
+    assert set(reference.values()) == {"reference (kernels.mode)"}
+
+
+def test_an_engine_evaluates_and_fails_with_its_own_kernels_and_leaves_none_behind():
+    _, engine = two_modes()
+    rows = torch.zeros(engine.config.model.sequence_length, 1, dtype=torch.int64)
+    engine.losses(rows, rows)
+    assert set(run_for(engine).values()) == {"reference (kernels.mode)"}
+
+    def no_batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert dispatch.mode() == "reference"
+        raise LookupError(i)
+
+    with pytest.raises(LookupError):
+        engine.step(no_batch, 1, 0.0)
+    assert dispatch.mode() == "auto"
+
+
+def test_operators_that_no_engine_calls_have_a_default():
+    rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)
+    assert dispatch.DEFAULT.active()["rms norm"].startswith("reference")

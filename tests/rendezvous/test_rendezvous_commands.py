@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 
 import pytest
@@ -13,6 +11,7 @@ from typer.testing import CliRunner
 
 from megascale.cli.main import app
 from megascale.errors import MegascaleError
+from tests.forked import PACED, Forked
 from tests.rendezvous.conftest import needs_redis
 
 
@@ -20,15 +19,10 @@ from tests.rendezvous.conftest import needs_redis
 def test_a_training_run_over_redis_through_a_server_restart(tiny, tmp_path, redis_server):
     """The url is all that changes; the run goes to its end and leaves nothing in the server."""
     server = redis_server("--requirepass", "s3cret")
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), "--train.steps=100"]
-    command += ["--parallel.tensor=2", "--checkpoint.interval=0"]
+    words = ["train", tiny, "--train.steps=30", "--parallel.tensor=2", "--checkpoint.interval=0"]
     url = f"--rendezvous.url=redis://:s3cret@127.0.0.1:{server.port}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     metrics = tmp_path / "runs" / "redis" / "metrics.jsonl"
-    with open(tmp_path / "out.txt", "w") as out:
-        run = subprocess.Popen(
-            [*command, url, "--train.name=redis"], env=environment, stdout=out, stderr=subprocess.STDOUT
-        )
+    run = Forked([*words, url, "--train.name=redis"], before=PACED, output=tmp_path / "out.txt")
     try:
         deadline = time.monotonic() + 120
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
@@ -40,9 +34,9 @@ def test_a_training_run_over_redis_through_a_server_restart(tiny, tmp_path, redi
         assert run.wait(120) == 0, (tmp_path / "out.txt").read_text()
     finally:
         run.kill()
-    assert at_restart < 100, "the run was over before the restart"
+    assert at_restart < 30, "the run was over before the restart"
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [r["step"] for r in records if "loss" in r] == list(range(1, 101))
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 31))
     for file in (tmp_path / "runs").rglob("*"):
         assert not file.is_file() or b"s3cret" not in file.read_bytes(), file
     assert "s3cret" not in (tmp_path / "out.txt").read_text()

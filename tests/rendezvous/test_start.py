@@ -356,6 +356,16 @@ def test_a_port_that_the_launcher_holds_cannot_be_taken(monkeypatch):
         assert store.get("a") == b"b"
 
 
+def test_a_store_that_other_machines_reach_is_told(monkeypatch, caplog):
+    for host, told in (("127.0.0.1", 0), ("0.0.0.0", 1)):
+        monkeypatch.setenv("MASTER_ADDR", host)
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        connect(config.load(), 0, 1, 10.0)
+        assert len(caplog.records) == told
+    assert "MASTER_ADDR=0.0.0.0" in caplog.text
+    assert "rendezvous.url=rediss://" in caplog.text
+
+
 def test_torchs_own_words_for_a_taken_port_are_known():
     """Where it is not loopback torch opens the listener itself."""
     with socket.create_server(("0.0.0.0", 0)) as held:

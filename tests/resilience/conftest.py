@@ -16,6 +16,7 @@ import pytest
 from megascale.core.status import read_status
 from megascale.resilience.driver.state.journal import Entry, events_of
 from megascale.resilience.process_birth import born
+from tests.forked import COMMAND, PACED, Forked
 
 WAIT = 120.0  # seconds; only a broken test takes them
 
@@ -29,25 +30,35 @@ QUICK = [
 
 
 class Launched:
-    """`megascale launch` of a tiny model."""
+    """`megascale launch` of a tiny model, whose trainers rest between steps.
 
-    def __init__(self, file: Path, name: str, *words: str, cwd: Path) -> None:
+    new: its processes are new ones, as a person's would be; else they are forked where torch is loaded already.
+    """
+
+    def __init__(self, file: Path, name: str, *words: str, cwd: Path, new: bool) -> None:
         self.run = cwd / "runs" / name
-        self.cwd = cwd
-        self.command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file), f"--train.name={name}"]
-        self.command += [*QUICK, *words]
+        self.cwd, self.new = cwd, new
+        self.words = ["launch", str(file), f"--train.name={name}", *QUICK, *words]
         self.seen = 0
         self.output = cwd / f"{name}.out"
         self.process = self.start()
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """The driver, for the first time or again."""
+    @property
+    def environment(self) -> dict[str, str]:
         # What this machine reached when it was less busy must not fail its self-checks.
-        cache = str(self.cwd / "cache")
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "XDG_CACHE_HOME": cache}
+        more = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "XDG_CACHE_HOME": str(self.cwd / "cache")}
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        return os.environ | more | {"PYTHONPATH": os.pathsep.join([*paths, str(Path(__file__).parents[1] / "paced")])}
+
+    def start(self) -> subprocess.Popen[bytes] | Forked:
+        """The driver, for the first time or again."""
+        if not self.new:
+            self.process = Forked(self.words, cwd=self.cwd, env=self.environment, before=PACED, output=self.output)
+            return self.process
+        command = [sys.executable, "-m", COMMAND, *self.words]
         with open(self.output, "ab") as out:
             self.process = subprocess.Popen(
-                self.command, cwd=self.cwd, env=environment, stdout=out, stderr=out, start_new_session=True
+                command, cwd=self.cwd, env=self.environment, stdout=out, stderr=out, start_new_session=True
             )
         return self.process
 
@@ -128,8 +139,8 @@ def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     pytest.importorskip("fastapi")
     started: list[Launched] = []
 
-    def begin(name: str, *words: str) -> Launched:
-        started.append(Launched(tiny, name, *words, cwd=tmp_path))
+    def begin(name: str, *words: str, new: bool = False) -> Launched:
+        started.append(Launched(tiny, name, *words, cwd=tmp_path, new=new))
         return started[-1]
 
     yield begin

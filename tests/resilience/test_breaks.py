@@ -30,7 +30,7 @@ def test_a_port_taken_before_its_use_is_followed_by_another(launch, tmp_path, mo
         "ports.free_port = first_is_taken\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    job = launch("taken", "--nodes=2", "--train.steps=4")
+    job = launch("taken", "--nodes=2", "--train.steps=4", new=True)
     verdict = job.until("port_taken")
     assert (verdict.action, verdict.ranks) == ("respawn", (0,))
     job.until("first_step", attempt=2)
@@ -91,7 +91,7 @@ def test_a_disk_that_is_full_for_the_driver_and_the_trainers_ends_neither_a_seco
 def test_a_password_in_the_url_works_under_launch_and_stands_nowhere(launch, redis_server, tmp_path):
     server = redis_server("--requirepass", "s3cret/@")
     url = f"--rendezvous.url=redis://:s3cret%2F%40@127.0.0.1:{server.port}"
-    job = launch("redis", "--nodes=2", "--train.steps=100000", "--checkpoint.interval=0", url)
+    job = launch("redis", "--nodes=2", "--train.steps=100000", "--checkpoint.interval=0", url, new=True)
     job.until("first_step")
     words = {pid: _words(pid) for pid in Path("/proc").iterdir() if pid.name.isdigit()}
     mine = [text for text in words.values() if b"/runs/redis" in text or str(tmp_path).encode() in text]

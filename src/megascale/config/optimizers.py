@@ -51,4 +51,5 @@ OPTIMIZERS: Registry[OptimizerFacts] = Registry(
         "lamb": OptimizerFacts(_moments, ("trust_min", "trust_max", "lamb_bias_correction"), LAMB_PEAK),
         "muon": OptimizerFacts(_muon, ("muon_momentum", "muon_nesterov", "muon_steps", "muon_rms")),
     },
+    home="megascale.optim",
 )

@@ -1,7 +1,7 @@
-"""The parts of a model that settings name, with the facts about them that need no torch.
+"""The parts that settings name, of a model and of what a run tells, with the facts about them that need no torch.
 
 What runs stands under the same name in a registry beside the code: ops/activation.py, model/norm.py,
-model/attention.py, model/mlp.py, model/block.py, parallel/linear.py.
+model/attention.py, model/mlp.py, model/block.py, parallel/linear.py, observe/metrics.py.
 """
 
 from __future__ import annotations
@@ -50,23 +50,29 @@ class LinearFacts:
     float8: Literal["none", "all", "all but weight gradients"] = "none"
 
 
+MODEL = "megascale.model"  # where a module may stand that registers a part of its name (registry.py)
+
 ACTIVATIONS: Registry[ActivationFacts] = Registry(
     "model.activation",
     {"gelu": ActivationFacts(), "gelu_tanh": ActivationFacts(), "swiglu": ActivationFacts(gated=True)},
+    home="megascale.ops",
 )
 NORMS: Registry[NormFacts] = Registry(
-    "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}
+    "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}, home=MODEL
 )
 ATTENTIONS: Registry[PartFacts] = Registry(
-    "model.attention", {"causal": PartFacts("grouped queries, full or in a sliding window")}
+    "model.attention", {"causal": PartFacts("grouped queries, full or in a sliding window")}, home=MODEL
 )
-MLPS: Registry[PartFacts] = Registry("model.mlp", {"dense": PartFacts("one or (gated) two matrices in, one out")})
+MLPS: Registry[PartFacts] = Registry(
+    "model.mlp", {"dense": PartFacts("one or (gated) two matrices in, one out")}, home=MODEL
+)
 BLOCKS: Registry[PartFacts] = Registry(
     "model.block",
     {
         "serial": PartFacts("x + MLP(LN(x + Attn(LN x)))"),
         "parallel": PartFacts("x + Attn(LN x) + MLP(LN x)"),
     },
+    home=MODEL,
 )
 LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
     "train.linear_precision",
@@ -79,9 +85,16 @@ LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
             "float8 with a scale a row; weight gradients as without", copies=2, float8="all but weight gradients"
         ),
     },
+    home="megascale.parallel",
 )
 
-# All of them, by the setting that names them.
+SINKS: Registry[PartFacts] = Registry(
+    "observe.sinks",
+    {"tensorboard": PartFacts("scalars for TensorBoard"), "wandb": PartFacts("Weights & Biases, under the run's name")},
+    home="megascale.observe",
+)
+
+# Those of a model, by the setting that names them.
 PARTS: dict[str, Registry[Any]] = {
     registry.key: registry for registry in (ACTIVATIONS, NORMS, ATTENTIONS, MLPS, BLOCKS, LINEAR_PRECISIONS)
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import unquote
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 
 from megascale.config.base import MOST, Section
+from megascale.config.parts import SINKS
 from megascale.config.training_sections import OptimizerConfig
 
 # What of a run may change under way where a person says so: windows are then trained twice or never, or trained
@@ -142,6 +143,10 @@ class ObserveConfig(Section):
         min_length=1,
         description="Weights & Biases project to report to (pip install -e '.[wandb]'); its own environment "
         "variables hold, such as WANDB_MODE=offline",
+    )
+    sinks: list[Annotated[str, AfterValidator(SINKS.check)]] = Field(
+        default_factory=list,
+        description="further places for metrics, by name: what installed packages register (observe/metrics.py)",
     )
     float8_interval: int = Field(
         100,

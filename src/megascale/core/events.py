@@ -27,6 +27,7 @@ class Event(StrEnum):
     # What the driver and its rules tell (resilience/).
     DRIVER_STARTED = "driver_started"
     DRIVER_TOOK_OVER = "driver_took_over"
+    ADDRESS_OPEN = "address_open"  # other machines reach the driver
     DRIVER_ENDED = "driver_ended"
     JOURNAL_DAMAGED = "journal_damaged"
     JOURNAL_BEHIND = "journal_behind"

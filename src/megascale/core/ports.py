@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import random
 import socket
 from collections.abc import Container
@@ -10,6 +11,15 @@ from pathlib import Path
 
 # In the environment of rank 0: the file descriptor of the listening socket for its store that its launcher holds.
 LISTENER = "MEGASCALE_STORE_LISTENER"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; a name counts where all its addresses do."""
+    try:
+        found = {about[4][0] for about in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
 def free_port(address: str = "127.0.0.1", avoid: Container[int] = ()) -> int:

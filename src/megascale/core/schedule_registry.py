@@ -43,7 +43,9 @@ def _one_f_one_b(
 
 
 SCHEDULES: Registry[Maker] = Registry(
-    "parallel.schedule", {"auto": pipeline_schedule, "1f1b": _one_f_one_b, "interleaved": interleaved_1f1b}
+    "parallel.schedule",
+    {"auto": pipeline_schedule, "1f1b": _one_f_one_b, "interleaved": interleaved_1f1b},
+    home="megascale.core",
 )
 
 

@@ -1,4 +1,7 @@
-"""The password of the rendezvous' Redis server: in the environment, never in a file, a log or a list of processes."""
+"""What the environment of a job's processes keeps: the password of the rendezvous' Redis server, the token of replicas.
+
+Neither is ever in a log or in a list of processes; the password in no file either.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
+REPLICA_VARIABLE = "MEGASCALE_REPLICA_TOKEN"
 _KEY = "--rendezvous.url"
 
 

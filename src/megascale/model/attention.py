@@ -7,6 +7,7 @@ gives a `Branch`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class CausalAttention(nn.Module):
     @property
     def residual_bias(self) -> nn.Parameter | None:
         """What is added with this part's share to the residual stream."""
-        return self.out.bias
+        return self._modules["out"]._parameters.get("bias")  # type: ignore[union-attr]
 
     def forward(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
         """[s, b, (n + 2g) d], this rank's heads -> their share of the output."""
@@ -58,7 +59,8 @@ class CausalAttention(nn.Module):
                 old_k, old_v = context.cache.layers[self.layer]
                 k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
             context.cache.layers[self.layer] = (k, v)
-        return Branch(attention(q, k, v, window=self.window, chooser=self._chooser), self.out.weight)
+        weight: Any = self._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
+        return Branch(attention(q, k, v, window=self.window, chooser=self._chooser), weight)
 
 
 KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": CausalAttention})

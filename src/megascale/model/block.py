@@ -45,6 +45,11 @@ class Block(nn.Module):
         self.mlp: Any = mlps.KINDS[at.model.mlp](at)
         self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
 
+    @property
+    def part(self) -> dict[str, Any]:
+        """Its parts by name: `part["mlp"]` is `self.mlp`, which nn.Module looks for in several places each time."""
+        return self._modules
+
     def project(self, part: Any) -> ColumnLinear | None:
         """The projection to a part's columns; None if it wants the norm as it is."""
         return ColumnLinear(part.columns, self.at.linears, self.at.dtype) if part.columns else None
@@ -61,14 +66,15 @@ class SerialBlock(Block):
 
     def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
         """[s/t, b, h] -> [s/t, b, h]. With `defer_add` the last residual sum may be left to the next norm."""
-        at = self.at
-        x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x, self.recompute)
-        y = sum_branches(at.linears, self.attention(qkv, rotary, context))
-        between = add_residual(at, y, x_SBH, 0, context, True, self.attention.residual_bias)
-        fused = self.mlp.fuses_bias_gradient(y)
-        x_SBH, inner = norm_and_project(self.norm2, self.mlp_in, between, self.recompute, fused)
-        y = sum_branches(at.linears, self.mlp(inner, self.mlp_in, self.recompute))
-        return add_residual(at, y, x_SBH, 1, context, defer_add, self.mlp.residual_bias)
+        at, part, recompute = self.at, self.part, self.recompute
+        attention, mlp, mlp_in = part["attention"], part["mlp"], part.get("mlp_in")
+        x_SBH, qkv = norm_and_project(part["norm1"], part.get("attention_in"), x, recompute)
+        y = sum_branches(at.linears, attention(qkv, rotary, context))
+        between = add_residual(at, y, x_SBH, 0, context, True, attention.residual_bias)
+        fused = mlp.fuses_bias_gradient(y)
+        x_SBH, inner = norm_and_project(part["norm2"], mlp_in, between, recompute, fused)
+        y = sum_branches(at.linears, mlp(inner, mlp_in, recompute))
+        return add_residual(at, y, x_SBH, 1, context, defer_add, mlp.residual_bias)
 
 
 class ParallelBlock(Block):
@@ -82,13 +88,14 @@ class ParallelBlock(Block):
 
     def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
         """As SerialBlock.forward."""
-        at = self.at
-        x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x, self.recompute)
-        fused = self.mlp.fuses_bias_gradient(x_SBH)
-        _, inner = norm_and_project(self.norm2, self.mlp_in, x_SBH, self.recompute, fused)
-        attended = self.attention(qkv, rotary, context)
-        y = sum_branches(at.linears, attended, self.mlp(inner, self.mlp_in, self.recompute))
-        return add_residual(at, y, x_SBH, 0, context, defer_add, self.attention.residual_bias, self.mlp.residual_bias)
+        at, part, recompute = self.at, self.part, self.recompute
+        attention, mlp, mlp_in = part["attention"], part["mlp"], part.get("mlp_in")
+        x_SBH, qkv = norm_and_project(part["norm1"], part.get("attention_in"), x, recompute)
+        fused = mlp.fuses_bias_gradient(x_SBH)
+        _, inner = norm_and_project(part["norm2"], mlp_in, x_SBH, recompute, fused)
+        attended = attention(qkv, rotary, context)
+        y = sum_branches(at.linears, attended, mlp(inner, mlp_in, recompute))
+        return add_residual(at, y, x_SBH, 0, context, defer_add, attention.residual_bias, mlp.residual_bias)
 
 
 OPERATOR = "split fused projection"
@@ -128,7 +135,8 @@ def split_projection(
         into.bias if fuses_split(mlp, fused_SBC) else None,
         recomputes(recompute, "activation"),
     )
-    return attention.attend(q, k, v, context), Branch(inner, mlp.out.weight, activation)
+    weight: Any = mlp._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
+    return attention.attend(q, k, v, context), Branch(inner, weight, activation)
 
 
 class FusedParallelBlock(Block):
@@ -147,12 +155,13 @@ class FusedParallelBlock(Block):
 
     def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
         """As SerialBlock.forward."""
-        at = self.at
-        fused_bias = self.attention.bias is None and fuses_split(self.mlp, x)
-        x_SBH, fused = norm_and_project(self.norm1, self.into, x, self.recompute, fused_bias)
-        branches = split_projection(fused, self.into, self.attention, self.mlp, rotary, context, self.recompute)
+        at, part, recompute = self.at, self.part, self.recompute
+        attention, mlp, into = part["attention"], part["mlp"], part["into"]
+        fused_bias = attention.bias is None and fuses_split(mlp, x)
+        x_SBH, fused = norm_and_project(part["norm1"], into, x, recompute, fused_bias)
+        branches = split_projection(fused, into, attention, mlp, rotary, context, recompute)
         y = sum_branches(at.linears, *branches)
-        return add_residual(at, y, x_SBH, 0, context, defer_add, self.attention.residual_bias, self.mlp.residual_bias)
+        return add_residual(at, y, x_SBH, 0, context, defer_add, attention.residual_bias, mlp.residual_bias)
 
 
 def parallel_block(at: LayerSetup, recompute: str = "none") -> Block:

@@ -47,7 +47,7 @@ class KVCache:
     length: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """What a forward pass needs to know besides its input.
 

@@ -15,7 +15,7 @@ from megascale.parallel.linear import LinearPrecision
 from megascale.parallel.tensor import linear_scatter
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DeferredResidualAdd:
     """A residual sum that its reader takes: residual + y + bias."""
 
@@ -43,8 +43,10 @@ def add_residual(
     *biases: torch.Tensor | None,
 ) -> Flow:
     """residual + dropout(y + biases): in one pass where fused, or left to its reader with `defer_add`."""
-    given = [bias for bias in biases if bias is not None]
-    bias = sum(given[1:], given[0]) if given else None
+    bias: torch.Tensor | None = None
+    for one in biases:
+        if one is not None:
+            bias = one if bias is None else bias + one
     p = at.model.dropout if context.dropout_key is not None else 0.0
     if not p:
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)
@@ -55,10 +57,10 @@ def add_residual(
 
 def recomputes(recompute: str, what: str) -> bool:
     """Whether backward recomputes "norms" or the "activation" instead of keeping them, as parallel.recompute says."""
-    return recompute in (what, "selective") and torch.is_grad_enabled()
+    return recompute != "none" and recompute in (what, "selective") and torch.is_grad_enabled()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Branch:
     """What a part adds to the residual stream: x @ weight.T, whose sum over tensor-parallel ranks is still to be taken.
 
@@ -73,10 +75,16 @@ class Branch:
 
 def sum_branches(linears: LinearPrecision, *branches: Branch | torch.Tensor) -> torch.Tensor:
     """[s/t, b, h]: all GEMMs in one sum with one scatter; a part may also give its share [s/t, b, h] done."""
-    gemms = [branch for branch in branches if isinstance(branch, Branch)]
-    inputs = [tensor for branch in gemms for tensor in (branch.x, branch.weight)]
-    recompute_fns = [branch.recompute_fn for branch in gemms]
-    done = [branch for branch in branches if isinstance(branch, torch.Tensor)]
-    if not gemms:
-        return sum(done[1:], done[0])
-    return sum(done, linear_scatter(linears, *inputs, recompute_fns=recompute_fns))
+    inputs: list[torch.Tensor] = []
+    recompute_fns: list[RecomputedActivation | None] = []
+    done: list[torch.Tensor] = []
+    for branch in branches:
+        if isinstance(branch, Branch):
+            inputs += (branch.x, branch.weight)
+            recompute_fns.append(branch.recompute_fn)
+        else:
+            done.append(branch)
+    total = linear_scatter(linears, *inputs, recompute_fns=recompute_fns) if inputs else done.pop(0)
+    for part in done:
+        total = total + part
+    return total

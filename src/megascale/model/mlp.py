@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from megascale.core.inventory import MLP_PARTS, PartInventory
 from megascale.model.context import LayerSetup
 from megascale.model.fusion import Branch, recomputes
 from megascale.ops import activation as activations
-from megascale.ops.activation import RecomputedActivation, fuses
+from megascale.ops.activation import RecomputedActivation, activate, fuses
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 
 
@@ -29,6 +30,7 @@ class DenseMlp(nn.Module):
     def __init__(self, at: LayerSetup) -> None:
         super().__init__()
         self.activation = at.model.activation
+        self._operator = activations.KINDS[self.activation].operator
         self.columns = [t for t in at.tensors.mlp if t.cut == 0]
         self.bias: nn.Parameter | None = None
         self.out = RowLinear([t for t in at.tensors.mlp if t.cut != 0], at.linears, at.dtype)
@@ -36,12 +38,12 @@ class DenseMlp(nn.Module):
     @property
     def residual_bias(self) -> nn.Parameter | None:
         """What is added with this part's share to the residual stream."""
-        return self.out.bias
+        return self._modules["out"]._parameters.get("bias")  # type: ignore[union-attr]
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
         """Whether the activation makes the gradient of its GEMM's bias: where it is fused. A plain one would take a
         pass more for it."""
-        return fuses(self.activation, activations.KINDS[self.activation].operator, x)
+        return fuses(self.activation, self._operator, x)
 
     def forward(self, inner: torch.Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
         """[s, b, f/t] (gated: twice as wide) -> this rank's share of the output.
@@ -49,11 +51,11 @@ class DenseMlp(nn.Module):
         projection: what made `inner`, with its bias added; None for half of a fused projection.
         """
         added = projection is not None and self.fuses_bias_gradient(inner)
-        bias = projection.bias if projection is not None and added else self.bias
-        activation = RecomputedActivation(self.activation, bias, added)
+        bias = projection._parameters.get("bias") if projection is not None and added else self.bias
+        weight: Any = self._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
         if recomputes(recompute, "activation"):
-            return Branch(inner, self.out.weight, activation)
-        return Branch(activation(inner), self.out.weight)
+            return Branch(inner, weight, RecomputedActivation(self.activation, bias, added))
+        return Branch(activate(self.activation, inner, bias, added), weight)
 
 
 KINDS: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})

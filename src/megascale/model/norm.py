@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import LogicalTensor
 from megascale.model.fusion import Flow, recomputes
-from megascale.ops.norm import add_norm, layer_norm, rms_norm
+from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
 
@@ -42,16 +43,8 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> T
 KINDS: Registry[NormOperators] = Registry(
     NORMS.key,
     {
-        "layernorm": NormOperators(
-            _layer_norm,
-            lambda x, residual, weight, bias, eps, x_bias: add_norm(
-                x, residual, weight, bias, eps, "layernorm", x_bias
-            ),
-        ),
-        "rmsnorm": NormOperators(
-            lambda x, weight, bias, eps: rms_norm(x, weight, eps),
-            lambda x, residual, weight, bias, eps, x_bias: add_norm(x, residual, weight, bias, eps, "rmsnorm", x_bias),
-        ),
+        "layernorm": NormOperators(_layer_norm, add_layer_norm),
+        "rmsnorm": NormOperators(lambda x, weight, bias, eps: rms_norm(x, weight, eps), add_rms_norm),
     },
 )
 
@@ -73,7 +66,8 @@ class Norm(nn.Module):
         self.bias = local_parameter(bias, 0, 1, dtype) if bias else None
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        return self._operators.norm(x_SBH, self.weight, self.bias, self.eps)
+        own: Any = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
+        return self._operators.norm(x_SBH, own["weight"], own.get("bias"), self.eps)
 
     def of(self, x: Flow) -> tuple[Tensor, Tensor]:
         """x and the norm of it; a sum that is still to be taken is taken and normed in one pass each way."""
@@ -82,15 +76,18 @@ class Norm(nn.Module):
         if self._operators.add_norm is None:
             total = x.total()
             return total, self(total)
-        return self._operators.add_norm(x.y_SBH, x.residual_SBH, self.weight, self.bias, self.eps, x.bias)
+        own: Any = self._parameters
+        return self._operators.add_norm(x.y_SBH, x.residual_SBH, own["weight"], own.get("bias"), self.eps, x.bias)
 
 
 def norm_and_project(
     norm: Norm, projection: ColumnLinear | None, x: Flow, recompute: str, fused_bias_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The residual stream as it enters, and the projection of its norm; without a projection the norm itself."""
-    if projection is not None and recomputes(recompute, "norms"):
+    if projection is None:
+        return norm.of(x)
+    if recomputes(recompute, "norms"):
         x_SBH = x if isinstance(x, Tensor) else x.total()
-        return x_SBH, projection(x_SBH, norm, fused_bias_gradient)
+        return x_SBH, projection.forward(x_SBH, norm, fused_bias_gradient)
     x_SBH, normed = norm.of(x)
-    return x_SBH, normed if projection is None else projection(normed, None, fused_bias_gradient)
+    return x_SBH, projection.forward(normed, None, fused_bias_gradient)

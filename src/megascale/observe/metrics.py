@@ -1,17 +1,23 @@
-"""Metrics of a run: one record a step to metrics.jsonl, TensorBoard and Weights & Biases, a line to the
-terminal."""
+"""Metrics of a run: one record a step to metrics.jsonl, TensorBoard and Weights & Biases, a line to the terminal, and
+to what `observe.sinks` names. Another package adds a sink with `register`.
+"""
 
 from __future__ import annotations
 
 import secrets
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from megascale.config import Config
+from megascale.config.parts import SINKS, PartFacts
+from megascale.config.registry import Registry
 from megascale.core import strict_json
 from megascale.errors import ConfigError, remedy
 
@@ -24,6 +30,21 @@ class MetricSink(Protocol):
 
     def close(self) -> None:
         """Flush and let go."""
+
+
+@dataclass(frozen=True)
+class SinkRequest:
+    """What a sink is made for, on rank 0.
+
+    Attributes:
+        run: the run folder, which is there.
+        config: of the run.
+        step: what this start goes on from; records of later steps may come again.
+    """
+
+    run: Path
+    config: Config
+    step: int
 
 
 class JsonLines:
@@ -154,6 +175,32 @@ class Terminal:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
+
+
+MakeSink = Callable[[SinkRequest], MetricSink]
+
+
+def _wandb(at: SinkRequest) -> Wandb:
+    return Wandb(at.config.observe.wandb or at.run.name, at.run, at.config.model_dump(exclude_none=True))
+
+
+KINDS: Registry[MakeSink] = Registry(
+    SINKS.key, {"tensorboard": lambda at: TensorBoard(at.run / "tensorboard", at.step), "wandb": _wandb}
+)
+
+
+def register(name: str, made: MakeSink, about: str = "") -> None:
+    """Let `observe.sinks` name `name`; made(request) is called on rank 0 before the first step of each start."""
+    SINKS.register(name, PartFacts(about))
+    KINDS.register(name, made)
+
+
+def open_sinks(at: SinkRequest) -> Iterator[MetricSink]:
+    """Open, one after the other, those that a configuration wants beside metrics.jsonl and the terminal, each once."""
+    observe = at.config.observe
+    switched = {"tensorboard": observe.tensorboard, "wandb": observe.wandb is not None}
+    for name in dict.fromkeys([*(name for name, on in switched.items() if on), *observe.sinks]):
+        yield KINDS[name](at)
 
 
 def _short(n: float) -> str:

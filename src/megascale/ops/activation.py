@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megascale import torch_private
 from megascale.config.parts import ACTIVATIONS, ActivationFacts
 from megascale.config.registry import Registry
 from megascale.ops import dispatch
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
+from megascale.ops.gradient_sink import tracked
 from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]
@@ -177,6 +180,15 @@ def _swiglu_kernel(
         tl.store(to + width, tl.sum(d_bias_u, 0), mask=column < width)
 
 
+@cache
+def _tiles(T: int, width: int, tile: tuple[int, int, int, int]) -> tuple[int, int, int, int, int, int]:
+    """Rows and columns of a tile, tiles along columns, rows a part, parts, and warps."""
+    rows, most, programs, warps = tile
+    block = min(most, max(16, next_power_of_2(width)))
+    columns = cdiv(width, block)
+    return rows, block, columns, *split_rows(T, rows, max(1, programs // columns)), warps
+
+
 def _run(
     kernel: Any,
     x_TF: Tensor,
@@ -192,10 +204,7 @@ def _run(
 ) -> Tensor | None:
     """Launch over [T, width] tiles; returns the bias gradient where there is one and a dy, unless `main` takes it."""
     T = x_TF.shape[0]
-    rows, most, programs, warps = tile
-    block = min(most, max(16, next_power_of_2(width)))
-    columns = cdiv(width, block)
-    a_part, parts = split_rows(T, rows, max(1, programs // columns))
+    rows, block, columns, a_part, parts, warps = _tiles(T, width, tile)
     partial = None
     if bias is not None and dy_TF is not None:
         partial = torch.empty((parts, x_TF.shape[1]), dtype=torch.float32, device=x_TF.device)
@@ -323,24 +332,26 @@ def activation_reference(kind: str, x: Tensor, bias: Tensor | None = None) -> Te
     return KINDS[kind].reference(x if bias is None else x + bias)
 
 
+@torch_private.called_directly
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kind: str, added: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tracked_bias: Tensor | None, told: tuple[Any, ...]) -> Tensor:
         flat = flat_rows(x)
         ctx.save_for_backward(flat)
-        ctx.bias = bias  # the parameter itself has the sink
-        ctx.kind, ctx.shape, ctx.added = kind, x.shape, added
+        bias, kind, added = ctx.told = told
+        ctx.shape = x.shape
         width = x.shape[-1] // 2 if ACTIVATIONS[kind].gated else x.shape[-1]
         y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
         run_activation(kind, flat, bias, None, y, added)
         return y.view(*x.shape[:-1], width)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (flat,), bias = ctx.saved_tensors, ctx.bias
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (flat,) = ctx.saved_tensors
+        bias, kind, added = ctx.told
         dx = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        d_bias = run_activation(ctx.kind, flat, bias, flat_rows(grads[0]), dx, ctx.added)
-        return dx.view(ctx.shape), d_bias, None, None
+        d_bias = run_activation(kind, flat, bias, flat_rows(dy), dx, added)
+        return dx.view(ctx.shape), d_bias, None
 
 
 def activate(kind: str, x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor:
@@ -350,7 +361,7 @@ def activate(kind: str, x: Tensor, bias: Tensor | None = None, added: bool = Fal
     only the bias's gradient is made here.
     """
     if x.numel() and fuses(kind, KINDS[kind].operator, x, bias):
-        return _Activation.apply(x, bias, kind, added)
+        return _Activation.apply(x, tracked(x, bias), (bias, kind, added))
     if added and bias is not None:
         x, bias = fuse_bias_gradient(x, bias), None
     return activation_reference(kind, x, bias)
@@ -366,7 +377,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor
     return activate("swiglu", x, bias, added)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RecomputedActivation:
     """An activation whose result backward makes again, in the pass that makes its gradient, instead of keeping it.
 

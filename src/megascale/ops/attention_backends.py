@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from megascale import torch_private
 from megascale.errors import ConfigError, remedy
@@ -29,7 +30,7 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """[S, B, N, D] as [B, N, S, D], the same memory."""
-    return tuple(t.permute(1, 2, 0, 3) for t in tensors)
+    return tuple([t.permute(1, 2, 0, 3) for t in tensors])
 
 
 def _joined(out_SBND: Tensor) -> Tensor:
@@ -54,6 +55,15 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
     return q.shape[1] != k.shape[1]
 
 
+# torch's own context manager for these takes longer than a launch.
+_SWITCHES = (
+    (SDPBackend.CUDNN_ATTENTION, cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (SDPBackend.FLASH_ATTENTION, cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (SDPBackend.EFFICIENT_ATTENTION, cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (SDPBackend.MATH, cuda.math_sdp_enabled, cuda.enable_math_sdp),
+)
+
+
 def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     if window is not None:
         raise ConfigError(
@@ -61,11 +71,18 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
             f"({window}); set --kernels.attention=auto to choose a kernel a layer"
         )
     q, k, v = _heads_first(q_SBND, k_SBGD, v_SBGD)
-    with sdpa_kernel(kind):
+    before = [is_on() for _, is_on, _ in _SWITCHES]
+    try:
+        for one, _, turn in _SWITCHES:
+            turn(one is kind)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=_grouped(q, k))
+    finally:
+        for on, (_, _, turn) in zip(before, _SWITCHES, strict=True):
+            turn(on)
     return _joined(out.permute(2, 0, 1, 3))
 
 
+@torch_private.called_directly
 class _FlashWindow(torch.autograd.Function):
     """torch's built-in FlashAttention-2 with its window, which F.scaled_dot_product_attention does not pass on."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.ops.rope import empty_gradients
 
 # Names of a graph's tensors; cuDNN knows them by number.
@@ -40,10 +41,6 @@ class TensorLayout:
         if d != 1:
             raise NotImplementedError("cuDNN attention needs adjacent elements of a head")
         self.dim, self.stride = [B, N, S, D], [b, n, s, 1]
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        return (*self.dim, *self.stride)
 
 
 class AttentionPlan:
@@ -141,10 +138,12 @@ def add_backward(
 _plans: dict[tuple[Any, ...], AttentionPlan] = {}
 
 
-def _plan(backward: bool, layouts: tuple[TensorLayout, ...], window: int | None, like: Tensor) -> AttentionPlan:
-    key = (backward, like.dtype, like.device, window, *(layout.key for layout in layouts))
+def _plan(backward: bool, tensors: tuple[Tensor, ...], window: int | None) -> AttentionPlan:
+    like = tensors[0]
+    key = (backward, like.dtype, like.device, window, *[(t.shape, t.stride()) for t in tensors])
     if key not in _plans:
         handle = _handle(like.device.index)
+        layouts = [TensorLayout(t) for t in tensors]
         graph = new_graph(like.dtype, handle)
         if backward:
             q, k, v, o, *grads = layouts
@@ -156,14 +155,14 @@ def _plan(backward: bool, layouts: tuple[TensorLayout, ...], window: int | None,
     return _plans[key]
 
 
+@torch_private.called_directly
 class _CudnnAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         S, B, N, D = q.shape
         out = torch.empty((S, B, N, D), dtype=q.dtype, device=q.device)
         stats = torch.empty((B, N, S, 1), dtype=torch.float32, device=q.device)
-        layouts = tuple(TensorLayout(t) for t in (q, k, v, out))
-        _plan(False, layouts, window, q).run(q=q, k=k, v=v, o=out, stats=stats)
+        _plan(False, (q, k, v, out), window).run(q=q, k=k, v=v, o=out, stats=stats)
         ctx.save_for_backward(q, k, v, out, stats)
         ctx.window = window
         return out.view(S, B, N * D)
@@ -173,8 +172,7 @@ class _CudnnAttention(torch.autograd.Function):
         q, k, v, out, stats = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
         grads = empty_gradients(q, k)
-        layouts = tuple(TensorLayout(t) for t in (q, k, v, out, *grads))
-        plan = _plan(True, layouts, ctx.window, q)
+        plan = _plan(True, (q, k, v, out, *grads), ctx.window)
         plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
         return *grads, None
 

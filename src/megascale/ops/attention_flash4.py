@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.ops.rope import empty_gradients
 
 
@@ -33,6 +34,7 @@ def _batch_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.transpose(0, 1) for t in tensors)
 
 
+@torch_private.called_directly
 class _FlashAttention4(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

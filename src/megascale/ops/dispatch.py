@@ -1,14 +1,21 @@
 """Which implementation an operator runs: the fused kernel or the plain PyTorch reference, and a record of it.
 
-`configure(mode)` is called once at start-up with `kernels.mode`. Every public operator asks `use_fused(name,
-*tensors)`; the answer is remembered so that `active()` can be printed: what was asked for and is not active
-is an error (mode "fused") or a line of that print (mode "auto"), never silence.
+Each engine has one `Kernels` (in parallel/runtime.py's Runtime), made from `kernels.mode`, and puts it in force for
+the length of what it does. Every public operator asks `use_fused(name, *tensors)`, which is answered by the one in
+force; the answer is remembered so that `Kernels.active()` can be printed: what was asked for and is not active is an
+error (mode "fused") or a line of that print (mode "auto"), never silence.
+
+The one in force is a context variable and not an argument of each operator: backward functions ask as well, from inside
+autograd, and operators that other packages register have signatures of their own. It is each thread's own: a thread
+that puts nothing in force (autograd's own, a service's) runs DEFAULT, and so does whatever no engine called.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,9 +37,6 @@ INTERPRET = HAVE_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_mode = "auto"
-_active: dict[str, str] = {}
-
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`triton.jit`, or the undecorated function where Triton is not installed (it is then never called)."""
@@ -51,49 +55,85 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def configure(mode: str) -> None:
-    """Set how operators are chosen: "auto", "fused" (an error where it cannot be) or "reference".
+class Kernels:
+    """How operators are chosen, and what they have run: an engine's own.
+
+    Args:
+        mode: "auto", "fused" (an error where it cannot be) or "reference", as kernels.mode.
+
+    Attributes:
+        wide_gemm: whether torch's CUDA GEMM adds into float32 (ops/linear.py); None until the first.
 
     Raises ConfigError if "fused" is asked for on a machine without CUDA (or Triton's interpreter) or Triton.
     """
-    global _mode
-    if mode == "fused" and not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())):
-        missing = "Triton is not installed" if not HAVE_TRITON else "no CUDA device is visible"
-        raise ConfigError(
-            f"kernels.mode='fused' cannot be had here: {missing}; set --kernels.mode=auto to run the plain "
-            "PyTorch operators where the fused ones are not available"
-        )
-    _mode = mode
-    _active.clear()
+
+    def __init__(self, mode: str = "auto") -> None:
+        if mode == "fused" and not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())):
+            missing = "Triton is not installed" if not HAVE_TRITON else "no CUDA device is visible"
+            raise ConfigError(
+                f"kernels.mode='fused' cannot be had here: {missing}; set --kernels.mode=auto to run the plain "
+                "PyTorch operators where the fused ones are not available"
+            )
+        self.mode = mode
+        self.choices: dict[str, str] = {}
+        self.wide_gemm: bool | None = None
+
+    def note(self, op: str, choice: str) -> None:
+        """Record what `op` runs, for operators that are not a choice between Triton and reference."""
+        self.choices[op] = choice
+
+    def active(self) -> dict[str, str]:
+        """What each operator called so far runs: name to "triton", "reference (why)" or a description."""
+        return dict(sorted(self.choices.items()))
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Within, operators that this thread calls ask these."""
+        before = CURRENT.set(self)
+        try:
+            yield
+        finally:
+            CURRENT.reset(before)
 
 
-def mode() -> str:
-    """The mode in force: "auto", "fused" or "reference"."""
-    return _mode
+DEFAULT = Kernels()  # of operators that no engine calls
+CURRENT: ContextVar[Kernels] = ContextVar("kernels", default=DEFAULT)
 
 
 def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
     """Whether operator `op` runs its fused kernel on these tensors; the answer is recorded for `active()`."""
-    tensor = next(t for t in tensors if t is not None)
-    if _mode == "reference":
+    # Loops, not generators: this is asked about a hundred times a micro-batch.
+    for tensor in tensors:
+        if tensor is not None:
+            break
+    else:
+        raise ValueError(f"{op}: no tensor to choose by")
+    kernels = CURRENT.get()
+    if kernels.mode == "reference":
         choice = "reference (kernels.mode)"
     elif not HAVE_TRITON:
         choice = "reference (Triton is not installed)"
-    elif not (tensor.is_cuda or (INTERPRET and _mode == "fused")):
+    elif not (tensor.is_cuda or (INTERPRET and kernels.mode == "fused")):
         choice = f"reference ({tensor.device.type} tensors)"
-    elif any(t is not None and t.dtype not in FUSED_DTYPES for t in tensors):
-        choice = "reference (float64)"
     else:
         choice = "triton"
-    _active[op] = choice
+        for tensor in tensors:
+            if tensor is not None and tensor.dtype not in FUSED_DTYPES:
+                choice = "reference (float64)"
+    kernels.choices[op] = choice
     return choice == "triton"
 
 
+def mode() -> str:
+    """The mode in force: "auto", "fused" or "reference"."""
+    return CURRENT.get().mode
+
+
 def note(op: str, choice: str) -> None:
-    """Record what `op` runs, for operators that are not a choice between Triton and reference."""
-    _active[op] = choice
+    """As `Kernels.note`, of those in force."""
+    CURRENT.get().choices[op] = choice
 
 
 def active() -> dict[str, str]:
-    """What each operator called so far runs: name to "triton", "reference (why)" or a description."""
-    return dict(sorted(_active.items()))
+    """As `Kernels.active`, of those in force."""
+    return CURRENT.get().active()

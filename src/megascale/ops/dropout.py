@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.reduce import flat_rows, split_rows, sum_parts
 
@@ -74,6 +75,7 @@ def _masked(x: Tensor, p: float, key: int | Tensor, sequence_start: int, sample_
     return torch.where(keep, x * (1 / (1 - p)), 0)
 
 
+@torch_private.called_directly
 class _DropoutReference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *draw: Any) -> Tensor:
@@ -186,6 +188,7 @@ def _run(
     return out, None if partial is None or sum_as is None else sum_parts(partial, sum_as)
 
 
+@torch_private.called_directly
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, *draw: Any) -> Tensor:

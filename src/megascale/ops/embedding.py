@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
 from megascale.ops.gradient_sink import main_of, sink_of
 
@@ -102,6 +103,7 @@ def embedding_reference(tokens: Tensor, weight: Tensor, mine: Tensor | None = No
     return found * mine[..., None].to(found.dtype)
 
 
+@torch_private.called_directly
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, mine: Tensor | None) -> Tensor:

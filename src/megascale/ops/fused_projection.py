@@ -8,12 +8,13 @@ the activation is its reader's, which recomputes it in backward and writes its g
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.config.parts import ACTIVATIONS
 from megascale.ops.activation import (
     RecomputedActivation,
@@ -22,7 +23,7 @@ from megascale.ops.activation import (
     fuses,
     run_activation,
 )
-from megascale.ops.gradient_sink import main_of, sink_of
+from megascale.ops.gradient_sink import main_of, sink_of, tracked
 from megascale.ops.reduce import column_sum, flat_rows
 from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
 
@@ -44,7 +45,7 @@ def split_fused_projection_reference(
     return q, k, v, activation_reference(activation, fused_SBC[..., width:], mlp_bias)
 
 
-@dataclass
+@dataclass(slots=True)
 class _FusedGradient:
     """The gradient of a fused projection, which its parts' readers fill."""
 
@@ -75,11 +76,11 @@ class _FusedGradient:
         return run_activation(kind, x_TF, self.bias, dy_TF, dx_TF, added=True, main=main, recompute=recompute)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, kw_only=True)
 class _FusedRecomputedActivation(RecomputedActivation):
     """The activation of a fused projection's last columns; its gradient goes into their place."""
 
-    gradient: _FusedGradient = field(kw_only=True)
+    gradient: _FusedGradient
 
     def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         d_fused = self.gradient.open(x)
@@ -89,25 +90,20 @@ class _FusedRecomputedActivation(RecomputedActivation):
         return y, d_fused[..., self.gradient.width :]
 
 
+@torch_private.called_directly
 class _SplitFusedProjection(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         fused_SBC: Tensor,
-        mlp_bias: Tensor | None,
-        fused_bias: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        sizes: tuple[int, int, int],
-        activation: str,
-        interleaved: bool,
-        gradient: _FusedGradient,
-        recompute: bool,
+        tracked_mlp_bias: Tensor | None,
+        tracked_fused_bias: Tensor | None,
+        told: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
-        heads, groups, head_size = sizes
+        mlp_bias, fused_bias, cos, sin, (heads, groups, head_size), activation, interleaved, gradient, recompute = told
         qkv = fused_SBC[..., : gradient.width].unflatten(-1, (-1, head_size))
         parts = rotate_parts(qkv, heads, groups, (cos, sin), interleaved)
-        ctx.mlp_bias, ctx.fused_bias = mlp_bias, fused_bias  # the parameters themselves have the sinks
+        ctx.mlp_bias, ctx.fused_bias = mlp_bias, fused_bias
         ctx.head_size, ctx.gradient, ctx.recompute = head_size, gradient, recompute
         ctx.activation, ctx.interleaved = activation, interleaved
         x_TF = fused_SBC.flatten(0, 1)[:, gradient.width :]
@@ -141,7 +137,7 @@ class _SplitFusedProjection(torch.autograd.Function):
                 sink.ready()
             else:
                 d_bias = total.to(bias.dtype)
-        return d_fused, d_mlp_bias, d_bias, *(None,) * 7
+        return d_fused, d_mlp_bias, d_bias, None
 
 
 def split_fused_projection(
@@ -175,9 +171,9 @@ def split_fused_projection(
         and fuses(activation, "split fused projection", fused_SBC, mlp_bias, cos, fused_bias)
     ):
         sizes, gradient = (heads, groups, head_size), _FusedGradient(fused_SBC.shape, width, fused_bias)
-        parts = _SplitFusedProjection.apply(
-            fused_SBC, mlp_bias, fused_bias, cos, sin, sizes, activation, interleaved, gradient, recompute
-        )
+        told = mlp_bias, fused_bias, cos, sin, sizes, activation, interleaved, gradient, recompute
+        known = tracked(fused_SBC, mlp_bias), tracked(fused_SBC, fused_bias)
+        parts = _SplitFusedProjection.apply(fused_SBC, *known, told)
         return *parts, _FusedRecomputedActivation(activation, mlp_bias, gradient=gradient) if recompute else None
     if fused_bias is not None:
         fused_SBC = fuse_bias_gradient(fused_SBC, fused_bias)

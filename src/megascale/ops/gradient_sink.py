@@ -12,27 +12,25 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(eq=False)
+def _unheard() -> None: ...
+
+
+@dataclass(eq=False, slots=True)
 class GradientSink:
     """One parameter's.
 
     Attributes:
         main: the gradient so far, of the parameter's shape; a micro-batch adds to it.
-        told: called after each contribution.
+        ready: to be called when `main` has one more contribution.
         overwrite: `main` holds nothing yet: the next GEMM writes it and is not added to zeros, which saves making and
             reading them.
         by_gemm: whether a GEMM has made this gradient, and so could write it.
     """
 
     main: Tensor
-    told: Callable[[], None] | None = None
+    ready: Callable[[], None] = _unheard
     overwrite: bool = False
     by_gemm: bool = False
-
-    def ready(self) -> None:
-        """`main` has one more contribution."""
-        if self.told is not None:
-            self.told()
 
     def take_overwrite(self) -> bool:
         """Whether the GEMM that asks writes `main`; the next one adds."""
@@ -54,6 +52,14 @@ def detach(parameter: Tensor) -> None:
 def sink_of(parameter: Tensor) -> GradientSink | None:
     """The parameter's sink, None if it is autograd's."""
     return getattr(parameter, "gradient_sink", None)
+
+
+def tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """The parameter, if autograd has to know that an operator of x reads it; None where its sink gets the gradient
+    anyway, in the backward function that x's gradient is made in. Each parameter that autograd knows costs a node and
+    a hook a micro-batch. An operator gets the parameter itself by another argument, which is no tensor.
+    """
+    return None if parameter is None or (x.requires_grad and sink_of(parameter) is not None) else parameter
 
 
 def main_of(parameter: Tensor) -> Tensor | None:

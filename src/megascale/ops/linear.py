@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megascale.ops import dispatch
+from megascale.ops.dispatch import CURRENT
 
 # A matrix as GEMMs read it. The first tensor has a row for each token: that one travels between tensor-parallel ranks.
 # The others, such as a scale, hold for all rows.
 Operand = tuple[Tensor, ...]
-
-_float32_output: bool | None = None  # whether this torch's CUDA GEMM adds into float32; None until the first call
 
 
 def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
@@ -28,24 +26,23 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False)
     On CUDA one GEMM with a float32 output does it (a torch without that forms the result in a's type, and
     `dispatch.active` says so); elsewhere the result is formed in target's type.
     """
-    global _float32_output
     if not (target.is_cuda and target.dtype == torch.float32) or target.dtype == a.dtype:
         a, b = a.to(target.dtype), b.to(target.dtype)
         torch.mm(a, b, out=target) if overwrite else target.addmm_(a, b)
-    elif _float32_output:
+    elif (kernels := CURRENT.get()).wide_gemm:
         _add_float32(target, a, b, overwrite)
-    elif _float32_output is None:
+    elif kernels.wide_gemm is None:
         try:
             _add_float32(target, a, b, overwrite)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError) as error:
-            _float32_output = False
-            dispatch.note("weight gradient", f"GEMM in {a.dtype}, then added ({error})")
+            kernels.wide_gemm = False
+            kernels.note("weight gradient", f"GEMM in {a.dtype}, then added ({error})")
             target.copy_(a @ b) if overwrite else target.add_(a @ b)
         else:
-            _float32_output = True
-            dispatch.note("weight gradient", "added in float32 inside the GEMM")
+            kernels.wide_gemm = True
+            kernels.note("weight gradient", "added in float32 inside the GEMM")
     else:
         target.copy_(a @ b) if overwrite else target.add_(a @ b)
 
@@ -104,19 +101,19 @@ class ComputeType:
         """See Gemms."""
         if out is None:
             return F.linear(x[0], weight, bias)
-        out = flat(out)
+        out, rows = flat(out), flat(x[0])
         if add:
-            return out.addmm_(flat(x[0]), weight.t())
+            return out.addmm_(rows, weight.t())
         if bias is None:
-            return torch.mm(flat(x[0]), weight.t(), out=out)
-        return torch.addmm(bias, flat(x[0]), weight.t(), out=out)
+            return torch.mm(rows, weight.t(), out=out)
+        return torch.addmm(bias, rows, weight.t(), out=out)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
         """See Gemms."""
         if out is None:
             return torch.matmul(dy[0], weight)
-        out = flat(out)
-        return out.addmm_(flat(dy[0]), weight) if add else torch.mm(flat(dy[0]), weight, out=out)
+        out, rows = flat(out), flat(dy[0])
+        return out.addmm_(rows, weight) if add else torch.mm(rows, weight, out=out)
 
     def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
@@ -125,4 +122,4 @@ class ComputeType:
 
 def flat(x: Tensor) -> Tensor:
     """x [..., C] as rows."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)

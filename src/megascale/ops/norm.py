@@ -6,13 +6,16 @@ Weight gradients go through partial sums in a fixed order, so repeats give the s
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
+from megascale.ops.gradient_sink import tracked
 from megascale.ops.reduce import PARTS, accumulate_gradients, bias_gradient, flat_rows, split_rows
 
 NormKind = Literal["layernorm", "rmsnorm"]
@@ -330,6 +333,7 @@ def _backward_split_kernel(
         tl.store(add_part_ptr + part * width + column_r, d_add_bias_r, mask=inside)
 
 
+@cache
 def _tile(width: int) -> tuple[int, int, int, int]:
     """Two blocks of columns (the second of 0 where one holds them all), rows at a time and warps for rows of `width`.
 
@@ -340,6 +344,22 @@ def _tile(width: int) -> tuple[int, int, int, int]:
         block //= 2
         rest = next_power_of_2(width - block)
     return block, rest, max(1, 1024 // block), min(16, max(1, block // 512))
+
+
+@cache
+def _backward_tile(T: int, H: int, has_bias: bool, add_bias: bool) -> tuple[int, int, int, int, bool, int, int]:
+    """As `_tile` for the backward pass, whether that makes the bias's sum before the norm, rows a part, and parts."""
+    block, rest, rows, warps = _tile(H)
+    rows = max(rows, 4096 // block)  # narrow rows: more loads in flight
+    if block < 2048:  # one warp a row would hold more than its registers
+        warps = rows * block // 512
+    # The sum over dx of wide rows does not fit the registers; they take a pass more.
+    within = add_bias and block <= WIDEST_WITH_SUM
+    held = rows * (block + rest)
+    sums = 1 + has_bias + within
+    # An SM has room for one program with so many sums, whose parts would only be more to add.
+    alone = warps >= 8 and (held * sums > 8192 or held >= 8192)
+    return block, rest, rows, warps, within, *split_rows(T, rows, PARTS // 2 if alone else PARTS)
 
 
 def _forward(
@@ -380,19 +400,9 @@ def _backward(
     """Launch; returns the gradients of what was normed (plus d_total), and of weight, bias and the bias that was added
     before, as `accumulate_gradients` does."""
     T, H = x_TH.shape
-    dx = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
-    block, rest, rows, warps = _tile(H)
-    rows = max(rows, 4096 // block)  # narrow rows: more loads in flight
-    if block < 2048:  # one warp a row would hold more than its registers
-        warps = rows * block // 512
-    # The sum over dx of wide rows does not fit the registers; they take a pass more.
-    within = add_bias is not None and block <= WIDEST_WITH_SUM
-    held = rows * (block + rest)
-    sums = 1 + (bias is not None) + within
-    # An SM has room for one program with so many sums, whose parts would only be more to add.
-    alone = warps >= 8 and (held * sums > 8192 or held >= 8192)
-    a_part, parts = split_rows(T, rows, PARTS // 2 if alone else PARTS)
-    partial = torch.empty((parts, (1 if bias is None else 2) * H), dtype=torch.float32, device=x_TH.device)
+    dx = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    block, rest, rows, warps, within, a_part, parts = _backward_tile(T, H, bias is not None, add_bias is not None)
+    partial = torch.empty((parts, H if bias is None else 2 * H), dtype=torch.float32, device=x_TH.device)
     added = torch.empty((parts, H), dtype=torch.float32, device=x_TH.device) if within else None
     given = (
         *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, added, T, H),
@@ -410,64 +420,68 @@ def _backward(
     return dx, *accumulate_gradients(partial, weight, bias), d_add_bias
 
 
+@torch_private.called_directly
 class _Norm(torch.autograd.Function):
     """Both norms; `centre` is what sets LayerNorm apart."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, tracked_weight: Tensor | None, tracked_bias: Tensor | None, told: tuple[Any, ...]
+    ) -> Tensor:
+        weight, bias, eps, centre = told
         x_TH, y, statistics = _forward(flat_rows(x), None, None, weight, bias, eps, centre)
-        ctx.save_for_backward(x_TH, weight, statistics)
-        ctx.centre, ctx.shape = centre, x.shape
-        ctx.weight, ctx.bias = weight, bias  # the parameters themselves have the sinks
+        ctx.save_for_backward(x_TH, statistics)
+        ctx.told, ctx.shape = told, x.shape
         return y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, _, statistics = ctx.saved_tensors
-        dy = flat_rows(grads[0])
-        dx, d_weight, d_bias, _ = _backward(dy, None, x_TH, ctx.weight, ctx.bias, statistics, ctx.centre)
-        return dx.view(ctx.shape), d_weight, d_bias, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, statistics = ctx.saved_tensors
+        weight, bias, _, centre = ctx.told
+        dx, d_weight, d_bias, _ = _backward(flat_rows(dy), None, x_TH, weight, bias, statistics, centre)
+        return dx.view(ctx.shape), d_weight, d_bias, None
 
 
+@torch_private.called_directly
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         residual: Tensor,
-        x_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        centre: bool,
+        tracked_weight: Tensor | None,
+        tracked_bias: Tensor | None,
+        tracked_x_bias: Tensor | None,
+        told: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
+        weight, bias, x_bias, eps, centre = told
         total, y, statistics = _forward(flat_rows(x), flat_rows(residual), x_bias, weight, bias, eps, centre)
-        ctx.save_for_backward(total, weight, statistics)
-        ctx.centre, ctx.shape = centre, x.shape
-        ctx.weight, ctx.bias, ctx.x_bias = weight, bias, x_bias  # the parameters themselves have the sinks
+        ctx.save_for_backward(total, statistics)
+        ctx.told, ctx.shape = told, x.shape
         return total.view(x.shape), y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total, _, statistics = ctx.saved_tensors
-        d_total, dy = (flat_rows(grad) for grad in grads)
+    def backward(ctx: Any, d_total: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        total, statistics = ctx.saved_tensors
+        weight, bias, x_bias, _, centre = ctx.told
         dx, d_weight, d_bias, d_x_bias = _backward(
-            dy, d_total, total, ctx.weight, ctx.bias, statistics, ctx.centre, ctx.x_bias
+            flat_rows(dy), flat_rows(d_total), total, weight, bias, statistics, centre, x_bias
         )
-        return dx.view(ctx.shape), dx.view(ctx.shape), d_x_bias, d_weight, d_bias, None, None
+        dx = dx.view(ctx.shape)
+        return dx, dx, d_weight, d_bias, d_x_bias, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm of x [..., H] with weight and bias [H]; returns x's shape and type."""
     if x.numel() and x.shape[-1] <= WIDEST and use_fused("layer norm", x, weight, bias):
-        return _Norm.apply(x, weight, bias, eps, True)
+        return _Norm.apply(x, tracked(x, weight), tracked(x, bias), (weight, bias, eps, True))
     return layer_norm_reference(x, weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [..., H] with weight [H]; returns x's shape and type."""
     if x.numel() and x.shape[-1] <= WIDEST and use_fused("rms norm", x, weight):
-        return _Norm.apply(x, weight, None, eps, False)
+        return _Norm.apply(x, tracked(x, weight), None, (weight, None, eps, False))
     return rms_norm_reference(x, weight, eps)
 
 
@@ -487,5 +501,21 @@ def add_norm(
     """
     fits = x.numel() and x.shape[-1] <= WIDEST and residual.dtype == x.dtype
     if fits and use_fused("add norm", x, residual, weight, bias, x_bias):
-        return _AddNorm.apply(x, residual, x_bias, weight, bias, eps, kind == "layernorm")
+        parameters = weight, bias, x_bias
+        known = [tracked(x, parameter) for parameter in parameters]
+        return _AddNorm.apply(x, residual, *known, (*parameters, eps, kind == "layernorm"))
     return add_norm_reference(x, residual, weight, bias, eps, kind, x_bias)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, x_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `add_norm`."""
+    return add_norm(x, residual, weight, bias, eps, "layernorm", x_bias)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, x_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `add_norm`."""
+    return add_norm(x, residual, weight, bias, eps, "rmsnorm", x_bias)

@@ -5,6 +5,8 @@ gradients of parameters. `column_sum` does both for a plain matrix."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -65,10 +67,11 @@ def _column_sum_kernel(
 
 def flat_rows(x: Tensor) -> Tensor:
     """x as [rows, columns] with adjacent columns; copies only what no strides can express."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.flatten(0, -2)
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
+@cache
 def split_rows(rows: int, block: int, parts: int = PARTS) -> tuple[int, int]:
     """Rows a part (a multiple of `block`) and the number of parts, a function of sizes alone."""
     a_part = block * cdiv(cdiv(rows, block), parts)
@@ -103,16 +106,30 @@ def accumulate_gradients(
 
     Added to their sinks where they have one, and None returned for them; else returned in their type.
     """
-    given = [first] if second is None else [first, second]
-    sinks = [sink for parameter in given if (sink := sink_of(parameter)) is not None]
-    mains = [sink.main for sink in sinks]
-    if len(mains) < len(given) or any(main.dtype != torch.float32 or not main.is_contiguous() for main in mains):
-        sums = sum_parts(parts_PC, first.dtype)
-        return sums[: first.numel()], None if second is None else sums[first.numel() :]
-    _sum(parts_PC, mains[0], mains[-1], True)
-    for sink in sinks:
+    sink = sink_of(first)
+    other = sink if second is None else sink_of(second)
+    if sink is not None and other is not None and _takes_sums(sink.main) and _takes_sums(other.main):
+        _sum(parts_PC, sink.main, other.main, True)
         sink.ready()
-    return None, None
+        if second is not None:
+            other.ready()
+        return None, None
+    sums = sum_parts(parts_PC, first.dtype)
+    n = first.numel()
+    return _gradient(first, sums[:n]), None if second is None else _gradient(second, sums[n:])
+
+
+def _takes_sums(main: Tensor) -> bool:
+    return main.dtype == torch.float32 and main.is_contiguous()
+
+
+def _gradient(parameter: Tensor, found: Tensor) -> Tensor | None:
+    """What autograd is told of a parameter's gradient: nothing where its sink takes it."""
+    if (sink := sink_of(parameter)) is None:
+        return found
+    sink.main.add_(found)
+    sink.ready()
+    return None
 
 
 def bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
@@ -120,7 +137,7 @@ def bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
     if bias is None:
         return None
     sink = sink_of(bias)
-    found = column_sum(dy.reshape(-1, dy.shape[-1]), None if sink is None else sink.main)
+    found = column_sum(dy.flatten(0, -2), None if sink is None else sink.main)
     if sink is None:
         return found
     sink.ready()

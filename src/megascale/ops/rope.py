@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 
 
@@ -135,6 +136,7 @@ def check_tables(cos: Tensor, sin: Tensor, positions: int) -> tuple[Tensor, Tens
     return cos.contiguous(), sin.contiguous()
 
 
+@torch_private.called_directly
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -156,12 +158,15 @@ def packed(parts: tuple[Tensor, ...]) -> Tensor | None:
     """The contiguous [S, B, heads, D] tensor that `parts` are adjacent head ranges of, or None if they are not."""
     first = parts[0]
     S, B, _, D = first.shape
-    heads = sum(part.shape[2] for part in parts)
+    heads = sum([part.shape[2] for part in parts])
     strides = (B * heads * D, heads * D, D, 1)
     offset = first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
     for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.stride() != strides or part.storage_offset() != offset:
+        # By strides first, which are another's most often: storages are slow to come by.
+        if part.stride() != strides or part.storage_offset() != offset:
+            return None
+        if part is not first and part.untyped_storage().data_ptr() != storage:
             return None
         offset += part.shape[2] * D
     return first.as_strided((S, B, heads, D), strides, first.storage_offset())
@@ -188,6 +193,7 @@ def gather_gradients(
         _rotate(_adjacent(grad), place, cos, sin, interleaved, inverse=True)
 
 
+@torch_private.called_directly
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -207,7 +213,9 @@ class _SplitQKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         whole = packed(grads)
-        if whole is None:
+        if whole is None and cos is None:
+            whole = torch.cat(grads, 2)  # in one launch
+        elif whole is None:
             S, B, _, D = grads[0].shape
             heads = sum(grad.shape[2] for grad in grads)
             whole = torch.empty((S, B, heads, D), dtype=grads[0].dtype, device=grads[0].device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -77,9 +78,6 @@ class FlatChunk:
         axes: whom its buckets are shared with.
         zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too.
         bucket_elements: size of a bucket; None for one bucket a chunk.
-
-    Attributes:
-        on_gradient: called with a parameter's number when its sink has one more contribution to its gradient.
     """
 
     def __init__(
@@ -106,10 +104,9 @@ class FlatChunk:
             {p: self.params[a : a + p.numel()].view(p.shape) for p, a in zip(meta, starts, strict=True)},
         )
         self.parameters = list(module.parameters())
-        self.on_gradient: Callable[[int], None] = lambda number: None
         self.grad_dtype = grad_dtype(dtype)
         nowhere = torch.empty(0, dtype=self.grad_dtype, device=device)  # until `aim`
-        self.sinks = [attach(p, GradientSink(nowhere, self._told(i))) for i, p in enumerate(self.parameters)]
+        self.sinks = [attach(p, GradientSink(nowhere)) for p in self.parameters]
         for p in self.parameters:
             p.register_post_accumulate_grad_hook(self._accumulate)
         if self.zero == 2:
@@ -146,8 +143,10 @@ class FlatChunk:
         p.grad = None
         sink.ready()
 
-    def _told(self, number: int) -> Callable[[], None]:
-        return lambda: self.on_gradient(number)
+    def tell(self, on_gradient: Callable[[int], None]) -> None:
+        """Call on_gradient(a parameter's number) when its sink has one more contribution to its gradient."""
+        for number, sink in enumerate(self.sinks):
+            sink.ready = partial(on_gradient, number)
 
     def units(self) -> list[list[int]]:
         """Buckets that each unit of the module's forward needs; empty for a module that names no units."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megascale import torch_private
 from megascale.core.spans import SpanAxis
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.runtime import Runtime, Transfer
@@ -160,6 +161,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
     return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), transfer)
 
 
+@torch_private.called_directly
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -171,6 +173,7 @@ class _GatherSequence(torch.autograd.Function):
         return reduce_scatter(grads[0], ctx.axis).wait(), None
 
 
+@torch_private.called_directly
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -32,6 +32,8 @@ class _Buckets:
         self.calls = [0] * len(flat.parameters)  # gradient contributions a micro-batch, learnt in the first one
         self.seen = [0] * len(flat.parameters)
         self.left: list[int] = []  # parameters of each bucket whose gradients are not complete
+        # As many at first; a parameter that gets no gradient (another chunk's copy in use) makes no call.
+        self.expected = [0] * len(flat.layout.buckets)
         self.needs: list[list[int]] = []  # buckets that each unit of the forward needs
         self.armed = False  # whether the next backward, or the present one, is reduced
         self.as_they_fill = False  # whether the present backward's buckets leave as they fill
@@ -86,7 +88,7 @@ class DataParallel:
         self._runtime = flats[0].axes.tensor.runtime
         self._chunks = [_Buckets(flat) for flat in flats]
         for buckets in self._chunks:
-            buckets.flat.on_gradient = partial(self._mark, buckets)
+            buckets.flat.tell(partial(self._mark, buckets))
             if overlap and (units := buckets.flat.units()):
                 buckets.needs = units
                 buckets.flat.module.pre_forward_gather = partial(self._await_unit, buckets)  # type: ignore[assignment]
@@ -113,8 +115,7 @@ class DataParallel:
             grads, buckets.reducing = self.pool.take(flat)
             flat.aim(grads)
         buckets.as_they_fill = self.overlap and buckets.armed and any(buckets.calls)
-        # A parameter that gets no gradient (another chunk's copy in use) makes no call.
-        buckets.left = [sum(1 for i in span.members if buckets.calls[i]) for span in flat.layout.buckets]
+        buckets.left = buckets.expected.copy()
 
     def _mark(self, buckets: _Buckets, number: int) -> None:
         """A gradient has one more contribution; the last of an armed bucket sends it off."""
@@ -131,6 +132,7 @@ class DataParallel:
         flat = buckets.flat
         if not any(buckets.calls):
             buckets.calls = list(buckets.seen)
+            buckets.expected = [sum(1 for i in span.members if buckets.calls[i]) for span in flat.layout.buckets]
         buckets.as_they_fill = False
         if not buckets.armed:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class LinearPrecision(ComputeType):
         sink = sink_of(weight)
         if sink is None:
             wide = weight.new_empty(weight.shape, dtype=_accumulation_dtype(weight))
-            self.accumulate(wide, dy, x() if callable(x) else x, True)
+            self.accumulate(wide, dy, x if isinstance(x, tuple) else x(), True)
             return wide.to(weight.dtype)
         self.accumulate_gradient(sink, dy, x, after)
         return None
@@ -72,8 +73,13 @@ class LinearPrecision(ComputeType):
         self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
         """Put a weight's gradient into its sink, and say so."""
-        main, overwrite, stream = sink.main, sink.take_overwrite(), self.axis.runtime.stream
-        stream.run(lambda: self.accumulate(main, dy, x() if callable(x) else x, overwrite), after)
+        main, overwrite = sink.main, sink.take_overwrite()
+        work: Callable[[], None]
+        if isinstance(x, tuple):
+            work = partial(self.accumulate, main, dy, x, overwrite)
+        else:
+            work = lambda: self.accumulate(main, dy, x(), overwrite)
+        self.axis.runtime.stream.run(work, after)
         sink.ready()
 
 

@@ -13,6 +13,7 @@ from megascale.core.calls import NoCalls
 from megascale.core.spans import Mark, NoRecorder, Recorder, SpanKind
 from megascale.ops import side_stream
 from megascale.ops.attention import AttentionChooser
+from megascale.ops.dispatch import Kernels
 from megascale.ops.side_stream import InOrder, SideStream
 
 
@@ -29,12 +30,15 @@ class Runtime:
         recorder: what times it; a trainer puts its timers there.
         stream: where GEMMs run that nothing waits for yet.
         attention: which attention kernel each shape runs.
+        kernels: how all other operators are chosen, and the record of what all of them run; in force while an engine
+            works (ops/dispatch.py).
     """
 
     calls: NoCalls = field(default_factory=NoCalls)
     recorder: Recorder = field(default_factory=NoRecorder)
     stream: InOrder = field(default_factory=_in_order)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
+    kernels: Kernels = field(default_factory=Kernels)
     _side: SideStream | None = None  # one, however often it is turned on: cuBLAS has a workspace for each stream
 
     def use_side_stream(self, wanted: bool, device: torch.device) -> str:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megascale import torch_private
 from megascale.core.inventory import LogicalTensor
 from megascale.ops.activation import RecomputedActivation
+from megascale.ops.gradient_sink import tracked
 from megascale.ops.linear import Operand
 from megascale.ops.reduce import bias_gradient
 from megascale.parallel.collectives import (
@@ -56,8 +58,6 @@ def _gathered_gemm(
 ) -> torch.Tensor:
     """linear(all-gathered x, weight, bias) in the type of `like`, the gather hidden as `axis.overlap` says."""
     axis, (part, *rest) = linears.axis, x
-    if axis.size == 1:
-        return linears.forward(x, weight, bias)
     if axis.overlap == "off":
         return linears.forward((all_gather(part, axis).wait(), *rest), weight, bias)
     n = part.shape[0]
@@ -98,74 +98,94 @@ def _scattered(total: Sum, shape: tuple[int, ...], like: torch.Tensor, axis: Axi
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
 
+# What an operator is told beside the tensors that autograd knows (ops/gradient_sink.py::tracked): its parameters too.
+@torch_private.called_directly
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        linears: LinearPrecision,
-        recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None,
-        given: Any,
+        tracked_weight: torch.Tensor | None,
+        tracked_bias: torch.Tensor | None,
+        told: tuple[Any, ...],
     ) -> torch.Tensor:
-        operand = linears.input(x if recompute_fn is None else recompute_fn(x), weight, given, True)
+        weight, bias, linears, recompute_fn, given, wants_bias = told
+        ctx.told = weight, bias, linears, recompute_fn, wants_bias
         if recompute_fn is None:
+            operand = linears.input(x, weight, given, True)
             ctx.save_for_backward(*linears.keep(operand))
         else:
+            operand = linears.input(recompute_fn(x), weight, given, True)
             ctx.save_for_backward(x)
-        # The parameters themselves, not saved copies: they have the sinks.
-        ctx.weight, ctx.bias, ctx.linears, ctx.recompute_fn = weight, bias, linears, recompute_fn
+        if linears.axis.size == 1:
+            return linears.forward(operand, weight, bias)
         return _gathered_gemm(operand, weight, bias, linears, x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
         kept: Operand = ctx.saved_tensors
-        dy, weight, linears = grads[0], ctx.weight, ctx.linears
-        axis: Axis = linears.axis
+        weight, bias, linears, recompute_fn, wants_bias = ctx.told
         leaf: torch.Tensor | None = None
-        if ctx.recompute_fn is not None:
-            leaf, made = _recomputed(ctx.recompute_fn, kept[0])
+        if recompute_fn is not None:
+            leaf, made = _recomputed(recompute_fn, kept[0])
             kept = linears.keep(linears.input(made.detach(), weight, None, True))
-        part, *rest = kept
-        gather = exchange_gather if _exchanges(axis, part.shape, part) else all_gather
-        gathering = gather(part, axis)
-        if axis.overlap == "off":
-            gathering.wait()
-        # The scatter is in flight while the weight's gradient is computed.
-        ready = axis.runtime.stream.record_event()
-        gradient = linears.gradient(dy, weight)
-        shape = (*dy.shape[:-1], weight.shape[1])
-        scattering = _scattered(lambda out: linears.dgrad(gradient, weight, out), shape, dy, axis, followed=True)
-        dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
-        db = bias_gradient(ctx.bias, dy) if ctx.needs_input_grad[2] else None
-        dx: torch.Tensor | None = scattering.wait()
+        if linears.axis.size == 1:
+            ready = linears.axis.runtime.stream.record_event()
+            gradient = linears.gradient(dy, weight)
+            dx = linears.dgrad(gradient, weight)
+            dw = linears.wgrad(weight, gradient, kept, ready)
+        else:
+            dx, dw = _scattered_gradients(dy, weight, kept, linears)
+        db = bias_gradient(bias, dy) if wants_bias else None
         if leaf is not None:
             torch.autograd.backward(made, dx)
             dx = leaf.grad
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None
 
 
+def _scattered_gradients(
+    dy: torch.Tensor, weight: torch.Tensor, kept: Operand, linears: LinearPrecision
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of an input that was gathered and of the weight."""
+    axis, (part, *rest) = linears.axis, kept
+    gather = exchange_gather if _exchanges(axis, part.shape, part) else all_gather
+    gathering = gather(part, axis)
+    if axis.overlap == "off":
+        gathering.wait()
+    # The scatter is in flight while the weight's gradient is computed.
+    ready = axis.runtime.stream.record_event()
+    gradient = linears.gradient(dy, weight)
+    shape = (*dy.shape[:-1], weight.shape[1])
+    scattering = _scattered(lambda out: linears.dgrad(gradient, weight, out), shape, dy, axis, followed=True)
+    dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
+    return scattering.wait(), dw
+
+
+@torch_private.called_directly
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        linears: LinearPrecision,
-        recompute_fns: Sequence[RecomputedActivation | None],
-        given: Sequence[Any],
-        *inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        xs, weights = inputs[0::2], inputs[1::2]
+    def forward(ctx: Any, told: tuple[Any, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
+        linears, weights, recompute_fns, given = told
+        xs: Any = tensors[: len(weights)]
         kept: list[torch.Tensor] = []
         ends: list[int] = []
         operands: list[Operand] = []
         for x, weight, recompute_fn, known in zip(xs, weights, recompute_fns, given, strict=True):
-            operand = linears.input(x if recompute_fn is None else recompute_fn(x), weight, known)
+            if recompute_fn is None:
+                operand = linears.input(x, weight, known)
+                kept += linears.keep(operand)
+            else:
+                operand = linears.input(recompute_fn(x), weight, known)
+                kept.append(x)
             operands.append(operand)
-            kept += linears.keep(operand) if recompute_fn is None else (x,)
             ends.append(len(kept))
         ctx.save_for_backward(*kept)
-        ctx.weights, ctx.linears, ctx.recompute_fns, ctx.ends = weights, linears, recompute_fns, ends
+        ctx.told = linears, weights, recompute_fns, ends
+        if linears.axis.size == 1:
+            y: torch.Tensor = linears.forward(operands[0], weights[0])
+            for i in range(1, len(weights)):
+                linears.forward(operands[i], weights[i], None, y, True)
+            return y
 
         def total(out: torch.Tensor) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
@@ -175,25 +195,31 @@ class _LinearScatter(torch.autograd.Function):
         return _scattered(total, shape, xs[0], linears.axis, followed=False).wait()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        weights, linears, kept, start = ctx.weights, ctx.linears, ctx.saved_tensors, 0
-        dy, dxs = _gathered_input_gradients(grads[0], weights, linears)
-        out: list[Any] = [None, None, None]
-        for stop, dx, weight, recompute_fn in zip(ctx.ends, dxs, weights, ctx.recompute_fns, strict=True):
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        linears, weights, recompute_fns, ends = ctx.told
+        kept, start = ctx.saved_tensors, 0
+        gradient, given = _gathered_input_gradients(dy, weights, linears)
+        dxs: list[Any] = []
+        dws: list[Any] = []
+        for stop, dx, weight, recompute_fn in zip(ends, given, weights, recompute_fns, strict=True):
             x: Operand = kept[start:stop]
             if recompute_fn is not None:
                 made, dx = recompute_fn.with_gradient(x[0], dx)
                 x = linears.keep(linears.input(made, weight))
-            out += [dx, linears.wgrad(weight, dy, x)]
+            dxs.append(dx)
+            dws.append(linears.wgrad(weight, gradient, x))
             start = stop
-        return tuple(out)
+        return None, *dxs, *dws
 
 
 def _gathered_input_gradients(
     dy: torch.Tensor, weights: Sequence[torch.Tensor], linears: LinearPrecision
 ) -> tuple[Operand, list[torch.Tensor]]:
     """All-gathered dy, and dy @ weight for each weight; fused, each shard is multiplied as it arrives."""
-    axis, (part, *rest) = linears.axis, linears.gradient(dy, weights[0], True)
+    axis, gradient = linears.axis, linears.gradient(dy, weights[0], True)
+    if axis.size == 1:
+        return gradient, [linears.dgrad(gradient, weight) for weight in weights]
+    part, *rest = gradient
     if not _exchanges(axis, part.shape, part):
         whole: Operand = (all_gather(part, axis).wait(), *rest)
         return linears.gathered(whole), [linears.dgrad(whole, weight) for weight in weights]
@@ -214,13 +240,16 @@ def gather_linear(
     linears: LinearPrecision = PLAIN,
     recompute_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     given: Any = None,
+    fused_bias_gradient: bool = False,
 ) -> torch.Tensor:
     """Column-parallel GEMM: [s/t, b, h] -> [s, b, columns/t].
 
-    weight [columns/t, h] and bias [columns/t] are this rank's columns; the gradient of a detached bias is made by
-    whoever reads the result. With `recompute_fn` (a norm) the GEMM is of recompute_fn(x), which is recomputed in
-    backward instead of being kept. given: what the GEMM's input is known to be (`Gemms.input`)."""
-    return _GatherLinear.apply(x, weight, bias, linears, recompute_fn, given)
+    weight [columns/t, h] and bias [columns/t] are this rank's columns; with `fused_bias_gradient` the gradient of the
+    bias is made by whoever reads the result. With `recompute_fn` (a norm) the GEMM is of recompute_fn(x), which is
+    recomputed in backward instead of being kept. given: what the GEMM's input is known to be (`Gemms.input`)."""
+    wants_bias = bias is not None and not fused_bias_gradient and bias.requires_grad
+    told = weight, bias, linears, recompute_fn, given, wants_bias
+    return _GatherLinear.apply(x, tracked(x, weight), tracked(x, bias) if wants_bias else None, told)
 
 
 def linear_scatter(
@@ -235,8 +264,10 @@ def linear_scatter(
     GEMM is of that activation of xi, which is recomputed in backward instead of being kept. given[i]: what the i-th
     GEMM's input is known to be (`Gemms.input`).
     """
-    none = (None,) * (len(inputs) // 2)
-    return _LinearScatter.apply(linears, recompute_fns or none, given or none, *inputs)
+    xs, weights = inputs[0::2], inputs[1::2]
+    none = (None,) * len(weights)
+    told = linears, weights, recompute_fns or none, given or none
+    return _LinearScatter.apply(told, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
 
 
 class ColumnLinear(nn.Module):
@@ -262,8 +293,10 @@ class ColumnLinear(nn.Module):
         """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `recompute_fn` the GEMM is of
         recompute_fn(x), which is recomputed in backward instead of being kept. With `fused_bias_gradient` whoever reads
         the result makes the bias's gradient, which is its own gradient's sum over the rows."""
-        bias = self.bias.detach() if fused_bias_gradient and self.bias is not None else self.bias
-        return gather_linear(x_SBH, self.weight, bias, self.linears, recompute_fn)
+        own = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
+        return gather_linear(
+            x_SBH, own["weight"], own.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient
+        )
 
 
 class RowLinear(nn.Module):

@@ -10,6 +10,7 @@ import atexit
 import errno
 import ipaddress
 import json
+import logging
 import os
 import platform
 import socket
@@ -40,6 +41,7 @@ from megascale.rendezvous.store_errors import StoreFault, StoreFenced, Supersede
 if TYPE_CHECKING:
     from megascale.config import Config
 
+log = logging.getLogger(__name__)
 # Above this many ranks gloo's default full mesh of connections (each rank to all) is made on demand instead.
 _GLOO_MESH = 256
 
@@ -263,6 +265,14 @@ def _tcp_store(rank: int, world: int, timeout: float, named: float) -> dist.Stor
         stay_on_loopback()
     held = os.environ.pop(LISTENER, None)
     listener = None
+    if serve and not loopback:
+        log.warning(
+            "MASTER_ADDR=%s: other machines reach the job's store (torch's TCPStore, port %s), and nothing protects "
+            "it: keep it on a network that only the job's machines reach, or use rendezvous.url=rediss://... with a "
+            "password (docs/security.md)",
+            host,
+            port,
+        )
     if serve and loopback:
         listener = socket.socket(fileno=int(held)) if held else listen(host, int(port))
     try:

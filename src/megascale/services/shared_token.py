@@ -54,6 +54,11 @@ def read_token(path: Path) -> bytes:
     return token.encode()
 
 
+def derive(token: bytes, purpose: str) -> str:
+    """Another token for those who know this one, 64 hexadecimal digits; it tells nothing of `token`."""
+    return hmac.digest(token, f"token of {purpose}".encode(), "sha256").hex()
+
+
 def same(given: bytes, expected: bytes) -> bool:
     """Whether two secrets are equal, in a time that does not tell how much of them is."""
     return hmac.compare_digest(given, expected)

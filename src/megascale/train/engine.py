@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -12,7 +14,7 @@ from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
-from megascale.ops import dispatch
+from megascale.ops.dispatch import Kernels
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import TIED, Axes, FlatChunk
@@ -28,6 +30,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 # Given the micro-batch number, tokens and targets, each int64 [sequence, micro_batch] on the device.
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def with_own_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Run a method of the engine with its own kernels in force."""
+
+    @wraps(method)
+    def run(engine: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
+        with engine.runtime.kernels.in_force():
+            return method(engine, *args, **kwargs)
+
+    return run
 
 
 @dataclass
@@ -73,14 +88,14 @@ class Engine:
     ) -> None:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
-        dispatch.configure(config.kernels.mode)
         self.runtime = runtime = runtime or Runtime()
-        runtime.attention.backend = config.kernels.attention
+        runtime.attention.backend, runtime.kernels = config.kernels.attention, Kernels(config.kernels.mode)
         gemms = runtime.use_side_stream(config.gemms_on_side_stream, device)
         at = grid.coordinate(rank)
         self.data_rank = at.data
         self.tokens = config.train.global_batch * config.model.sequence_length  # in a step
-        # Autograd's own thread would wait for the interpreter's lock before each backward function in Python.
+        # Autograd's own thread would wait for the interpreter's lock before each backward function in Python, and it
+        # knows no kernels but the default ones (ops/dispatch.py).
         self.backward_apart = False
         # Called with the step's number: before, weights and gradients are whole.
         self.before_update: list[Callable[[int], None]] = []
@@ -89,7 +104,8 @@ class Engine:
         self.attention = kept or {}
         if groups is not None or kept is not None:
             dtype = DTYPES[config.train.precision]
-            self.attention, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
+            with runtime.kernels.in_force():
+                self.attention, others = agree(config, grid.tensor, dtype, device, kept, runtime.attention)
             self.active |= others
         if device.type == "cuda" or config.overlap.gemms == "on":
             auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
@@ -126,24 +142,26 @@ class Engine:
             last = place == schedule.chunks - 1
             # On a single stage the embedding is there once: the first chunk's buffers have it and its gradient.
             lent = config.model.tied_embeddings and stages == 1 and number > 0 and last
-            chunk = Chunk(
-                config.model,
-                layers,
-                first=place == 0,
-                last=last,
-                axis=self.tensor,
-                dtype=dtype,
-                recompute=config.parallel.recompute,
-                linear_precision=config.train.linear_precision,
-                embedding=self.chunks[0].token_embedding if lent else None,
-            )
+            with runtime.kernels.in_force():
+                chunk = Chunk(
+                    config.model,
+                    layers,
+                    first=place == 0,
+                    last=last,
+                    axis=self.tensor,
+                    dtype=dtype,
+                    recompute=config.parallel.recompute,
+                    linear_precision=config.train.linear_precision,
+                    embedding=self.chunks[0].token_embedding if lent else None,
+                )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
             self.chunks.append(chunk)
             self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket))
             initialise(chunk, config.train.seed)
         for chunk in self.chunks:
             tokens = config.model.sequence_length * config.train.micro_batch
-            chunk.linears.check(chunk.matrices(), tokens, device)
+            with runtime.kernels.in_force():
+                chunk.linears.check(chunk.matrices(), tokens, device)
         self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
@@ -204,6 +222,7 @@ class Engine:
             for block in chunk.blocks:
                 block.recompute = what  # type: ignore[assignment]
 
+    @with_own_kernels
     def load_kernels(self) -> None:
         """Run every chunk once by itself, forward and backward, and forget what came of it.
 
@@ -245,6 +264,7 @@ class Engine:
         self.data.gather(self.pipeline.first_gather)
         self.runtime.recorder.end()
 
+    @with_own_kernels
     def step(
         self,
         batches: Batches,
@@ -342,6 +362,7 @@ class Engine:
         self.data.complete()
 
     @torch.no_grad()
+    @with_own_kernels
     def losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all tokens, a float64 scalar on every rank of this pipeline's world.
 

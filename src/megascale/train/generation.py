@@ -85,7 +85,8 @@ def generate_tokens(
     seen = torch.zeros(model.vocab, dtype=torch.bool, device=device)
     for _ in range(count):
         seen[fresh] = True
-        hidden = chunk(fresh[:, None], None, ForwardContext(cache=cache))
+        with chunk.axis.runtime.kernels.in_force():
+            hidden = chunk(fresh[:, None], None, ForwardContext(cache=cache))
         cache.length += len(fresh)
         logits = chunk.logits(hidden[-1:])[0, 0]
         if sampling.repetition_penalty != 1:

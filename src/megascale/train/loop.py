@@ -20,7 +20,6 @@ from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
 from megascale.data.loader.feed import open_feed
 from megascale.errors import DataError, MegascaleError, TrainingError, kind_of, named
-from megascale.ops import dispatch
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
@@ -233,7 +232,7 @@ class Trainer:
         if not self._told_active:
             # After the first step it is known which overlaps and kernels run.
             self._told_active = True
-            self.reporter.active(self.engine.active | dispatch.active())
+            self.reporter.active(self.engine.active | self.engine.runtime.kernels.active())
         if self.garbage.due(step):
             recorder.begin(SpanKind.GARBAGE)
             self.garbage.after(step)

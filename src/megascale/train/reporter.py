@@ -6,7 +6,7 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
-from megascale.observe.metrics import JsonLines, MetricSink, TensorBoard, Terminal, Wandb
+from megascale.observe.metrics import JsonLines, MetricSink, SinkRequest, Terminal, open_sinks
 from megascale.train.run_folder import RunFolder, append
 
 
@@ -30,10 +30,8 @@ class Reporter:
         train, observe = config.train, config.observe
         self._terminal = Terminal(train.steps, train.log_interval, observe.progress)
         self._sinks = [JsonLines(self.folder.metrics), self._terminal]
-        if observe.tensorboard:
-            self._sinks.append(TensorBoard(self.folder.path / "tensorboard", step))
-        if observe.wandb is not None:
-            self._sinks.append(Wandb(observe.wandb, self.folder.path, config.model_dump(exclude_none=True)))
+        for sink in open_sinks(SinkRequest(self.folder.path, config, step)):
+            self._sinks.append(sink)  # one by one: those that are open are closed where the next cannot be had
 
     def close(self) -> None:
         """Let go of the sinks."""

@@ -10,8 +10,10 @@ from megascale import checkpoint
 from megascale.config import Config, ParallelConfig
 from megascale.core.layout import lay_out
 from megascale.model.transformer import Chunk
-from megascale.ops import dispatch
+from megascale.ops.dispatch import Kernels
+from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import materialise, piece_views, spec_of
+from megascale.parallel.runtime import Runtime
 from megascale.train.engine import DTYPES, Engine
 from megascale.train.resume import trained_config
 from megascale.train.run_folder import checkpoint_folder
@@ -38,9 +40,9 @@ def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tupl
 def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Chunk, Config]:
     """As `restore`, the model alone: no master weights, gradients or moments, a fraction of an engine's memory."""
     (config, same), place = trained_config(run, step), _device(device)
-    dispatch.configure(config.kernels.mode)
+    axis = Axis(runtime=Runtime(kernels=Kernels(config.kernels.mode)))
     dtype = DTYPES[config.train.precision]
-    chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, dtype=dtype)
+    chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, axis=axis, dtype=dtype)
     # Rows that only fill up the vocabulary are in no checkpoint.
     materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=place) for p in chunk.parameters()})
     shards = [

@@ -20,7 +20,7 @@ from megascale.checkpoint.setting_changes import Change
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.data.dataset import fingerprint
-from megascale.data.dataset.indexed import is_text
+from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import ConfigError, DataError

@@ -22,6 +22,7 @@ from megascale.cli.main import app
 from megascale.errors import ConfigError, MegascaleError
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
 from tests.bench.targets.target_cases import case, kept
+from tests.forked import Forked
 
 SMALL = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--model.sequence_length=16"]
 ARGUMENTS = json.dumps(["tiny", *SMALL, "--train.micro_batch=1", "--train.threads=1"])
@@ -307,15 +308,18 @@ def test_other_words_and_other_machines(tmp_path):
         Record(tmp_path / "t.json", 2)
 
 
-def test_real_benches_are_run_kept_and_not_made_again(tmp_path):
+def test_real_benches_are_run_kept_and_not_made_again(tmp_path, megascale):
     """Two trainings on the CPU, one over the other, and one that fails."""
     file, out = tmp_path / "cases.toml", tmp_path / "out.json"
     bad = in_toml("bad", arguments=ARGUMENTS.replace("threads=1", "device=cuda"), must="{mfu = 0.5}")
     good = in_toml("good", must="{step_seconds = 1e9, p99_over_median = 1e-9}")
     file.write_text(good + bad + in_toml("other", over='"good"', must="{step_ratio = 1e9}", aim="{step_ratio = 1e-9}"))
-    words = ["--file", file, "--out", out, "--repeats", 1]
-    found = invoke(*words)
-    assert found.exit_code == 1, found.output
+
+    def bench(*words):
+        return megascale("bench", "targets", "--file", file, "--out", out, *words, env={"COLUMNS": "100"})
+
+    found = bench("--repeats", 1)
+    assert found.returncode == 1, found.stderr
     runs = json.loads(out.read_text())["cases"]
     assert runs["good"]["0"]["told"]["all_step_seconds"]
     assert "runs" not in runs["good"]["0"]["told"]["settings"]["train"]
@@ -329,20 +333,20 @@ def test_real_benches_are_run_kept_and_not_made_again(tmp_path):
     assert not (tmp_path / "runs").exists()
     # What is there is not made again.
     before = out.read_bytes()
-    again = invoke(*words, "--only", "other")
-    assert again.exit_code == 0, again.output
+    again = bench("--repeats", 1, "--only", "other")
+    assert again.returncode == 0, again.stderr
     assert out.read_bytes() == before
     # A case that has changed is, and no other.
     file.write_text(good + bad + in_toml("other", steps="3", over='"good"'))
-    changed = invoke(*words, "--only", "other")
-    assert changed.exit_code == 0, changed.output
+    changed = bench("--repeats", 1, "--only", "other")
+    assert changed.returncode == 0, changed.stderr
     assert "other has changed" in changed.stdout
     after = json.loads(out.read_text())["cases"]
     assert after["good"] == runs["good"]
     assert len(after["other"]["0"]["told"]["all_step_seconds"]) == 3
     # Without time nothing starts, and what is missing is said.
-    late = invoke(*words, "--only", "other", "--repeats", 2, "--seconds", 0)
-    assert late.exit_code == 0
+    late = bench("--only", "other", "--repeats", 2, "--seconds", 0)
+    assert late.returncode == 0
     assert "2 runs are missing: other" in late.stdout
     assert "good" in late.stdout
 
@@ -351,18 +355,16 @@ def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
     file, out = tmp_path / "cases.toml", tmp_path / "out.json"
     file.write_text(in_toml("done") + in_toml("endless", steps="1000000", data="2"))
     kept(Record(out, 0), load(file)[0], 1.0)
-    command = [sys.executable, "-m", "megascale.cli.main", "bench", "targets", "--file", str(file), "--out", str(out)]
-    process = psutil.Popen([*command, "--repeats", "1"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = Forked(["bench", "targets", "--file", file, "--out", out, "--repeats", "1"], cwd=tmp_path)
     try:
         ranks = []
         while len(ranks) < 3 and process.poll() is None:  # the second case's bench and its two ranks
-            ranks = process.children(recursive=True)
+            ranks = psutil.Process(process.pid).children(recursive=True)
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate()
+        process.terminate()
+        said, _ = process.communicate(60)
     finally:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
     assert process.returncode == 130, said
     assert [*json.loads(out.read_text())["cases"]] == ["done"]
     assert "endless" in said.partition("missing")[2]

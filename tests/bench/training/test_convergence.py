@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -15,6 +15,7 @@ from megascale.bench.training import convergence as bench
 from megascale.bench.training import plain
 from megascale.cli.main import app
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
+from tests.forked import Forked
 
 
 def outcome(variant: str, losses: list[float], seed: int = 0) -> bench.ConvergenceOutcome:
@@ -37,9 +38,9 @@ def test_lamb_trains_the_same_tokens_in_larger_batches(tmp_path):
     assert not any("window" in word for word in variants["parallel"].settings)
 
 
-def test_a_tiny_comparison(tmp_path, tokens):
+def test_a_tiny_comparison(tmp_path, tokens, megascale):
     """Two real variants on one core: trained, compared, drawn; called again it trains nothing anew."""
-    command = ["bench", "convergence", "--data", str(tokens), "--preset", "tiny", "--tokens", "1024", "--batch", "4"]
+    command = ["bench", "convergence", "--data", tokens, "--preset", "tiny", "--tokens", "1024", "--batch", "4"]
     command += ["--variant", "serial", "--variant", "lamb", "--seeds", "1", "--times", "2"]
     command += ["--lamb-peak", "1e-2", "--lamb-peak", "3e-2", "--lamb-micro-batch", "8", "--at-once", "2"]
     command += [
@@ -59,8 +60,8 @@ def test_a_tiny_comparison(tmp_path, tokens):
     ]
     command += ["--train.device=cpu", "--train.micro_batch=4", "--train.threads=1"]
     for _ in range(2):
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        done = megascale(*command)
+        assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "c.json").read_text())
     runs = {run["variant"]: run for run in record["runs"]}
     assert set(runs) == {"serial", "lamb 0.01", "lamb 0.03"}
@@ -104,7 +105,7 @@ def test_an_unknown_variant_is_named():
 
 def test_a_bench_that_is_told_to_end_leaves_no_run_behind(tmp_path, tokens):
     shape = ["layers=1", "hidden=32", "heads=2", "sequence_length=16", "vocab_size=64"]
-    command = [sys.executable, "-m", "megascale.cli.main", "bench", "convergence", "--data", str(tokens)]
+    command = ["bench", "convergence", "--data", str(tokens)]
     command += ["--preset", "tiny", "--tokens", "1e8", "--batch", "4", "--folder", str(tmp_path / "runs")]
     command += [
         *(f"--model.{word}" for word in shape),
@@ -112,22 +113,15 @@ def test_a_bench_that_is_told_to_end_leaves_no_run_behind(tmp_path, tokens):
         "--train.micro_batch=4",
         "--train.threads=1",
     ]
-    bench_ = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    mine = str(tmp_path / "runs").encode()
+    bench_ = Forked(command)
     while not any((tmp_path / "runs").glob("*/metrics.jsonl")):
         assert bench_.poll() is None
         time.sleep(0.05)
+    runs = psutil.Process(bench_.pid).children(recursive=True)
+    assert runs
     bench_.terminate()
     assert bench_.wait(60) == EXIT_INTERRUPTED
-    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if _holds(p, mine)]
-    assert not left
-
-
-def _holds(cmdline: Path, word: bytes) -> bool:
-    try:
-        return word in cmdline.read_bytes()
-    except OSError:
-        return False
+    assert not [run for run in runs if run.is_running() and run.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, latest, load, object_collectives, steps
-from megascale.checkpoint.background import pending_saves, replica_token, service, service_protocol
+from megascale.checkpoint.background import pending_saves, replica_token, service, service_protocol, snapshot
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.replica import partners
 from megascale.checkpoint.background.service_protocol import COPIES, Fill, ListHeld, Register
@@ -29,6 +29,7 @@ from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.config import CheckpointConfig
+from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import DataError, TrainingError
 from megascale.services.conversation import Conversation, prove
 from megascale.services.host_service import Place
@@ -228,7 +229,7 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
 def _spoken(rank: int, size: int, run: Path, token: str) -> tuple[str, bytes]:
     """(what a start with replicas failed of, all that this process said to the others)."""
     if token:
-        os.environ[replica_token.VARIABLE] = token * (rank + 1)
+        os.environ[REPLICA_VARIABLE] = token * (rank + 1)
     said, dump = bytearray(), object_collectives.dump
 
     def heard(value: Any) -> bytes:
@@ -263,6 +264,17 @@ def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> Non
     file.chmod(0o644)
     for error, _ in run_group(2, _spoken, run, ""):
         assert "chmod 600" in error
+
+
+def test_addresses_that_other_machines_reach_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    snapshot._tell_open_addresses([("127.0.0.1", 1), ("::1", 2)])
+    assert not caplog.records
+    snapshot._tell_open_addresses([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in said
+    assert "checkpoint.replica_address" in said
+    assert "set checkpoint.replicas=false" in said
 
 
 def test_a_dead_service_is_reported_and_replaced(run: Path) -> None:

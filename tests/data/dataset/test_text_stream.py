@@ -17,7 +17,8 @@ from megascale.config import Config
 from megascale.data.dataset import text_stream as streams
 from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.fingerprint import watch
-from megascale.data.dataset.indexed import IndexedWriter, is_text
+from megascale.data.dataset.formats import is_text
+from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import SampleSource
 from megascale.data.loader.data_watch import cause
 from megascale.data.loader.ring import MEASURES

@@ -16,11 +16,12 @@ import pytest
 from msgspec.structs import replace
 
 from megascale.core.grid import Grid
+from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
-from megascale.resilience.protocol.fork_messages import FROM_CHILD, Forked, Frames
+from megascale.resilience.protocol.fork_messages import FROM_CHILD, TO_FORK_SERVER, Forked, Frames
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
@@ -50,7 +51,7 @@ def ended(tmp_path: Path, file: Path, *words: str, ranks: int = 1, port: int = 1
                     await changed.wait()
                 if before is not None:
                     before(mine)
-                mine.start(replace(order, master=("127.0.0.1", port)), "127.0.0.1")
+                mine.start(replace(order, master=("127.0.0.1", port)), "127.0.0.1", b"t" * 64)
                 while not any(t.status for t in mine.trainers.values()):
                     changed.clear()
                     await changed.wait()
@@ -89,6 +90,35 @@ def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
     verdicts = ended(tmp_path, tmp_path / "x.toml", ranks=2)
     assert [(v.kind, v.action, v.ranks) for v in verdicts] == [("user_error", "stop", (0, 1))]
     assert "No module named 'module_that_is_not_there'" in " ".join(verdicts[0].evidence)
+
+
+def given_environments(folder: Path, job: str, token: bytes) -> list[dict[str, str]]:
+    """What a node's ranks are given, in place of a fork server that would start them."""
+    folder.mkdir()
+    mine = Trainers(folder / "runs" / job, folder, lambda: None)
+    orders = Frames(TO_FORK_SERVER)
+    mine._sock, theirs = socket.socketpair()
+    with theirs:
+        mine.start(Start(1, 1, job, (0, 1), 2, ("127.0.0.1", 1), ""), "127.0.0.1", token)
+        found = [order.env for order in orders.feed(theirs.recv(1 << 20))]
+        mine._sock.close()
+    return found
+
+
+def test_agents_of_a_job_give_the_replicas_one_token_that_is_not_the_jobs(tmp_path, monkeypatch):
+    monkeypatch.delenv(REPLICA_VARIABLE, raising=False)
+    secret = b"ab" * 32
+    one, same, other_job, other_secret = (
+        {env[REPLICA_VARIABLE] for env in given_environments(tmp_path / node, job, token)}
+        for node, job, token in (("n0", "a", secret), ("n1", "a", secret), ("n2", "b", secret), ("n3", "a", secret[1:]))
+    )
+    assert len(one | other_job | other_secret) == 3
+    assert one == same
+    (token,) = one
+    assert len(token) == 64
+    assert secret.decode() not in token
+    monkeypatch.setenv(REPLICA_VARIABLE, "m" * 32)  # a person's own goes first
+    assert [env[REPLICA_VARIABLE] for env in given_environments(tmp_path / "n4", "a", secret)] == ["m" * 32] * 2
 
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):

@@ -7,6 +7,7 @@ those of a run that nobody disturbed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -15,9 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,29 @@ _NOBODY = 65534
 
 
 @dataclass(frozen=True)
+class OwnerAnswers:
+    """Questions of the job's owner to the API while something went on.
+
+    Attributes:
+        asked, unanswered: how many questions, and of those how many that an attacker pushed out.
+        median, p99, most: seconds to the answer, of those that were answered.
+    """
+
+    asked: int
+    unanswered: int
+    median: float
+    p99: float
+    most: float
+
+    @staticmethod
+    def of(seconds: Sequence[float], unanswered: int) -> OwnerAnswers:
+        """From the seconds of each answer; no number where there was none."""
+        found = sorted(seconds) or [math.nan]
+        p99 = found[int(0.99 * (len(found) - 1))]
+        return OwnerAnswers(len(seconds) + unanswered, unanswered, found[len(found) // 2], p99, found[-1])
+
+
+@dataclass(frozen=True)
 class AttackCost:
     """What one attack on one port came to.
 
@@ -44,7 +68,8 @@ class AttackCost:
         did: what the attacker got done.
         mib: the most memory that the process took above what it had.
         step: longest time between two steps, seconds above the longest of a quiet time before.
-        answer: longest time in which the driver gave its owner no answer, seconds, as `step`; None: not reached.
+        answer: longest time in which the driver gave its owner no answer, seconds, as `step`; on its API too.
+        asked: what the owner's questions came to meanwhile, each asked 0.1 s after the one before.
     """
 
     attack: str
@@ -52,12 +77,13 @@ class AttackCost:
     did: str
     mib: float
     step: float
-    answer: float | None
+    answer: float
+    asked: OwnerAnswers
 
     @property
     def held(self) -> bool:
         """Within what it may cost."""
-        return self.mib <= MIB and self.step <= HEARTBEAT and (self.answer or 0.0) <= HEARTBEAT
+        return self.mib <= MIB and self.step <= HEARTBEAT and self.answer <= HEARTBEAT
 
 
 def register(app: typer.Typer) -> None:
@@ -94,12 +120,18 @@ def hostile(
         console.print(f"{planted} files of another user stood in shared memory")
         facts["planted"] = planted
         read = _files(folder, console) if files else []
-    table = Table("attack", "port", "MiB", "step late, s", "answer late, s", "what came of it", title="hostile")
+    heads = ("attack", "port", "MiB", "step late, s", "answer late, s", "answers: median, p99, s", "unanswered")
+    table = Table(*heads, title="hostile: what it cost the job and its owner")
     for cost in costs:
-        late = "-" if cost.answer is None else f"{cost.answer:.2f}"
-        table.add_row(cost.attack, cost.port, f"{cost.mib:.1f}", f"{cost.step:.2f}", late, cost.did)
+        late, asked = (f"{cost.step:.2f}", f"{cost.answer:.2f}"), cost.asked
+        waited = (f"{asked.median:.3f}, {asked.p99:.3f}", f"{asked.unanswered} of {asked.asked}")
+        table.add_row(cost.attack, cost.port, f"{cost.mib:.1f}", *late, *waited)
     console.print(table)
-    wrong += [f"{c.attack} on {c.port}: {c.mib:.0f} MiB, {c.step:.1f} s" for c in costs if not c.held]
+    wrong += [
+        f"{c.attack} on {c.port}: {c.mib:.0f} MiB, step {c.step:.1f} s, answer {c.answer:.1f} s late"
+        for c in costs
+        if not c.held
+    ]
     wrong += [f"{c.name}: {c.said or f'{c.mib:.0f} MiB'}" for c in read if not c.refused or c.mib > MIB]
     if read:
         worst = max(read, key=lambda c: c.mib)
@@ -145,7 +177,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
                 if foreign or (attack.http and not is_api) or (attack.name, named) in seen:
                     continue
                 seen.add((attack.name, named))
-                costs.append(_one(job, port, named, attack, seconds, quiet, api))
+                costs.append(_one(job, port, named, attack, seconds, quiet))
                 console.print(f"{attack.name} on {named}: {costs[-1].mib:.1f} MiB, {costs[-1].did}")
                 if job.process.poll() is not None:
                     return costs, [f"{attack.name} on {named} ended the job"], {}
@@ -163,7 +195,9 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
             ours, theirs = job.weights(), calm.weights()
             if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
                 wrong.append("the weights are not those of a quiet run")
-        facts = {"steps": step, "quiet_step": quiet.step}
+        calm_answers = OwnerAnswers.of(quiet.answers, quiet.unanswered)
+        facts = {"steps": step, "quiet_step": quiet.step, "quiet_answers": asdict(calm_answers)}
+        console.print(f"owner's answers in quiet: median {calm_answers.median:.3f} s, p99 {calm_answers.p99:.3f} s")
         console.print(f"{step} steps in one attempt")
         return costs, wrong, facts
     finally:
@@ -173,7 +207,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
                 each.process.wait()
 
 
-def _one(job: Launched, port: Any, named: str, attack: Any, seconds: float, quiet: Watched, api: int) -> AttackCost:
+def _one(job: Launched, port: Any, named: str, attack: Any, seconds: float, quiet: Watched) -> AttackCost:
     from megascale.bench.resilience.job_processes import forget_most, memory
 
     forget_most(port.pid)
@@ -182,16 +216,20 @@ def _one(job: Launched, port: Any, named: str, attack: Any, seconds: float, quie
         did = attack.run(port.address, seconds)
     _, most = memory(port.pid)
     step = max(0.0, seen.step - quiet.step)
-    answer = max(0.0, seen.answer - quiet.answer) if port.address[1] != api else None
-    return AttackCost(attack.name, named, did, max(0, most - before) / 2**20, step, answer)
+    answer = max(0.0, seen.answer - quiet.answer)
+    asked = OwnerAnswers.of(seen.answers, seen.unanswered)
+    return AttackCost(attack.name, named, did, max(0, most - before) / 2**20, step, answer, asked)
 
 
 @dataclass
 class Watched:
-    """step, answer: the longest time, in seconds, without a step, and that the driver took to answer its owner."""
+    """step, answer: the longest time, in seconds, without a step, and without an answer to the driver's owner;
+    answers: seconds to each answer; unanswered: questions that found none."""
 
     step: float = 0.0
     answer: float = 0.0
+    answers: list[float] = field(default_factory=list)
+    unanswered: int = 0
 
 
 @contextmanager
@@ -217,8 +255,9 @@ def _watch(job: Launched) -> Iterator[Watched]:
             try:
                 ask(job.run, "GET", "/v1/job")
                 since = began
+                found.answers.append(time.monotonic() - began)
             except MegascaleError:
-                pass
+                found.unanswered += 1
             found.answer = max(found.answer, time.monotonic() - since)
             since = time.monotonic() if since == began else since
 

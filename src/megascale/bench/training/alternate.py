@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
+from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -97,8 +98,6 @@ def alternate(
 
 def parse(setting: str) -> tuple[str, list[str]]:
     """Such as "overlap.gemms=off,on" -> key and values; ConfigError naming what is wrong."""
-    from megascale.errors import ConfigError
-
     key, _, told = setting.partition("=")
     known = SETTINGS.get(key)
     if known is None:
@@ -209,6 +208,11 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
     if key == "overlap.gemms":
         return lambda value: engine.run_gemms_on_side_stream(value == "on")
     if key == BACKWARD:
+        if (mode := engine.config.kernels.mode) != "auto":
+            raise ConfigError(
+                f"kernels.mode={mode!r} is not known to autograd's own thread, which backward=apart is about; "
+                "set --kernels.mode=auto"
+            )
         return lambda value: setattr(engine, "backward_apart", value == "apart")
     if key.startswith("observe."):
         return _timers(engine, key)

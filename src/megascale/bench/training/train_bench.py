@@ -111,7 +111,6 @@ def measure(
     from megascale.bench.harness.training_runs import join, random_rows
     from megascale.core.flops import CONVENTION, device_peak, mfu
     from megascale.core.layout import lay_out
-    from megascale.ops import dispatch
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
     from megascale.train.garbage_collection import Garbage
@@ -178,7 +177,7 @@ def measure(
         "watch_trouble": None if watched is None else watched.problem,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
-        "active": engine.active | dispatch.active(),
+        "active": engine.active | engine.runtime.kernels.active(),
     }
 
 

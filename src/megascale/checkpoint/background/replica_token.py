@@ -1,7 +1,7 @@
 """The token of a run's replicas, which hosts prove to each other: never sent, so each host has it from elsewhere.
 
-From the environment where the one who starts the ranks gives it to all hosts (MEGASCALE_REPLICA_TOKEN); else from a
-file of mode 600 in the folder of the checkpoints, which all hosts see.
+From the environment where the one who starts the ranks gives it to all hosts (MEGASCALE_REPLICA_TOKEN), as agents of a
+launched job do; else from a file of mode 600 in the folder of the checkpoints, which all hosts see.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 
 from megascale.checkpoint.object_collectives import Peers
+from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import DataError
 from megascale.services.shared_token import make_token, read_token
 
-VARIABLE = "MEGASCALE_REPLICA_TOKEN"
 FILE = "replica.token"
 _LEAST = 32  # characters
 
@@ -42,7 +42,7 @@ def agree(peers: Peers, place: str, identity: str) -> tuple[str, str | None]:
     if wrong is not None:
         return "", (
             f"hosts that keep copies of each other's snapshots (checkpoint.replicas) need one token: {wrong}. Give "
-            f"all ranks the same {VARIABLE} of at least {_LEAST} characters (openssl rand -hex 32), put "
+            f"all ranks the same {REPLICA_VARIABLE} of at least {_LEAST} characters (openssl rand -hex 32), put "
             "checkpoint.location on a path that all hosts see, or set checkpoint.replicas=false"
         )
     return token.hex(), None
@@ -50,11 +50,12 @@ def agree(peers: Peers, place: str, identity: str) -> tuple[str, str | None]:
 
 def _own(place: str, make: bool) -> tuple[bytes, str]:
     """This process's token, or what keeps it from one."""
-    given = os.environ.get(VARIABLE, "")
+    given = os.environ.get(REPLICA_VARIABLE, "")
     if given:
-        return (given.encode(), "") if len(given) >= _LEAST else (b"", f"{VARIABLE} has {len(given)} characters")
+        problem = "" if len(given) >= _LEAST else f"{REPLICA_VARIABLE} has {len(given)} characters"
+        return given.encode(), problem
     if "://" in place:
-        return b"", f"{place} is no folder that keeps a secret, and {VARIABLE} is not set"
+        return b"", f"{place} is no folder that keeps a secret, and {REPLICA_VARIABLE} is not set"
     path = Path(place) / FILE
     try:
         return (make_token(path) if make else read_token(path)), ""

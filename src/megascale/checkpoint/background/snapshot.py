@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import secrets
 import socket
@@ -41,9 +42,11 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree, cut
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.core.ports import is_loopback
 from megascale.errors import FitError, TrainingError
 from megascale.services.conversation import Conversation
 
+log = logging.getLogger(__name__)
 # Seconds within which the service answers short questions; else it counts as gone.
 _GRACE_PERIOD = 30.0
 # More of them for each gigabyte of memory that all processes of the host ask for: the kernel clears every page.
@@ -256,6 +259,8 @@ class Snapshots:
             return problem
         everyone = [other for _, other in answers]
         hosts = list(dict.fromkeys(name for name, *_ in everyone))
+        if self._replicas and self.peers.rank == 0:
+            _tell_open_addresses([(address, port) for _, address, port, _ in everyone])
         self._local = [rank for rank, other in enumerate(everyone) if other[0] == me[0]]
         self._peer, self._token = None, token
         if self._replicas and len(hosts) > 1:
@@ -375,6 +380,19 @@ class Snapshots:
             copy.outcome.stall += copy.waits[0].elapsed_time(copy.waits[1]) / 1e3
         copy.outcome.seconds = time.monotonic() - copy.started
         self._outcomes.put(copy.outcome)
+
+
+def _tell_open_addresses(found: Sequence[tuple[str, int]]) -> None:
+    """Say where hosts take copies that more than themselves reach, and what keeps strangers out."""
+    if reached := sorted({f"{address}:{port}" for address, port in found if not is_loopback(address)}):
+        more = f" and {len(reached) - 4} more" if len(reached) > 4 else ""
+        log.warning(
+            "checkpoint.replica_address: other machines reach the checkpoint services at %s%s; they ask for the "
+            "replicas' token, and what they are sent is authenticated, not encrypted: keep them on a network that only "
+            "the job's machines reach, or set checkpoint.replicas=false",
+            ", ".join(reached[:4]),
+            more,
+        )
 
 
 def _address(setting: str) -> str:

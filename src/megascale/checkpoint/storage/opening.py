@@ -1,12 +1,27 @@
-"""The storage that a folder's path or a URL names. No torch."""
+"""The storage that a folder's path or a URL names; STORAGES has those that are not fsspec's. No torch.
+
+Another package adds one with `STORAGES.register("scheme", make)`, make(url) giving a Storage (base.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.local_disk import LocalStorage
 from megascale.checkpoint.storage.object_store import FsspecStorage
+from megascale.config.registry import Registry
+
+
+def _file(url: str) -> Storage:
+    return LocalStorage(Path(url.partition("://")[2]))
+
+
+# By the URL's scheme.
+STORAGES: Registry[Callable[[str], Storage]] = Registry(
+    "checkpoint.location", {"file": _file}, home="megascale.checkpoint.storage"
+)
 
 
 def open_storage(place: Storage | Path | str) -> Storage:
@@ -15,6 +30,6 @@ def open_storage(place: Storage | Path | str) -> Storage:
         return place
     text = str(place)
     if isinstance(place, str) and "://" in text:
-        scheme, _, rest = text.partition("://")
-        return LocalStorage(Path(rest)) if scheme == "file" else FsspecStorage(text)
+        scheme = text.partition("://")[0]
+        return STORAGES[scheme](text) if scheme in STORAGES else FsspecStorage(text)
     return LocalStorage(Path(place))

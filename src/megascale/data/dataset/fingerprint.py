@@ -9,7 +9,7 @@ from pathlib import Path
 from megascale.config import Config
 from megascale.data.dataset import sources, tokenizer_agreement
 from megascale.data.dataset.file_hash import fingerprint
-from megascale.data.dataset.indexed import is_text, paths
+from megascale.data.dataset.formats import files_of, is_text
 from megascale.data.dataset.samples import HeldOut
 from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import DataError
@@ -24,7 +24,7 @@ def fingerprints(config: Config) -> dict[str, str]:
     """
     files: list[Path] = []
     for entry in config.data.train:
-        files += [s.path for s in sources.find_files([Path(entry)])] if is_text(entry) else paths(entry)
+        files += [s.path for s in sources.find_files([Path(entry)])] if is_text(entry) else files_of(entry)
     if any(map(is_text, config.data.train)):
         files.append(tokenizer_path(config.data))
     try:

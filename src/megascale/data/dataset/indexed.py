@@ -21,6 +21,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megascale.data.dataset.token_file import TokenFile
 from megascale.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -54,7 +55,7 @@ def paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(text + ".bin"), Path(text + ".idx")
 
 
-class IndexedDataset:
+class IndexedDataset(TokenFile):
     """A read-only, memory-mapped token file.
 
     Attributes:
@@ -205,16 +206,15 @@ class IndexedDataset:
             f"{self.tokens * self.dtype.itemsize} bytes: it is damaged; {_REMEDY}"
         )
 
-    def read(self, start: int, count: int) -> NDArray:
-        """Tokens `start : start + count` of the stream of all sequences, a view; IndexError outside."""
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens {start}..{start + count} are outside 0..{self.tokens}")
-        return self._data[start : start + count]
-
     @property
     def stream(self) -> NDArray:
         """All tokens, a memory-mapped view."""
         return self._data
+
+    @classmethod
+    def files(cls, entry: str | Path) -> list[Path]:
+        """See TokenFile."""
+        return list(paths(entry))
 
 
 class IndexedWriter:
@@ -364,8 +364,3 @@ def _map(path: Path) -> NDArray[np.uint8]:
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"token file {path} cannot be read: {error}; check the path and its permissions") from None
-
-
-def is_text(entry: str) -> bool:
-    """Whether an entry of data.train is text (a file or folder that is no token file's prefix)."""
-    return Path(entry).exists() and not paths(entry)[1].exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megascale.config import Config
-from megascale.data.dataset.indexed import IndexedDataset, is_text
+from megascale.data.dataset.formats import is_text, open_tokens
 from megascale.data.tokenizer.tokenizer import tokenizer_for
 from megascale.errors import DataError
 
@@ -19,7 +19,7 @@ def check_data(config: Config) -> None:
             if key == "data.train" and is_text(entry):
                 tokenizer_for(data)
                 continue
-            tokens = IndexedDataset(entry).tokens
+            tokens = open_tokens(entry).tokens
             if key == "data.train" and tokens < needed:
                 raise DataError(
                     f"data.train: {entry} has {tokens} tokens and one sample needs model.sequence_length + 1 = "

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.data.dataset.blend import SMALLEST, Blend
-from megascale.data.dataset.indexed import IndexedDataset, is_text
+from megascale.data.dataset.formats import is_text, open_tokens
 from megascale.data.dataset.meter import Meter
 from megascale.data.dataset.permutation import key, permute
+from megascale.data.dataset.token_file import TokenFile
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ class SampleSource:
         self.sequence_length = config.model.sequence_length
         self.meter = Meter()
         weights = config.data.weights
-        self.files: list[IndexedDataset | TextStream] = _open(config, index, self.meter)
-        counts = [self._count(file) if isinstance(file, IndexedDataset) else 0 for file in self.files]
+        self.files: list[TokenFile | TextStream] = _open(config, index, self.meter)
+        counts = [self._count(file) if isinstance(file, TokenFile) else 0 for file in self.files]
         if weights is not None and min(weights) < SMALLEST * sum(weights):
             raise ConfigError(
                 f"data.weights={weights}: {min(weights)} is less than {SMALLEST:g} of their sum; leave that file out"
@@ -92,7 +93,7 @@ class SampleSource:
         self.windows = int(self._stops[-1])
         self.tokens = sum(file.tokens for file in self.files)
 
-    def _count(self, file: IndexedDataset) -> int:
+    def _count(self, file: TokenFile) -> int:
         count = max(0, (file.tokens - 1) // self.sequence_length)
         if not count:
             raise DataError(
@@ -107,7 +108,7 @@ class SampleSource:
     def close(self) -> None:
         """Keep what was learnt of text tokenised on the fly, and end its threads."""
         for file in self.files:
-            if not isinstance(file, IndexedDataset):
+            if not isinstance(file, TokenFile):
                 file.close()
 
     def epochs(self, samples: int) -> float:
@@ -117,7 +118,7 @@ class SampleSource:
     def passes(self, samples: int) -> list[float]:
         """How often `samples` samples pass over each file; an estimate for text that was not read to its end yet."""
         sizes = [
-            count if isinstance(file, IndexedDataset) else file.windows_expected
+            count if isinstance(file, TokenFile) else file.windows_expected
             for file, count in zip(self.files, self._counts, strict=True)
         ]
         weights = self.config.data.weights
@@ -130,7 +131,7 @@ class SampleSource:
         if self._blend is not None:
             return self._blended(self._blend.places(first_sample, count))
         numbers = np.arange(first_sample, first_sample + count, dtype=np.int64)
-        if not isinstance(self.files[0], IndexedDataset):
+        if not isinstance(self.files[0], TokenFile):
             epochs, places = self.files[0].places(numbers)
             return np.stack([epochs, np.zeros_like(epochs), places], axis=1)
         epochs, places = np.divmod(numbers, self.windows)
@@ -147,7 +148,7 @@ class SampleSource:
         files, numbers = turns.T
         epochs, places = np.divmod(numbers, np.maximum(np.array(self._counts)[files], 1))
         for i, stream in enumerate(self.files):
-            if not isinstance(stream, IndexedDataset) and (files == i).any():
+            if not isinstance(stream, TokenFile) and (files == i).any():
                 epochs[files == i], places[files == i] = stream.places(numbers[files == i])
         if self.config.data.shuffle:
             for file, epoch in np.unique(np.stack([files, epochs], axis=1), axis=0).tolist():
@@ -167,7 +168,7 @@ class SampleSource:
         rows = self.ids(first_sample, count)
         for row, (epoch, number, window) in zip(out, rows.tolist(), strict=True):
             file = self.files[number]
-            if not isinstance(file, IndexedDataset):
+            if not isinstance(file, TokenFile):
                 row[:] = file.window(epoch, window)
                 continue
             # A memory map is read by copying from it, so that waiting for the disk and copying are one.
@@ -179,18 +180,18 @@ class SampleSource:
         vocabulary = self.config.model.vocab_size
         if vocabulary is not None and count and (out.min() < 0 or out.max() >= vocabulary):
             for tokens, (epoch, number, window) in zip(out, rows.tolist(), strict=True):
-                text = not isinstance(self.files[number], IndexedDataset)
+                text = not isinstance(self.files[number], TokenFile)
                 file = f"{self.files[number].prefix}{f' (epoch {epoch})' if text else ''}"
                 check_ids("data.train", file, tokens, window * self.sequence_length, vocabulary)
         return out
 
 
-def _open(config: Config, index: Path | None, meter: Meter) -> list[IndexedDataset | TextStream]:
+def _open(config: Config, index: Path | None, meter: Meter) -> list[TokenFile | TextStream]:
     """The files of data.train; without weights all text is one stream, as all token files are one order."""
     entries, weights = config.data.train, config.data.weights
     texts = [entry for entry in entries if is_text(entry)]
     if not texts:
-        return [IndexedDataset(prefix) for prefix in entries]
+        return [open_tokens(entry) for entry in entries]
     from megascale.data.dataset.text_stream import TextStream
 
     if weights is None and len(texts) < len(entries):
@@ -201,7 +202,7 @@ def _open(config: Config, index: Path | None, meter: Meter) -> list[IndexedDatas
     if weights is None:
         return [TextStream([Path(text) for text in texts], config, 0, index, meter)]
     return [
-        TextStream([Path(entry)], config, i, index, meter) if is_text(entry) else IndexedDataset(entry)
+        TextStream([Path(entry)], config, i, index, meter) if is_text(entry) else open_tokens(entry)
         for i, entry in enumerate(entries)
     ]
 
@@ -235,7 +236,7 @@ class HeldOut:
                 f"--stride={stride} must be between 1 and model.sequence_length={sequence_length}: tokens beyond a "
                 "window would never be predicted"
             )
-        self._file = IndexedDataset(prefix)
+        self._file = open_tokens(prefix)
         self.tokens = self._file.tokens
         if not self.tokens:
             raise DataError(f"held-out file {prefix} has no tokens; build it with more text")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascale.config import Config
-from megascale.data.dataset.indexed import is_text
+from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.manifest import read_manifest
 from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
 from megascale.errors import DataError

@@ -12,7 +12,7 @@ from typing import Any
 from megascale import config as configuration
 from megascale.config import Config
 from megascale.core.layout import lay_out
-from megascale.data.dataset.indexed import is_text
+from megascale.data.dataset.formats import is_text
 from megascale.data.loader.ring import RingShape
 
 

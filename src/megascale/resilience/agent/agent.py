@@ -148,7 +148,7 @@ class Agent:
             self.link.say(do="failed", attempt=order.attempt, why="trainers of an older attempt still run")
             return
         try:
-            self.trainers.start(order, self.address)
+            self.trainers.start(order, self.address, self.link.token)
         except OSError as error:
             why = f"could not start the trainers: {error}"
             self.link.say(do="failed", attempt=order.attempt, why=fit(why), errno=errno_of(error))

@@ -34,6 +34,7 @@ class DriverLink:
     Attributes:
         epoch: newest driver that was obeyed.
         channel: to the driver, None while there is none.
+        token: the job's secret, as it was proved to the driver; before that empty.
         alone_since: when the last one was lost, on the monotonic clock.
     """
 
@@ -48,6 +49,7 @@ class DriverLink:
         self._folder, self._address, self._hello, self._begun, self._obey = folder, address, hello, begun, obey
         self.epoch = _known_epoch(folder)
         self.channel: agent_channel.AgentChannel | None = None
+        self.token = b""
         self.alone_since = time.monotonic()
 
     async def talk(self) -> None:
@@ -114,7 +116,7 @@ class DriverLink:
             channel.close()
             raise ProtocolError(f"the driver is of MegaScale {welcome.version}, this agent of {agent_channel.VERSION}")
         self._accept(welcome.epoch)
-        self.channel = channel
+        self.channel, self.token = channel, token
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self._begun()
         watch = asyncio.create_task(self._newer(channel))

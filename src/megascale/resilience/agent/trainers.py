@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.failure import room
+from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import read_status
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
@@ -32,6 +33,7 @@ from megascale.resilience.protocol.fork_messages import (
 )
 from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
 from megascale.services.messages import Message
+from megascale.services.shared_token import derive
 
 # Imported once by the fork server; by name, as this package does not know the trainer's.
 PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "megascale.train.rank_info")
@@ -165,8 +167,15 @@ class Trainers:
 
     # an attempt -----------------------------------------------------------------------------------------------------
 
-    def start(self, order: Start, address: str) -> None:
-        """Fork the ranks of an attempt. `order`: as the driver sends it."""
+    def start(self, order: Start, address: str, token: bytes) -> None:
+        """Fork the ranks of an attempt.
+
+        Args:
+            order: as the driver sends it.
+            address: of this node.
+            token: the job's, from which that of its replicas is made, the same on all nodes; one that stands in this
+                agent's environment goes before it.
+        """
         assert not self.running(), "the attempt before must have ended"
         self.attempt = order.attempt
         if order.fresh or self._sock is None:
@@ -178,6 +187,7 @@ class Trainers:
         place = () if self._shared else (f"--train.runs={self.run.parent}",)
         words = ("train", str(settings), *place, *order.words)
         self.trainers = {}
+        replicas = os.environ.get(REPLICA_VARIABLE) or derive(token, f"replicas of {order.job}")
         for local, rank in enumerate(order.ranks):
             log = logs / f"rank-{rank}.log"
             start = log.stat().st_size if log.exists() else 0
@@ -190,6 +200,7 @@ class Trainers:
                 "MASTER_ADDR": order.master[0],
                 "MASTER_PORT": str(order.master[1]),
                 "MEGASCALE_JOB": order.job,
+                REPLICA_VARIABLE: replicas,
                 "MEGASCALE_ATTEMPT": str(self.attempt),
                 "MEGASCALE_NODE": self.folder.name,
                 "MEGASCALE_NODE_ADDRESS": address,

@@ -37,4 +37,6 @@ def _apart(request: ClusterRequest) -> Cluster:
 
 MakeCluster = Callable[[ClusterRequest], Cluster]
 # local: processes of this machine that share the run folder; apart: as on other machines, each has a folder of its own.
-CLUSTERS: Registry[MakeCluster] = Registry("resilience.cluster", {"local": _local, "apart": _apart})
+CLUSTERS: Registry[MakeCluster] = Registry(
+    "resilience.cluster", {"local": _local, "apart": _apart}, home="megascale.resilience.cluster"
+)

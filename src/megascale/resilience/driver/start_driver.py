@@ -13,6 +13,7 @@ from math import lcm
 from pathlib import Path
 
 from megascale.config import Config, load
+from megascale.config.plugins import load_plugins
 from megascale.core import run_lock
 from megascale.core.events import Event
 from megascale.core.secrets import PASSWORD_VARIABLE
@@ -24,7 +25,6 @@ from megascale.resilience.driver.state import recall
 from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.state.journal import FILE, JournalFenced, JournalReader
 from megascale.resilience.driver.state.lasting_journal import LastingJournal, lacks_room, no_room
-from megascale.resilience.plugins import load_plugins
 from megascale.resilience.protocol import contact
 
 
@@ -215,6 +215,7 @@ def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigErro
 
 async def _serve(driver: Driver) -> int:
     from megascale.resilience.driver.api import http_api
+    from megascale.resilience.driver.api.open_addresses import open_addresses
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -229,6 +230,8 @@ async def _serve(driver: Driver) -> int:
     except OSError as error:
         raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
     driver.announce(url)
+    if told := open_addresses(limits, driver.address, url):
+        driver.note(Event.ADDRESS_OPEN, evidence=told)
     try:
         return await driver.run()
     finally:

@@ -7,35 +7,21 @@ checkpoint are no hangs, and a value must leave what was seen before by a margin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Sequence
+from importlib import import_module
 
-from megascale.resilience.rules import exits, metrics_rules, node_signals, offenders, silence
+from megascale.resilience.rules import offenders
+from megascale.resilience.rules.table import QUICK, SLOW, Rule, register_rule
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import View
 
-Rule = Callable[[View], list[Verdict]]
+__all__ = ["QUICK", "SLOW", "Rule", "judge", "register_rule"]
 
-# What must be seen at once, from the newest heartbeats only.
-QUICK: list[Rule] = [exits.processes, silence.heartbeats, silence.slow_start, silence.hang, node_signals.log_lines]
-# What goes through the history of all nodes.
-SLOW: list[Rule] = [
-    node_signals.devices,
-    node_signals.traffic,
-    metrics_rules.losses,
-    metrics_rules.throughput,
-    metrics_rules.slow_nodes,
-    metrics_rules.checksums,
-]
-
-
-def register_rule(rule: Rule, quick: bool = False) -> None:
-    """Have every driver of this process apply `rule` as well, once however often it is registered.
-
-    quick: at each look, from the newest heartbeats only; else about once a second, in a thread, through the history.
-    """
-    rules = QUICK if quick else SLOW
-    if rule not in rules:
-        rules.append(rule)
+# Of verdicts that are equally hard the first is acted upon: what ended tells more than what is silent.
+_FIRST = ("exits", "silence", "node_signals")
+for _name in dict.fromkeys([*_FIRST, *(module.name for module in pkgutil.iter_modules(__path__))]):
+    import_module(f"{__name__}.{_name}")
 
 
 def judge(view: View, which: Sequence[Rule] | None = None) -> list[Verdict]:

@@ -22,6 +22,7 @@ from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM, SCARCE
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_USAGE
 from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.table import quick
 from megascale.resilience.rules.verdicts import Action, Verdict
 from megascale.resilience.rules.view import RankView, View
 
@@ -92,6 +93,7 @@ _FOLLOWS = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_E
 _EXPECTED = ("TrainingError", "MegascaleError", "KeyboardInterrupt")
 
 
+@quick
 def processes(view: View) -> list[Verdict]:
     """A verdict for each cause among the processes that ended badly; those that lost a peer are not to blame."""
     bad = [(m, w) for m, w in view.workers() if w.state == "signalled" or (w.state == "exited" and w.code)]

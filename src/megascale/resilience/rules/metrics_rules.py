@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from megascale.core.events import Event
+from megascale.resilience.rules.table import slow
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
 
@@ -38,6 +39,7 @@ _LEAST_DIFFERENCE = 0.01  # seconds a step; below it two processes that share a 
 SLOW_SECONDS = 15.0  # time that the heartbeats must span
 
 
+@slow
 def losses(view: View) -> list[Verdict]:
     """Gradients that are no numbers, losses and norms that jump."""
     metrics = view.metrics
@@ -74,6 +76,7 @@ def losses(view: View) -> list[Verdict]:
     return found
 
 
+@slow
 def throughput(view: View) -> list[Verdict]:
     """Steps that take longer for good."""
     seconds = [m.seconds for m in view.metrics]
@@ -89,6 +92,7 @@ def throughput(view: View) -> list[Verdict]:
     return [Verdict(Event.THROUGHPUT_DROP, (), (), "alert", (text,))]
 
 
+@slow
 def slow_nodes(view: View) -> list[Verdict]:
     """Ranks that compute longer than those of the same pipeline stage elsewhere, heartbeat after heartbeat."""
     if view.phase != "running":
@@ -179,6 +183,7 @@ def _slower(rank: int, member: RankView, values: list[float], usual: _Usual) -> 
     )
 
 
+@slow
 def checksums(view: View) -> list[Verdict]:
     """Weights that must be equal on all data-parallel copies and are not: a bit has flipped, or a kernel is wrong."""
     sums: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)

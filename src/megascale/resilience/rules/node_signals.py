@@ -8,6 +8,7 @@ from statistics import median
 from megascale.core.events import Event
 from megascale.core.xid import FATAL_XIDS, UNUSABLE
 from megascale.resilience.protocol.heartbeat import GpuReport, NetworkTraffic
+from megascale.resilience.rules.table import quick, slow
 from megascale.resilience.rules.verdicts import Action, Verdict
 from megascale.resilience.rules.view import RankView, View
 
@@ -23,6 +24,7 @@ _DROPPED = 0.5
 _LEAST_RATE = 1e6  # bytes/s; below it an interface carries nothing that training needs
 
 
+@quick
 def log_lines(view: View) -> list[Verdict]:
     """Lines of trainers' logs that matched: an alert at once, self-checks where they mean broken hardware."""
     found = []
@@ -34,6 +36,7 @@ def log_lines(view: View) -> list[Verdict]:
     return found
 
 
+@slow
 def devices(view: View) -> list[Verdict]:
     """Devices that report errors (self-checks) or run hot or slowed (an alert)."""
     found = []
@@ -71,6 +74,7 @@ def _fault(member: RankView, action: Action, text: str) -> Verdict:
     return Verdict(Event.DEVICE_FAULT, (member.node,), (), action, (text,))
 
 
+@slow
 def traffic(view: View) -> list[Verdict]:
     """Network traffic of training is periodic: a full stop means recovery, a lasting drop a person's look.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megascale.core.events import Event
 from megascale.core.status import FAILED_IN_STEP
 from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.table import quick
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
 
@@ -16,6 +17,7 @@ LONG_FLOOR = 60.0  # a larger checkpoint or evaluation than the last one is no h
 FIRST_STEP = "first step"  # an attempt's first step, as a phase of its own: it compiles and warms up
 
 
+@quick
 def heartbeats(view: View) -> list[Verdict]:
     """Nodes with ranks that have been silent for longer than the window."""
     placed = [m for m in view.members if m.ranks]
@@ -35,6 +37,7 @@ def heartbeats(view: View) -> list[Verdict]:
     return found
 
 
+@quick
 def slow_start(view: View) -> list[Verdict]:
     """No step within the time that a start may take; the ranks that are furthest behind are named."""
     if view.phase != "starting" or view.now - view.started <= view.first_step:
@@ -54,6 +57,7 @@ def slow_start(view: View) -> list[Verdict]:
     return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "respawn", tuple(evidence))]
 
 
+@quick
 def hang(view: View) -> list[Verdict]:
     """Nothing moves: every rank's last status is older than its phase may go without a new one.
 

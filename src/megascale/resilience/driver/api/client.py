@@ -11,8 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megascale.core import strict_json
+from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError, TrainingError
-from megascale.resilience.driver.api.tls import client_context, is_loopback
+from megascale.resilience.driver.api.tls import client_context
 from megascale.resilience.driver.api.tokens import read_tokens
 from megascale.resilience.protocol.contact import read_contact
 

@@ -7,27 +7,18 @@ RUN/driver/api.crt, and commands trust it and no other: whoever writes the run f
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import os
 import socket
 import ssl
 import tempfile
 from pathlib import Path
 
+from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError, remedy
 from megascale.resilience.protocol.contact import folder
 
 CERTIFICATE = "api.crt"
 _DAYS = 3650  # as long as any job
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; a name counts where all its addresses do."""
-    try:
-        found = {about[4][0] for about in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
-    return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
 def server_context(run: Path, host: str, certificate: str | None, key: str | None) -> ssl.SSLContext | None:

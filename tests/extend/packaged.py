@@ -1,0 +1,22 @@
+"""Packages of other people, as pip would leave them: found by every process that a test starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megascale.config import plugins
+
+
+def install(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of one module that is a plugin; returns the module's file."""
+    about = folder / f"{name}-1.0.dist-info"
+    about.mkdir(parents=True)
+    module = folder / f"{name}.py"
+    module.write_text(source)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[{plugins.GROUP}]\n{name} = {name}\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    return module
