@@ -71,7 +71,7 @@ def observe(
     wanted = parts.split(",")
     if wrong := [part for part in wanted if part not in PARTS]:
         raise ConfigError(f"--parts={parts}: there is no part {wrong[0]!r}; there are {', '.join(PARTS)}")
-    record: dict[str, Any] = {"date": date.today().isoformat(), **_machine()}
+    record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
@@ -86,6 +86,7 @@ def observe(
         if "cost" in wanted:
             record["cost"] = [_cost(name, words, bound, turns, place) for name, words, bound in _shapes()]
             missed += _show_cost(record["cost"])
+    record |= _machine()  # last: the memory of an ingest is without torch
     out.write_text(strict_json.dumps(record, indent=1) + "\n")
     typer.echo(f"metrics: {out}")
     for text in missed:
