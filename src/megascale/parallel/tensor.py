@@ -156,7 +156,11 @@ def _scattered_gradients(
     ready = axis.runtime.stream.record_event()
     gradient = linears.gradient(dy, weight)
     shape = (*dy.shape[:-1], weight.shape[1])
-    scattering = _scattered(lambda out: linears.dgrad(gradient, weight, out), shape, dy, axis, followed=True)
+
+    def dgrad(out: torch.Tensor) -> None:
+        linears.dgrad(gradient, weight, out)
+
+    scattering = _scattered(dgrad, shape, dy, axis, followed=True)
     dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
     return scattering.wait(), dw
 
@@ -293,7 +297,7 @@ class ColumnLinear(nn.Module):
         """x times the weight, [s/t, b, h] -> [s, b, columns/t]. With `recompute_fn` the GEMM is of
         recompute_fn(x), which is recomputed in backward instead of being kept. With `fused_bias_gradient` whoever reads
         the result makes the bias's gradient, which is its own gradient's sum over the rows."""
-        own = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
+        own: Any = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
         return gather_linear(
             x_SBH, own["weight"], own.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient
         )
