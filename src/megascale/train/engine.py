@@ -32,7 +32,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 # Given the micro-batch number, tokens and targets, each int64 [sequence, micro_batch] on the device.
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def with_own_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
