@@ -130,3 +130,33 @@ def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
     write(ring, 1)
     one.close()
     assert steps_of(out) == {0: [1]}
+
+
+def test_two_hosts_share_one_clock(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    outs = [tmp_path / "spans" / f"host={host}" for host in (0, 1)]
+    rings = [SpanRing(rank=host) for host in (0, 1)]
+    links = [
+        SpanLink(ring, out, "job", host, {}, 64, tmp_path / f"log-{host}", wait=0.0, hosts=2)
+        for host, (ring, out) in enumerate(zip(rings, outs, strict=True))
+    ]
+
+    def errors() -> list[int]:
+        if not all(list(out.glob("spool-*.bin")) for out in outs):
+            return []
+        with SpanTables(tmp_path) as tables:
+            found = tables.query("SELECT error_ns FROM clocks WHERE host = 1 ORDER BY time_ns")
+        return [error for error in found["error_ns"].tolist() if error >= 0]
+
+    try:
+        wait_for(errors, "an answer of host 0")
+        assert errors()[-1] < 100_000_000
+    finally:
+        for one in links:
+            one.close()
+    for out in outs:
+        wait_for(lambda out=out: not place(out).folder.exists(), "the end of the service")
+    assert not (tmp_path / "spans" / "clock.json").exists()
+    with SpanTables(tmp_path) as tables:
+        names = tables.query("SELECT DISTINCT name FROM counters WHERE host = 1")["name"].tolist()
+    assert "cpu_busy_seconds" in names

@@ -14,6 +14,7 @@ from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
+from megascale.ops import launch
 from megascale.ops.dispatch import Kernels
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
@@ -111,6 +112,8 @@ class Engine:
         if device.type == "cuda" or config.overlap.gemms == "on":
             auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
             self.active["independent GEMMs"] = gemms + auto
+        if device.type == "cuda":
+            self.active["kernel launches"] = launch.describe()
         self.tensor = self._tensor_axis(_axis(runtime, groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(runtime, groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline

@@ -48,13 +48,13 @@ class RankTimers:
             return
         ring = SpanRing(rank=place.rank, attempt=attempt)
         at = grid.coordinate(place.rank)
-        host = (place.rank - place.local_rank) // place.local_world
+        host, hosts = (place.rank - place.local_rank) // place.local_world, -(-place.world // place.local_world)
         device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
         facts = {"tensor": at.tensor, "pipeline": at.pipeline, "data": at.data, "hostname": socket.gethostname()}
         words = {name: str(value) for name, value in facts.items()} | {"device": device}
         run = config.run_folder
         out, log = span_folder(run, host), run / "logs" / f"spans-{host}.log"
-        self._link = SpanLink(ring, out, config.train.name, host, words, observe.spans_mib, log)
+        self._link = SpanLink(ring, out, config.train.name, host, words, observe.spans_mib, log, hosts=hosts)
         runtime.recorder = self.timers = make_timers(place.device, ring, observe.spans)
 
     def read(self, step: int, status: StatusFile) -> dict[str, float]:

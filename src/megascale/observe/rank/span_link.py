@@ -38,6 +38,7 @@ class SpanLink:
         limit_mib: that the folder may take.
         log_file: of the service.
         wait: seconds before it begins.
+        hosts: of the job.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class SpanLink:
         limit_mib: int,
         log_file: Path | None = None,
         wait: float = START_SECONDS,
+        hosts: int = 1,
     ) -> None:
         self.ring, self.out, self._wait = ring, out, wait
         self._about = {"job": job, "host": host, "schema": SCHEMA, "clock_ns": time.time_ns() - time.monotonic_ns()}
         self._about["ranks"] = [{"attempt": ring.attempt, "rank": ring.rank, **facts}]
         self._follow = Follow(ring.rank, ring.attempt, facts)
-        self._place, self._launch = place(out), launch(out, job, host, limit_mib, log_file)
+        self._place, self._launch = place(out), launch(out, job, host, hosts, limit_mib, log_file)
         self._conversation: Conversation | None = None
         self._closing = threading.Event()
         self._lock = threading.Lock()

@@ -56,13 +56,20 @@ _TIMES = ("first_ns", "last_ns", "start_ns", "end_ns", "time_ns")
 Frames = Sequence[tuple[FrameHead, memoryview]]
 
 
-def columns(frames: Frames, table: str, clock_ns: int) -> dict[str, Array]:
-    """The columns of one table; `action` and `axis` are codes (KINDS, AXES).
+def by_table(frames: Frames) -> dict[str, Frames]:
+    """Frames by the table that they belong to."""
+    found: tuple[list[tuple[FrameHead, memoryview]], ...] = tuple([] for _ in RECORDS)
+    for frame in frames:
+        found[frame[0].kind].append(frame)
+    return {table: found[code] for table, code in _NAMES.items()}
+
+
+def columns(sorted_frames: dict[str, Frames], table: str, clock_ns: int) -> dict[str, Array]:
+    """The columns of one table, of `by_table`'s frames; `action` and `axis` are codes (KINDS, AXES).
 
     clock_ns: how far the common clock is ahead of the host's monotonic one, where the frames do not say it.
     """
-    code = _NAMES[table]
-    mine = [(head, body) for head, body in frames if head.kind == code]
+    code, mine = _NAMES[table], sorted_frames[table]
     dtype = RECORDS[code]
     records = np.frombuffer(b"".join([body for _, body in mine]), dtype)
     counts = [len(body) // dtype.itemsize for _, body in mine]
@@ -74,7 +81,7 @@ def columns(frames: Frames, table: str, clock_ns: int) -> dict[str, Array]:
         found["action"] = np.ascontiguousarray(records["kind"])
         if table == "rollups":
             found["lost"] = np.repeat(np.array([head.lost for head, _ in mine], np.int64), counts)
-    offset = common_clock(frames, clock_ns)
+    offset = common_clock(sorted_frames["clocks"], clock_ns)
     for name in TABLES[table]:
         if name not in found:
             found[name] = np.ascontiguousarray(records[name])
@@ -86,8 +93,8 @@ def columns(frames: Frames, table: str, clock_ns: int) -> dict[str, Array]:
 
 
 def common_clock(frames: Frames, clock_ns: int) -> Any:
-    """A function from the host's monotonic clock to the common one (arrays of ns; 0 stays 0), as the frames have it."""
-    told = [np.frombuffer(body, CLOCK) for head, body in frames if head.kind == CLOCKS]
+    """A function from the host's monotonic clock to the common one (arrays of ns; 0 stays 0), by CLOCKS frames."""
+    told = [np.frombuffer(body, CLOCK) for _, body in frames]
     clocks = np.concatenate(told) if told else np.zeros(0, CLOCK)
     if not len(clocks):
         return lambda times: np.where(times > 0, times + clock_ns, 0)

@@ -101,6 +101,7 @@ class Ingest:
             newest += 1
             adopt(left, segment_file(folder, newest), last)
             self._ended.append(newest)
+        self._first = newest + 1  # of this process's own
         self._spool = Spool(folder, self.about, newest + 1, last)
         self._own_number, self._own_ring = 0, int.from_bytes(os.urandom(8), "little")
         self._opened = time.monotonic()
@@ -190,7 +191,7 @@ class Ingest:
             number = self._ended[0]
             file = segment_file(self.folder, number)
             try:
-                segment = read_segment(file)
+                segment = read_segment(file, check=number < self._first)
                 if segment.torn:
                     log.warning("%s: %s; what is before it counts", file.name, segment.torn)
                 if segment.frames:

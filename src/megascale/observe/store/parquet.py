@@ -12,8 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megascale.observe.store.columns import AXES, KINDS, TABLES, by_action, columns
-from megascale.observe.store.frames import ROLLUPS
+from megascale.observe.store.columns import AXES, KINDS, TABLES, Frames, by_action, by_table, columns
 from megascale.observe.store.spool import Segment
 
 MEMORY = "256MB"  # that DuckDB may take for a conversion
@@ -48,10 +47,11 @@ class ParquetWriter:
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
         """Write a segment's tables; rows of each. OSError if there is no room."""
         made, told = [], {}
-        about = segment.about
+        about, frames = segment.about, by_table(segment.frames)
+        parts = _has_parts(frames["rollups"])
         try:
             for table in TABLES:
-                found = columns(segment.frames, table, int(about.get("clock_ns", 0)))
+                found = columns(frames, table, int(about.get("clock_ns", 0)))
                 rows = len(next(iter(found.values())))
                 if not rows:
                     continue
@@ -60,7 +60,7 @@ class ParquetWriter:
                 file = table_file(self.folder, table, number)
                 temporary = file.with_suffix(".tmp")
                 made.append((temporary, file))
-                self._copy(table, found, temporary, about, _has_parts(segment))
+                self._copy(table, found, temporary, about, parts)
                 told[table] = rows
             for temporary, _ in made:
                 _on_disk(temporary)
@@ -124,16 +124,9 @@ def select(table: str, parts: bool = False, rows: str = "rows") -> str:
     return f"SELECT {listed} FROM ({added})"
 
 
-def _has_parts(segment: Segment) -> bool:
+def _has_parts(rollups: Frames) -> bool:
     """Whether a rank and step was told in more than one frame of roll-ups."""
-    seen = set()
-    for head, _ in segment.frames:
-        if head.kind == ROLLUPS:
-            key = (head.ring, head.rank, head.step)
-            if key in seen:
-                return True
-            seen.add(key)
-    return False
+    return len({(head.ring, head.rank, head.step) for head, _ in rollups}) < len(rollups)
 
 
 def sql_text(words: str) -> str:

@@ -39,7 +39,8 @@ def place(out: Path) -> Place:
     return Place(private_base() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
 
 
-def launch(out: Path, job: str, host: int, limit_mib: int, log: Path | None) -> Launch:
-    """How it is started."""
+def launch(out: Path, job: str, host: int, hosts: int, limit_mib: int, log: Path | None) -> Launch:
+    """How it is started, on one of the job's `hosts`."""
     words = [str(place(out).folder), "--out", str(out.absolute()), "--job", job, "--host", str(host)]
+    words += ["--hosts", str(hosts)]
     return Launch("megascale.observe.store.span_service", [*words, "--limit-mib", str(limit_mib)], log)

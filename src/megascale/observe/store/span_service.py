@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.observe.store.counters import HostCounters
+from megascale.observe.store.frames import COUNTERS
+from megascale.observe.store.host_clock import ClockServer, HostClock
 from megascale.observe.store.ingest import STATE, Ingest, SegmentSink
 from megascale.observe.store.span_messages import FROM_SPANS, NAME, TO_SPANS, Follow
 from megascale.observe.store.span_ring import SpanRing
@@ -37,6 +40,7 @@ log = logging.getLogger("megascale.observe.spans")
 PERIOD = 0.25  # seconds between looks at the rings
 ASKED = "asked.json"  # in `runs/NAME/spans`: steps of which somebody wants all spans
 _SECOND = 1.0
+_ALIGN = 5.0  # seconds between questions for the common time
 _LINGER = 2.0  # seconds after the last rank has gone
 _NOBODY_YET = 60.0
 
@@ -47,12 +51,16 @@ class SpanService:
     Args:
         out: folder of the host's spans.
         ingest: makes what writes there, in the thread that uses it.
+        host, hosts: which of the job's hosts this is; host 0 has the common clock.
     """
 
     reception: Reception
 
-    def __init__(self, out: Path, ingest: Callable[[], Ingest]) -> None:
-        self.out = out
+    def __init__(self, out: Path, ingest: Callable[[], Ingest], host: int = 0, hosts: int = 1) -> None:
+        self.out, self._host, self._hosts = out, host, hosts
+        self._clock: HostClock | None = None
+        self._clocks: ClockServer | None = None
+        self._aligned = 0.0
         self._make = ingest
         self._rings: dict[SpanRing, bool] = {}  # and whether its rank is still there
         self._lock = threading.Lock()
@@ -118,6 +126,8 @@ class SpanService:
 
     def _pump(self) -> None:
         ingest = self._make()
+        counters = HostCounters()
+        self._begin_clock(ingest)
         told = 0.0
         try:
             while not self._ending.wait(PERIOD):
@@ -125,7 +135,7 @@ class SpanService:
                 now = time.monotonic()
                 if now - told >= _SECOND:
                     told = now
-                    self._each_second(ingest)
+                    self._each_second(ingest, counters)
                 ingest.tick(now)
             self._take(ingest)
         except Exception:
@@ -133,6 +143,30 @@ class SpanService:
             os._exit(1)
         ingest.close()
         self._tell(ingest)
+        if self._clocks is not None:
+            self._clocks.close()
+
+    def _begin_clock(self, ingest: Ingest) -> None:
+        """Host 0 tells the time, the others ask for it; a single host has its own."""
+        if self._hosts == 1:
+            return
+        if self._host:
+            self._clock = HostClock(self.out.parent, ingest.clock_ns)
+            return
+        base = ingest.clock_ns
+        try:
+            self._clocks = ClockServer(self.out.parent, lambda: time.monotonic_ns() + base)
+        except OSError as error:
+            log.warning("the common clock cannot be told to other hosts: %s", error)
+
+    def _note_clock(self, ingest: Ingest) -> None:
+        if self._clock is None:
+            ingest.note_clock(time.monotonic_ns(), ingest.clock_ns, 0)
+            return
+        if time.monotonic() - self._aligned >= _ALIGN:
+            self._aligned = time.monotonic()
+            self._clock.exchange()
+        ingest.note_clock(*self._clock.now())
 
     def _take(self, ingest: Ingest) -> None:
         with self._lock:
@@ -146,8 +180,11 @@ class SpanService:
                     del self._rings[ring]
                 ring.close()
 
-    def _each_second(self, ingest: Ingest) -> None:
+    def _each_second(self, ingest: Ingest, counters: HostCounters) -> None:
         ingest.flush()
+        self._note_clock(ingest)
+        if len(found := counters.sample(time.monotonic_ns())):
+            ingest.note(COUNTERS, found)
         self._look_for_asked()
         self._tell(ingest)
 
@@ -186,21 +223,18 @@ class SpanService:
             os.replace(temporary, self.out / STATE)
 
 
-def serve(folder: Path, out: Path, ingest: Callable[[], Ingest], ready: Ready) -> None:
+def serve(folder: Path, service: SpanService, ready: Ready) -> None:
     """Serve until the ranks have gone. Returns at once if another process serves."""
     place = Place(folder, NAME)
-    made: list[SpanService] = []
 
     def begin() -> Callable[[Conversation], None]:
-        out.mkdir(parents=True, exist_ok=True)
-        made.append(SpanService(out, ingest))
-        made[0].start()
-        return made[0].talk
+        service.out.mkdir(parents=True, exist_ok=True)
+        service.start()
+        return service.talk
 
     owned = host_service.own(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
     if owned is None:
         return
-    (service,) = made
     service.reception = owned.reception
     try:
         owned.reception.serve(service.done)
@@ -217,6 +251,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the host's spans")
     parser.add_argument("--job", required=True)
     parser.add_argument("--host", type=int, required=True)
+    parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--limit-mib", type=int, default=512)
     parser.add_argument("--segment-seconds", type=float, default=300.0)
     parser.add_argument("--ready", type=int, help="open file to tell when ready")
@@ -237,7 +272,7 @@ def main() -> None:
             segment_seconds=given.segment_seconds,
         )
 
-    serve(given.folder, given.out, ingest, Ready(given.ready, None))
+    serve(given.folder, SpanService(given.out, ingest, given.host, given.hosts), Ready(given.ready, None))
 
 
 def _parquet(folder: Path) -> SegmentSink:

@@ -56,8 +56,11 @@ class Segment:
     torn: str = ""
 
 
-def read_segment(file: Path) -> Segment:
-    """All whole frames of a segment. FileNotFoundError if it is gone; ValueError if it is no segment."""
+def read_segment(file: Path, check: bool = True) -> Segment:
+    """All whole frames of a segment. FileNotFoundError if it is gone; ValueError if it is no segment.
+
+    check: whether checksums are compared; who wrote the segment need not.
+    """
     data = memoryview(file.read_bytes())
     start = len(_MAGIC) + _LENGTH.size
     if len(data) < start:
@@ -76,9 +79,9 @@ def read_segment(file: Path) -> Segment:
         raise ValueError(f"{file} is no spool of spans") from None
     segment = Segment(about, last)
     try:
-        for head, body, _ in scan(data[start + length :]):
+        for head, body, _ in scan(data[start + length :], check):
             segment.frames.append((head, body))
-            last[head.ring] = max(head.number, last.get(head.ring, 0))
+            last[head.ring] = head.number  # a ring's frames lie in order
     except TornFrame as torn:
         segment.torn = str(torn)
     return segment

@@ -17,7 +17,7 @@ import numpy as np
 
 from megascale.core import strict_json
 from megascale.errors import DataError
-from megascale.observe.store.columns import TABLES, columns
+from megascale.observe.store.columns import TABLES, by_table, columns
 from megascale.observe.store.parquet import select, sql_text
 from megascale.observe.store.spool import Segment, held
 
@@ -119,7 +119,7 @@ class SpanTables:
                 "union_by_name = true)"
             )
         for position, (host, segment) in enumerate(spooled):
-            found = columns(segment.frames, table, int(segment.about.get("clock_ns", 0)))
+            found = columns(by_table(segment.frames), table, int(segment.about.get("clock_ns", 0)))
             if not len(next(iter(found.values()))):
                 continue
             self._database.register("rows", found)

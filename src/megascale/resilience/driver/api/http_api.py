@@ -14,19 +14,22 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Path, Query
+from fastapi import Depends, FastAPI, HTTPException, Path, Query, Response
+from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
 from megascale.errors import MegascaleError
-from megascale.resilience.driver.api import settable, tls, tokens
+from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
+from megascale.resilience.driver.api import metrics, settable, tls, tokens
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Door, Guard
 from megascale.resilience.driver.process import descriptors
 
 if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver
 
+WRITTEN = 10.0  # seconds in which what agents sent must have been written
 NODE = Path(pattern=r"^[A-Za-z0-9._-]{1,100}$", description="the node's name")
 
 
@@ -102,6 +105,20 @@ class EventAnswer(BaseModel):
     details: dict[str, Any]
 
 
+class LookAnswer(BaseModel):
+    """Ranks that their agents were asked about, and those of which they knew something."""
+
+    asked: int
+    known: list[int]
+
+
+class HealthAnswer(BaseModel):
+    """Whether the job goes on, and in which phase and why."""
+
+    healthy: bool
+    state: str
+
+
 class ActionResponse(BaseModel):
     """An order was taken."""
 
@@ -154,6 +171,18 @@ def build(driver: Driver) -> FastAPI:
             why=j.why,
         )
 
+    @app.get("/metrics", responses=_refusals(), response_class=PlainTextResponse)
+    async def metrics_text() -> PlainTextResponse:
+        """What Prometheus scrapes: the job in a few dozen series."""
+        return PlainTextResponse(expose(metrics.families(driver)), media_type=CONTENT_TYPE)
+
+    @app.get("/health", responses=_refusals() | {503: {"model": HealthAnswer}})
+    async def health(response: Response) -> HealthAnswer:
+        """Whether the job goes on: 200, or 503 once it has failed."""
+        good, text = metrics.healthy(driver)
+        response.status_code = 200 if good else 503
+        return HealthAnswer(healthy=good, state=text)
+
     @app.get("/v1/nodes", responses=_refusals())
     async def nodes() -> list[NodeAnswer]:
         """All nodes."""
@@ -168,6 +197,18 @@ def build(driver: Driver) -> FastAPI:
             EventAnswer(**vars(e) | {"nodes": list(e.nodes), "ranks": list(e.ranks), "evidence": list(e.evidence)})
             for e in driver.journal.events(after, limit)
         ]
+
+    @app.get("/v1/ranks", responses=_refusals(409, 422))
+    async def ranks(watch: Annotated[float, Query(ge=0, le=10)] = 2.0) -> LookAnswer:
+        """Have agents look at their ranks for `watch` seconds: calls, stacks, flight records.
+
+        What is known of ranks that write elsewhere lies in the run folder afterwards, for `megascale hang`.
+        """
+        if driver.standing.asking:
+            raise HTTPException(409, "the agents are being asked already; ask again in some seconds")
+        scene, _ = await driver.standing.gather(watch)
+        await asyncio.to_thread(driver.files.flush, WRITTEN)
+        return LookAnswer(asked=driver.job.state.world if driver.job.state.placement else 0, known=sorted(scene.ranks))
 
     @app.post("/v1/nodes/{node}/evict", responses=_refusals(404, 422))
     async def evict(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
