@@ -20,6 +20,7 @@ BENCHES: tuple[str, ...] = (
     "rendezvous.init",
     "kernels.kernel_bench",
     "training.layouts",
+    "observe.observe_bench",
     "data.loader_bench",
     "training.overlap",
     "training.peer_comparison",

@@ -28,6 +28,7 @@ COMMANDS: tuple[str, ...] = (
     "bench",
     "doctor",
     "hang",
+    "spans",
     "faults",
     "diagnose",
 )

@@ -79,6 +79,7 @@ class Trainer:
         self._skipped = 0  # steps of this process whose gradient was not finite
         self._stopping = False  # agreed by all ranks
         self._told_active = False
+        self.attempt = self.folder.attempt()  # rank 0's counts
         self.clock = StepClock(place.device)
         self._loss: float | None = None
 
@@ -110,7 +111,8 @@ class Trainer:
                 self.config, rank=at.rank, world=at.world, local_rank=at.local_rank, device=at.device
             )
             life.callback(self._leave)
-            told = Peers().share(refusal and (kind_of(refusal), str(refusal)), tuple[str, str] | None)
+            mine = (self.attempt, refusal and (kind_of(refusal), str(refusal)))
+            self.attempt, told = Peers().share(mine, tuple[int, tuple[str, str] | None])
             refusal = refusal or (named(*told) if told else None)
         if refusal is not None:
             self.ending.told = True  # whoever trains there has the word
@@ -142,7 +144,7 @@ class Trainer:
             self.folder.status, self.folder.flight, place.rank, place.world, self.groups, self.engine.runtime
         )
         life.callback(self.telemetry.close)
-        self.timers = RankTimers(self.config.observe, place, self.engine.runtime)
+        self.timers = RankTimers(self.config, place, self.engine.runtime, self.grid, self.attempt)
         life.callback(self.timers.close)
         life.callback(self._synchronize)  # what is under way is noted in the flight record, as long as that is open
         self.status = self.ending.status = self.telemetry.status

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+
 import torch
 
-from megascale.config import ObserveConfig
+from megascale.config import Config
+from megascale.core.grid import Grid
 from megascale.core.spans import NoRecorder
 from megascale.core.status import StatusFile
+from megascale.observe.rank.span_link import SpanLink
 from megascale.observe.rank.timers import SpanSink, Timers
+from megascale.observe.store.span_messages import span_folder
+from megascale.observe.store.span_ring import SpanRing
 from megascale.parallel.runtime import Runtime
 from megascale.train.rank_info import RankInfo
 
@@ -22,17 +28,34 @@ def make_timers(device: torch.device, sink: SpanSink | None, every: int) -> Time
 
 
 class RankTimers:
-    """Times what `runtime` runs from now on, unless observe.timers=false; `close` ends it.
+    """Times what `runtime` runs from now on, unless observe.timers=false, and has it kept under `runs/NAME/spans`;
+    `close` ends it.
+
+    Args:
+        grid: of the whole job.
+        attempt: number of this start of the run.
 
     Attributes:
         timers: the recorder, None without.
     """
 
-    def __init__(self, observe: ObserveConfig, place: RankInfo, runtime: Runtime, sink: SpanSink | None = None) -> None:
+    def __init__(self, config: Config, place: RankInfo, runtime: Runtime, grid: Grid, attempt: int) -> None:
         self._runtime = runtime
         self.timers: Timers | None = None
-        if observe.timers:
-            runtime.recorder = self.timers = make_timers(place.device, sink, observe.spans)
+        self._link: SpanLink | None = None
+        observe = config.observe
+        if not observe.timers:
+            return
+        ring = SpanRing(rank=place.rank, attempt=attempt)
+        at = grid.coordinate(place.rank)
+        host, hosts = (place.rank - place.local_rank) // place.local_world, -(-place.world // place.local_world)
+        device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
+        facts = {"tensor": at.tensor, "pipeline": at.pipeline, "data": at.data, "hostname": socket.gethostname()}
+        words = {name: str(value) for name, value in facts.items()} | {"device": device}
+        run = config.run_folder
+        out, log = span_folder(run, host), run / "logs" / f"spans-{host}.log"
+        self._link = SpanLink(ring, out, config.train.name, host, words, observe.spans_mib, log, hosts=hosts)
+        runtime.recorder = self.timers = make_timers(place.device, ring, observe.spans)
 
     def read(self, step: int, status: StatusFile) -> dict[str, float]:
         """What `step`, which has ended on the device, took of this rank: keys of its metrics.
@@ -55,3 +78,5 @@ class RankTimers:
         if self.timers is not None:
             self._runtime.recorder = NoRecorder()
             self.timers.close()
+        if self._link is not None:
+            self._link.close()

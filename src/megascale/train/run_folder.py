@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -48,6 +49,15 @@ class RunFolder:
             out.write(strict_json.dumps(record) + "\n")
             out.flush()
             os.fsync(handle)
+
+    def attempt(self) -> int:
+        """Number of this start of the run: the launcher's, or how often it was started before."""
+        with contextlib.suppress(KeyError, ValueError):
+            return max(0, int(os.environ["MEGASCALE_ATTEMPT"]))
+        starts = (Event.RUN_STARTED.value, Event.RESUMED.value)
+        with contextlib.suppress(OSError, DataError):
+            return sum(line.get("event") in starts for line in read_lines(self.events))
+        return 0
 
     def read_identity(self) -> str | None:
         """The random name that the run got at its first start, None before it (or in a folder of an older version)."""

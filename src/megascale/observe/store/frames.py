@@ -11,8 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,15 +54,16 @@ CLOCK = np.dtype([("time_ns", "i8"), ("offset_ns", "i8"), ("error_ns", "i8")])
 COUNTER = np.dtype([("time_ns", "i8"), ("value", "f8"), ("name", "S32"), ("device", "S16")])
 RECORDS = {ROLLUPS: ROLLUP, SPANS: SPAN, CLOCKS: CLOCK, COUNTERS: COUNTER}
 
-# magic, schema, kind, bytes of the records, checksum, ring, number, step, rank, attempt, clock's error, spans lost
-_HEAD = struct.Struct("<4sHHIIQQQIIQQ")
+# magic, schema, kind, bytes of the records, ring, number, step, rank, attempt, clock's error, spans lost, checksum
+_HEAD = struct.Struct("<4sHHIQQQIIQQI")
 HEAD_BYTES = _HEAD.size
+_SUM = struct.Struct("<I")  # the last field of the head: of all that is before and after it
+_SUM_AT = HEAD_BYTES - _SUM.size
 _MAGIC = b"MSpn"
 MOST_BYTES = 1 << 24  # of one frame's records
 
 
-@dataclass(frozen=True)
-class FrameHead:
+class FrameHead(NamedTuple):
     """What a frame says of its records.
 
     Attributes:
@@ -86,10 +86,14 @@ class FrameHead:
 
 def pack(head: FrameHead, records: np.ndarray[Any, Any]) -> bytes:
     """A frame."""
-    data = records.tobytes()
-    fields = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
-    bare = _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), 0, *fields)
-    return _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), zlib.crc32(data, zlib.crc32(bare)), *fields) + data
+    return pack_bytes(head, records.tobytes())
+
+
+def pack_bytes(head: FrameHead, data: bytes | memoryview) -> bytes:
+    """A frame of records that are bytes already."""
+    about = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
+    bare = _HEAD.pack(_MAGIC, SCHEMA, head.kind, len(data), *about, 0)[:_SUM_AT]
+    return bare + _SUM.pack(zlib.crc32(data, zlib.crc32(bare))) + bytes(data)
 
 
 class TornFrame(ValueError):
@@ -109,7 +113,7 @@ def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHe
     while at < len(view):
         if len(view) - at < HEAD_BYTES:
             raise TornFrame("a frame's head is cut off", at, short=True)
-        magic, schema, kind, size, crc, ring, number, step, rank, attempt, error, lost = _HEAD.unpack_from(view, at)
+        magic, schema, kind, size, ring, number, step, rank, attempt, error, lost, crc = _HEAD.unpack_from(view, at)
         if magic != _MAGIC:
             raise TornFrame("this is no frame of spans", at)
         if schema != SCHEMA:
@@ -120,9 +124,7 @@ def scan(data: bytes | memoryview, check: bool = True) -> Iterator[tuple[FrameHe
         if end > len(view):
             raise TornFrame("a frame's records are cut off", at, short=True)
         body = view[at + HEAD_BYTES : end]
-        if check:
-            bare = _HEAD.pack(magic, schema, kind, size, 0, ring, number, step, rank, attempt, error, lost)
-            if zlib.crc32(body, zlib.crc32(bare)) != crc:
-                raise TornFrame("a frame whose checksum is wrong", at)
+        if check and zlib.crc32(body, zlib.crc32(view[at : at + _SUM_AT])) != crc:
+            raise TornFrame("a frame whose checksum is wrong", at)
         yield FrameHead(kind, ring, number, rank, attempt, step, error, lost), body, end
         at = end

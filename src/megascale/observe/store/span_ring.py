@@ -70,9 +70,7 @@ class SpanRing:
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
         """See timers.SpanSink."""
         needed = HEAD_BYTES + records.nbytes
-        room = self._body - (self._head - self._get(_AT_TAIL))
-        if kind == SPANS:
-            room -= self._body // _RESERVE
+        room = self.room() - (self._body // _RESERVE if kind == SPANS else 0)
         if needed > room:
             if kind == SPANS:
                 self._lost += len(records)
@@ -96,6 +94,10 @@ class SpanRing:
     def wants(self, step: int) -> bool:
         """See timers.SpanSink."""
         return self._get(_AT_FROM) <= step <= self._get(_AT_UNTIL)
+
+    def room(self) -> int:
+        """Bytes that are free."""
+        return self._body - (self._head - self._get(_AT_TAIL))
 
     # the service --------------------------------------------------------------------------------------------------
 

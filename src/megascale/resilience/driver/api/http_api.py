@@ -14,13 +14,15 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Path, Query
+from fastapi import Depends, FastAPI, HTTPException, Path, Query, Response
+from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale import __version__
 from megascale.errors import MegascaleError
-from megascale.resilience.driver.api import settable, tls, tokens
+from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
+from megascale.resilience.driver.api import metrics, settable, tls, tokens
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Door, Guard
 from megascale.resilience.driver.process import descriptors
 
@@ -110,6 +112,13 @@ class LookAnswer(BaseModel):
     known: list[int]
 
 
+class HealthAnswer(BaseModel):
+    """Whether the job goes on, and in which phase and why."""
+
+    healthy: bool
+    state: str
+
+
 class ActionResponse(BaseModel):
     """An order was taken."""
 
@@ -161,6 +170,18 @@ def build(driver: Driver) -> FastAPI:
             recovery=[f"{action} {node}".strip() for node, action in j.recovery],
             why=j.why,
         )
+
+    @app.get("/metrics", responses=_refusals(), response_class=PlainTextResponse)
+    async def metrics_text() -> PlainTextResponse:
+        """What Prometheus scrapes: the job in a few dozen series."""
+        return PlainTextResponse(expose(metrics.families(driver)), media_type=CONTENT_TYPE)
+
+    @app.get("/health", responses=_refusals() | {503: {"model": HealthAnswer}})
+    async def health(response: Response) -> HealthAnswer:
+        """Whether the job goes on: 200, or 503 once it has failed."""
+        good, text = metrics.healthy(driver)
+        response.status_code = 200 if good else 503
+        return HealthAnswer(healthy=good, state=text)
 
     @app.get("/v1/nodes", responses=_refusals())
     async def nodes() -> list[NodeAnswer]:

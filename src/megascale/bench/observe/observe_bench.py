@@ -1,0 +1,169 @@
+"""`megascale bench observe`: what timers cost, what the span store takes in, and what a kill leaves of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from megascale.core import strict_json
+
+PARTS = ("ingest", "kills", "cost")
+
+# Shapes and bounds of the cost: (name, words of bench alternate, most share of a step).
+HALF_13B = ["gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--parallel.tensor=2"]
+ON_GPUS = (
+    ("half of gpt-13b, TP2, micro-batch 4", [*HALF_13B, "--train.micro_batch=4", "--train.global_batch=8"], 0.004),
+    ("half of gpt-13b, TP2, micro-batch 1", [*HALF_13B, "--train.micro_batch=1", "--train.global_batch=8"], 0.01),
+)
+ON_CPU = (
+    (
+        "2 layers of 128, micro-batch 1, one process",
+        [
+            "gpt2-124m", "observe.timers=false,true", "--each=1", "--model.layers=2", "--model.hidden=128",
+            "--model.heads=4", "--model.sequence_length=64", "--model.vocab_size=256", "--train.micro_batch=1",
+            "--train.global_batch=8", "--train.precision=float32", "--train.device=cpu",
+        ],
+        0.02,
+    ),
+)  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench."""
+    app.command("observe")(observe)
+
+
+def observe(
+    parts: str = typer.Option("ingest,kills,cost", help=f"Which of {', '.join(PARTS)}."),
+    full_steps: int = typer.Option(2, min=1, help="ingest: steps of which all spans come."),
+    rollup_steps: int = typer.Option(100, min=1, help="ingest: steps of which roll-ups come."),
+    data: int = typer.Option(192, min=1, help="ingest: data-parallel ranks; the job has 64 times as many in all."),
+    kills: int = typer.Option(100, min=1, help="kills: how many services are killed."),
+    turns: int = typer.Option(200, min=1, help="cost: pairs of steps."),
+    seed: int = typer.Option(1, help="kills: of the moments."),
+    folder: Path | None = typer.Option(None, help="Where files are made; default: a temporary folder, removed."),
+    out: Path = typer.Option(Path("bench-observe.json"), help="JSON file for the metrics."),
+) -> None:
+    """What observing costs and bears: ingest, kills and the timers' cost. Exit code 1 if a bound is missed.
+
+    ingest: 12,288 ranks made from the schedule, through rings, spool and Parquet, on two threads; then questions.
+    kills: a span service killed at random moments; what it acknowledged must be there once.
+    cost: timers off and on in turn within one engine (bench alternate); on a machine with two GPUs half of gpt-13b with
+    tensor parallelism of 2, else a small model on the CPU.
+
+    Examples:
+
+      megascale bench observe --parts ingest,kills
+
+      megascale bench observe --parts cost --turns 200
+    """
+    from megascale.bench.observe import ingest
+    from megascale.bench.observe import kills as killing
+    from megascale.bench.observe.made_spans import Job
+    from megascale.errors import ConfigError
+
+    wanted = parts.split(",")
+    if wrong := [part for part in wanted if part not in PARTS]:
+        raise ConfigError(f"--parts={parts}: there is no part {wrong[0]!r}; there are {', '.join(PARTS)}")
+    record: dict[str, Any] = {"date": date.today().isoformat()}
+    missed: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        place = folder or Path(temporary)
+        if "ingest" in wanted:
+            record["ingest"] = ingest.measure(place / "ingest", full_steps, rollup_steps, Job(data=data))
+            missed += _show_ingest(record["ingest"])
+        if "kills" in wanted:
+            record["kills"] = killing.measure(place / "kills", kills, seed)
+            typer.echo(
+                "kills: {kills} services killed, {steps} steps all there once (seed {seed})".format(**record["kills"])
+            )
+        if "cost" in wanted:
+            record["cost"] = [_cost(name, words, bound, turns, place) for name, words, bound in _shapes()]
+            missed += _show_cost(record["cost"])
+    record |= _machine()  # last: the memory of an ingest is without torch
+    out.write_text(strict_json.dumps(record, indent=1) + "\n")
+    typer.echo(f"metrics: {out}")
+    for text in missed:
+        typer.secho(f"missed: {text}", fg="red")
+    if missed:
+        raise typer.Exit(1)
+
+
+def _machine() -> dict[str, Any]:
+    import os
+    import platform
+
+    import duckdb
+    import torch
+
+    import megascale
+
+    devices = torch.cuda.device_count()
+    device = f"{devices} x {torch.cuda.get_device_name()}" if devices else f"CPU, {os.cpu_count()} cores"
+    versions = {"megascale": megascale.__version__, "torch": torch.__version__, "duckdb": duckdb.__version__}
+    return {"device": f"{device}, {platform.machine()}", "versions": versions}
+
+
+def _shapes() -> tuple[tuple[str, list[str], float], ...]:
+    import torch
+
+    return ON_GPUS if torch.cuda.device_count() > 1 else ON_CPU
+
+
+def _cost(name: str, words: list[str], bound: float, turns: int, folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "alternate.json"
+    command = [sys.executable, "-m", "megascale", "bench", "alternate", *words, f"--turns={turns}", "--out", str(file)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    found = strict_json.loads(file.read_text())
+    middle, low, high = found["differences"]["true"]
+    pairs = len(found["values"][0]["seconds"])
+    step = sorted(found["values"][0]["seconds"])[pairs // 2]
+    return {"name": name, "pairs": pairs, "step": step, "share": middle, "low": low, "high": high, "bound": bound}
+
+
+def _show_ingest(record: dict[str, Any]) -> list[str]:
+    """Print it; which bounds are missed."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console, missed = Console(highlight=False), []
+    for name in ("spans", "rollups"):
+        one = record[name]
+        console.print(
+            f"{name}: {one['rows']:,} of {record['world']:,} ranks in {one['seconds']:.1f} s, "
+            f"{one['rows_per_second'] / 1e6:.2f} M/s ({one['cpu_seconds']:.1f} CPU seconds)"
+        )
+    if record["spans"]["rows_per_second"] < 1e6:
+        missed.append(f"{record['spans']['rows_per_second'] / 1e6:.2f} M spans a second, 1 wanted")
+    console.print(
+        f"peak memory {record['peak_memory_mib']:.0f} MiB, {record['bytes_on_disk'] / 2**20:.0f} MiB on disk, "
+        f"{record['lost_spans']} spans lost"
+    )
+    table = Table("question", "first, s", "median, s", "rows", box=box.SIMPLE_HEAD)
+    for name, one in record["questions"].items():
+        median = "" if one["median"] is None else f"{one['median']:.3f}"
+        table.add_row(name, f"{one['first']:.3f}", median, "" if one["rows"] is None else str(one["rows"]))
+        if one["median"] is not None and one["median"] > 0.5:
+            missed.append(f"{name}: {one['median']:.2f} s, 0.5 wanted")
+    console.print(table)
+    return missed
+
+
+def _show_cost(found: list[dict[str, Any]]) -> list[str]:
+    missed = []
+    for one in found:
+        typer.echo(
+            f"cost: {one['name']}: {one['share']:+.2%} of a step of {one['step']:.4f} s (median of {one['pairs']} "
+            f"pairs; 95%: {one['low']:+.2%} to {one['high']:+.2%}; at most {one['bound']:.1%})"
+        )
+        if one["high"] > one["bound"]:
+            missed.append(f"timers cost up to {one['high']:.2%} of a step of {one['name']}, {one['bound']:.1%} wanted")
+    return missed

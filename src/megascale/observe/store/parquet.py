@@ -1,0 +1,142 @@
+"""Segments as Parquet files, written by DuckDB: a file a table and segment, whole or not there.
+
+    rollups-N.parquet   spans-N.parquet   counters-N.parquet   clocks-N.parquet
+
+All are written under other names, put on the disk, renamed, and then the segment is removed: who dies in between does
+it again. A sink of this kind takes a segment (`write_segment`); another database would be a class beside.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megascale.observe.store.columns import AXES, KINDS, TABLES, Frames, by_action, by_table, columns
+from megascale.observe.store.spool import Segment
+
+MEMORY = "256MB"  # that DuckDB may take for a conversion
+_ROWS = 122_880  # of a part of a file: what a query skips or reads
+
+
+def table_file(folder: Path, table: str, number: int) -> Path:
+    """The file of a table and segment."""
+    return folder / f"{table}-{number:06d}.parquet"
+
+
+class ParquetWriter:
+    """Makes segments into files of `folder`; keeps one connection to DuckDB.
+
+    Args:
+        threads: that a conversion may use; a host's service takes one from the trainers, a bench two.
+    """
+
+    def __init__(self, folder: Path, threads: int = 1) -> None:
+        import duckdb
+
+        self.folder = folder
+        self._database: Any = duckdb.connect(
+            config={
+                "threads": threads,
+                "memory_limit": MEMORY,
+                "temp_directory": "",
+                "autoinstall_known_extensions": False,
+            }
+        )
+
+    def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
+        """Write a segment's tables; rows of each. OSError if there is no room."""
+        made, told = [], {}
+        about, frames = segment.about, by_table(segment.frames)
+        parts = _has_parts(frames["rollups"])
+        try:
+            for table in TABLES:
+                found = columns(frames, table, int(about.get("clock_ns", 0)))
+                rows = len(next(iter(found.values())))
+                if not rows:
+                    continue
+                if table == "rollups":
+                    found = by_action(found)
+                file = table_file(self.folder, table, number)
+                temporary = file.with_suffix(".tmp")
+                made.append((temporary, file))
+                self._copy(table, found, temporary, about, parts)
+                told[table] = rows
+            for temporary, _ in made:
+                _on_disk(temporary)
+            for temporary, file in made:
+                os.replace(temporary, file)
+            _on_disk(self.folder)
+        except BaseException:
+            for temporary, _ in made:
+                temporary.unlink(missing_ok=True)
+            raise
+        return told
+
+    def _copy(self, table: str, found: dict[str, Any], file: Path, about: dict[str, Any], parts: bool) -> None:
+        import duckdb
+
+        self._database.register("rows", found)
+        source = select(table, parts)
+        meta = ", ".join(f"{key}: {sql_text(str(about.get(key, '')))}" for key in ("job", "host", "hostname", "schema"))
+        try:
+            self._database.execute(
+                f"COPY ({source}) TO {sql_text(str(file))} "
+                f"(FORMAT parquet, COMPRESSION snappy, ROW_GROUP_SIZE {_ROWS}, KV_METADATA {{{meta}}})"
+            ).fetchall()
+        except duckdb.Error as error:
+            raise OSError(28, f"{file} cannot be written: {error}") from None
+        finally:
+            self._database.unregister("rows")
+
+    def close(self) -> None:
+        """Let go of DuckDB."""
+        self._database.close()
+
+
+def select(table: str, parts: bool = False, rows: str = "rows") -> str:
+    """SQL that makes a table of the columns of `columns`, registered as `rows`.
+
+    parts: whether several rows may be parts of one roll-up, to be added up.
+    """
+    kinds = "[" + ",".join(sql_text(name) for name in KINDS[:64]) + "]"
+    axes = "[" + ",".join(sql_text(name) for name in AXES[:16]) + "]"
+    how = {
+        "action": f"coalesce({kinds}[action::INTEGER + 1], 'kind_' || action)",
+        "axis": f"coalesce({axes}[axis::INTEGER + 1], 'axis_' || axis)",
+    }
+    listed = ", ".join(
+        f"CAST({how.get(name, name) if table != 'clocks' else name} AS {kind}) AS {name}"
+        for name, kind in TABLES[table].items()
+    )
+    if table != "rollups" or not parts:
+        return f"SELECT {listed} FROM {rows}"
+    keys = ("attempt", "rank", "step", "action", "axis")
+    sums = {"longest_ns": "max", "last_ns": "max", "clock_error_ns": "max", "lost": "max"}
+    gathered = ", ".join(
+        f"min(nullif(first_ns, 0))::BIGINT AS {name}"
+        if name == "first_ns"
+        else f"{sums.get(name, 'sum')}({name})::BIGINT AS {name}"
+        for name in TABLES[table]
+        if name not in keys
+    )
+    added = f"SELECT {', '.join(keys)}, {gathered} FROM {rows} GROUP BY ALL ORDER BY action, step, rank"
+    return f"SELECT {listed} FROM ({added})"
+
+
+def _has_parts(rollups: Frames) -> bool:
+    """Whether a rank and step was told in more than one frame of roll-ups."""
+    return len({(head.ring, head.rank, head.step) for head, _ in rollups}) < len(rollups)
+
+
+def sql_text(words: str) -> str:
+    """As an SQL string."""
+    return "'" + words.replace("'", "''") + "'"
+
+
+def _on_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

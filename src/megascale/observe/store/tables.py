@@ -1,0 +1,199 @@
+"""Spans and roll-ups of a run as tables of DuckDB: what was made into Parquet and what still lies in the spool.
+
+    with SpanTables(Path("runs/gpt")) as tables:
+        tables.query("SELECT rank, sum(total_ns - waited_ns) FROM rollups WHERE action = 'step' GROUP BY rank")
+
+Rows of `rollups` with the same rank, step, action and axis are parts that add up (`longest_ns`: the largest). Nothing
+of a run is changed, and a run that goes on may be read: what it makes into files meanwhile is looked for again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascale.core import strict_json
+from megascale.errors import DataError
+from megascale.observe.store.columns import TABLES, by_table, columns
+from megascale.observe.store.parquet import select, sql_text
+from megascale.observe.store.spool import Segment, held
+
+RANKS = "ranks.jsonl"
+_TRIES = 5
+
+
+class SpanTables:
+    """The tables of a run, or of a copy of its `spans` folder; DataError if there are none.
+
+    Args:
+        run: run folder, or its `spans`.
+        threads, memory: that a query may take.
+
+    Attributes:
+        skipped: files that cannot be read, and why.
+    """
+
+    def __init__(self, run: Path, threads: int | None = None, memory: str = "1GB") -> None:
+        import duckdb
+
+        self.folder = run / "spans" if (run / "spans").is_dir() else run
+        self.hosts = sorted(path for path in self.folder.glob("host=*") if path.is_dir())
+        if not self.hosts:
+            raise DataError(
+                f"{run} holds no spans (spans/host=N/); name a run folder whose training had observe.timers=true"
+            )
+        self.skipped: dict[str, str] = {}
+        config: dict[str, Any] = {"memory_limit": memory, "temp_directory": "", "autoinstall_known_extensions": False}
+        if threads is not None:
+            config["threads"] = threads
+        self._database: Any = duckdb.connect(config=config)
+        self._open()
+
+    def _open(self) -> None:
+        for _ in range(_TRIES):
+            try:
+                self._look()
+                return
+            except FileNotFoundError:  # made into a file, or given up, between two looks
+                continue
+        raise DataError(f"the files of {self.folder} change faster than they can be read; try again")
+
+    def _look(self) -> None:
+        files: dict[str, list[Path]] = {table: [] for table in TABLES}
+        spooled: list[tuple[int, Segment]] = []
+        seen: list[Path] = []
+        told: list[dict[str, Any]] = []
+        self.skipped = {}
+        for host in self.hosts:
+            number = int(host.name.removeprefix("host=")) if host.name.removeprefix("host=").isdigit() else -1
+            here = set()
+            for file, found in held(host):
+                text = file.stem.rpartition("-")[2]
+                here |= {int(text)} if file.name.startswith("spool-") else set()
+                seen.append(file)
+                if isinstance(found, str):
+                    self.skipped[str(file)] = found
+                else:
+                    spooled.append((number, found))
+                    told += [one | {"host": number} for one in found.about.get("ranks", [])]
+            told += [one | {"host": number} for one in rank_facts(host)]
+            for table in TABLES:
+                for path in sorted(host.glob(f"{table}-*.parquet")):
+                    text = path.stem.rpartition("-")[2]
+                    # While a segment is there, it alone counts.
+                    if text.isdigit() and int(text) not in here and self._readable(path):
+                        files[table].append(path)
+        if any(not file.exists() for file in seen):
+            raise FileNotFoundError
+        self._ranks(told)
+        for table in TABLES:
+            self._view(table, files[table], spooled)
+
+    def _readable(self, path: Path) -> bool:
+        """Whether a file is a Parquet file from beginning to end: what is torn is left out and named."""
+        try:
+            with open(path, "rb") as file:
+                file.seek(-8, 2)
+                size, magic = int.from_bytes(file.read(4), "little"), file.read(4)
+                end = file.tell()
+            if magic != b"PAR1" or size + 12 > end:
+                raise ValueError("it is no whole Parquet file")
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            self.skipped[str(path)] = str(error)
+            return False
+        return True
+
+    def _view(self, table: str, files: list[Path], spooled: list[tuple[int, Segment]]) -> None:
+        kinds = TABLES[table]
+        listed = ", ".join(kinds)
+        parts = []
+        if files:
+            names = "[" + ", ".join(sql_text(str(path)) for path in files) + "]"
+            parts.append(
+                f"SELECT {listed}, CAST(host AS INTEGER) AS host FROM read_parquet({names}, hive_partitioning = true, "
+                "union_by_name = true)"
+            )
+        for position, (host, segment) in enumerate(spooled):
+            found = columns(by_table(segment.frames), table, int(segment.about.get("clock_ns", 0)))
+            if not len(next(iter(found.values()))):
+                continue
+            self._database.register("rows", found)
+            name = f"spooled_{table}_{position}"
+            made = f"SELECT *, {host}::INTEGER AS host FROM ({select(table)})"
+            self._database.execute(f"CREATE OR REPLACE TABLE {name} AS {made}").fetchall()
+            self._database.unregister("rows")
+            parts.append(f"SELECT {listed}, host FROM {name}")
+        empty = ", ".join(f"NULL::{kind} AS {name}" for name, kind in kinds.items())
+        parts = parts or [f"SELECT {empty}, NULL::INTEGER AS host WHERE false"]
+        self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {' UNION ALL '.join(parts)}").fetchall()
+
+    def _ranks(self, told: list[dict[str, Any]]) -> None:
+        """The table `ranks`: who a rank was in each attempt."""
+        kinds = {"attempt": np.int32, "rank": np.int32, "host": np.int32, "tensor": np.int32, "pipeline": np.int32}
+        kinds |= {"data": np.int32}
+        rows: dict[str, Any] = {}
+        for name, kind in kinds.items():
+            rows[name] = np.array([_whole(one.get(name)) for one in told], kind)
+        for name in ("hostname", "device"):
+            rows[name] = np.array([str(one.get(name, ""))[:200] for one in told], object)
+        self._database.register("rows", rows)
+        self._database.execute(
+            "CREATE OR REPLACE TABLE ranks AS SELECT DISTINCT "
+            f"{', '.join(kinds)}, hostname::VARCHAR AS hostname, device::VARCHAR AS device FROM rows"
+        ).fetchall()
+        self._database.unregister("rows")
+
+    def query(self, sql: str, parameters: list[Any] | None = None) -> dict[str, np.ndarray[Any, Any]]:
+        """Columns of a query's result by name. DataError with DuckDB's words if it fails."""
+        import duckdb
+
+        for turn in range(_TRIES):
+            try:
+                found: dict[str, np.ndarray[Any, Any]] = self._database.execute(sql, parameters or []).fetchnumpy()
+                return found
+            except duckdb.IOException as error:
+                if turn == _TRIES - 1:
+                    raise DataError(f"the spans of {self.folder} cannot be read: {error}") from None
+                self._open()
+            except duckdb.Error as error:
+                raise DataError(f"the spans of {self.folder} cannot be asked this: {error}") from None
+        raise AssertionError
+
+    def close(self) -> None:
+        """Let go of DuckDB."""
+        self._database.close()
+
+    def __enter__(self) -> SpanTables:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def rank_facts(host: Path) -> list[dict[str, Any]]:
+    """What `ranks.jsonl` of a host's folder says of its ranks; lines that say nothing are left out."""
+    try:
+        lines = (host / RANKS).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            one = strict_json.loads(line)
+            if isinstance(one, dict):
+                found.append(one)
+    return found
+
+
+def _whole(value: Any) -> int:
+    """A number that a file of others says, -1 if it says none."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        return -1
+    return number if 0 <= number < 1 << 31 else -1

@@ -1,0 +1,292 @@
+"""From rings to tables: nothing acknowledged is lost or kept twice, nothing torn is read, all of it bounded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megascale.core.spans import SpanAxis, SpanKind
+from megascale.errors import DataError
+from megascale.observe.store.frames import CLOCK, CLOCKS, COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPAN, SPANS
+from megascale.observe.store.ingest import Ingest
+from megascale.observe.store.parquet import ParquetWriter
+from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.spool import Segment, leave, segment_file, segments
+from megascale.observe.store.tables import SpanTables
+
+OFFSET = 10**18  # of the common clock
+
+
+class Unplugged:
+    """A sink that cannot be reached until it is `plugged` in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.writer = ParquetWriter(folder)
+        self.plugged = False
+
+    def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
+        if not self.plugged:
+            raise OSError(28, "no space left")
+        return self.writer.write_segment(number, segment)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "run" / "spans" / "host=0"
+
+
+def ingest(out: Path, **given: Any) -> Ingest:
+    given.setdefault("sink", ParquetWriter)
+    return Ingest(out, job="it's a run", host=0, hostname="node-0", clock_ns=OFFSET, **given)
+
+
+def step_of(ring: SpanRing, step: int, spans: int = 3) -> None:
+    """A step's roll-ups in two parts, and its spans."""
+    rollups = np.zeros(2, ROLLUP)
+    rollups["kind"], rollups["count"], rollups["total_ns"] = [SpanKind.STEP, SpanKind.FORWARD], 1, [100, 60]
+    rollups["first_ns"], rollups["last_ns"], rollups["longest_ns"] = 1000 * step, 1000 * step + 100, [100, 60]
+    ring.write(ROLLUPS, step, rollups, 5)
+    ring.write(ROLLUPS, step, rollups[1:], 5)
+    records = np.zeros(spans, SPAN)
+    records["kind"], records["axis"] = SpanKind.WAIT, SpanAxis.TENSOR
+    records["start_ns"], records["end_ns"] = 1000 * step, 1000 * step + np.arange(spans)
+    ring.write(SPANS, step, records, 5)
+
+
+def counted(out: Path) -> dict[str, Any]:
+    """What the tables hold."""
+    with SpanTables(out.parent.parent) as tables:
+        assert not tables.skipped
+        steps = tables.query("SELECT step, count(*) AS n FROM spans GROUP BY step ORDER BY step")
+        totals = tables.query(
+            "SELECT action, sum(total_ns)::BIGINT AS total, sum(count)::BIGINT AS n FROM rollups GROUP BY action"
+        )
+    return {
+        "spans": dict(zip(steps["step"].tolist(), steps["n"].tolist(), strict=True)),
+        "rollups": {a: (t, n) for a, t, n in zip(*(c.tolist() for c in totals.values()), strict=True)},
+    }
+
+
+def expected(steps: int) -> dict[str, Any]:
+    spans = dict.fromkeys(range(1, steps + 1), 3)
+    return {"spans": spans, "rollups": {"step": (100 * steps, steps), "forward": (120 * steps, 2 * steps)}}
+
+
+def test_spool_and_files_hold_the_same_table(out):
+    first, ring = ingest(out), SpanRing(rank=4, attempt=2)
+    for step in (1, 2):
+        step_of(ring, step)
+    first.take(ring)
+    assert counted(out) == expected(2)
+    first.tick(end=True)
+    assert segments(out) == []
+    step_of(ring, 3)
+    first.take(ring)
+    assert counted(out) == expected(3)  # a file and the spool
+    first.close()
+    assert counted(out) == expected(3)
+    with SpanTables(out.parent) as tables:
+        found = tables.query("SELECT * FROM spans ORDER BY step, end_ns LIMIT 1")
+        assert {name: column.tolist()[0] for name, column in found.items()} == {
+            "attempt": 2, "rank": 4, "step": 1, "action": "wait", "chunk": 0, "microbatch": 0, "axis": "tensor",
+            "bytes": 0, "start_ns": OFFSET + 1000, "end_ns": OFFSET + 1000, "waited_on": 0, "clock_error_ns": 5,
+            "host": 0,
+        }  # fmt: skip
+        merged = tables.query("SELECT count(*) AS n FROM rollups WHERE step = 1")
+        assert merged["n"].tolist() == [2]  # parts of one step and action were added up
+
+
+@pytest.mark.parametrize("moment", ["before it is acknowledged", "while a file is written", "between rename and end"])
+def test_a_killed_service_loses_and_repeats_nothing(out, moment, monkeypatch):
+    ring = SpanRing()
+    first = ingest(out)
+    step_of(ring, 1)
+    first.take(ring)
+    step_of(ring, 2)
+    if moment == "before it is acknowledged":
+        monkeypatch.setattr(ring, "taken", lambda size: None)
+        first.take(ring)
+        monkeypatch.undo()
+        with open(segment_file(out, 0), "ab") as file:  # and of what came then a part was written
+            step_of(ring, 3)
+            file.write(ring.read()[-200:-100])
+    elif moment == "while a file is written":
+        first.take(ring)
+        number = first._spool.rotate()
+        assert number == 0
+        (out / "rollups-000000.tmp").write_bytes(b"half")
+    else:
+        first.take(ring)
+        number = first._spool.rotate()
+        kept = segment_file(out, 0).read_bytes()
+        first._ended.append(0)
+        first._convert(0.0)
+        segment_file(out, 0).write_bytes(kept)
+        (out / "rings.json").unlink()
+    assert counted(out)["spans"] == {1: 3, 2: 3}
+    again = ingest(out)
+    again.take(ring)
+    again.close()
+    done = 3 if moment == "before it is acknowledged" else 2
+    assert counted(out) == expected(done)
+    assert not list(out.glob("*.tmp"))
+    last = ingest(out)
+    last.take(ring)
+    last.close()
+    assert counted(out) == expected(done)
+
+
+def test_what_a_rank_left_is_read_and_adopted_once(out):
+    ring = SpanRing(rank=1)
+    first = ingest(out)
+    step_of(ring, 1)
+    first.take(ring)
+    frames = ring.read()
+    step_of(ring, 2)
+    leave(out, {"job": "it's a run", "host": 0, "clock_ns": OFFSET}, ring.identity, frames + ring.read())
+    assert counted(out) == expected(2)
+    again = ingest(out)
+    assert counted(out) == expected(2)
+    again.close()
+    assert counted(out) == expected(2)
+    assert not list(out.glob("left-*"))
+
+
+def test_frames_that_were_kept_before_are_left_out_of_what_a_rank_left(out):
+    ring, first = SpanRing(rank=1), ingest(out)
+    step_of(ring, 1)
+    data = ring.read()
+    first.take(ring)
+    leave(out, {"job": "it's a run", "host": 0, "clock_ns": OFFSET}, ring.identity, data)
+    assert counted(out) == expected(1)
+    ingest(out).close()
+    assert counted(out) == expected(1)
+
+
+def test_a_sink_that_is_down_gets_all_of_it_later(out):
+    made: list[Unplugged] = []
+
+    def sink(folder: Path) -> Unplugged:
+        made.append(Unplugged(folder))
+        return made[0]
+
+    first, ring, now = ingest(out, sink=sink, segment_seconds=1.0), SpanRing(), 1e9
+    for step in range(1, 6):
+        step_of(ring, step)
+        first.take(ring)
+        first.tick(now := now + 20.0)
+    assert first.failures == 5
+    assert "no space left" in first.error
+    assert counted(out) == expected(5)
+    made[0].plugged = True
+    first.tick(now + 20.0)
+    assert segments(out) == []
+    assert counted(out) == expected(5)
+
+
+def test_a_full_disk_keeps_frames_in_the_ring(out, monkeypatch):
+    first, ring = ingest(out), SpanRing()
+    step_of(ring, 1)
+    real, written = os.write, []
+
+    def short(handle: int, data: Any) -> int:
+        if len(written) >= 2:
+            raise OSError(28, "No space left on device")
+        written.append(1)
+        return real(handle, bytes(data)[:100] if len(written) > 1 else data)
+
+    monkeypatch.setattr(os, "write", short)
+    assert first.take(ring) == 0
+    monkeypatch.undo()
+    assert first.failures == 1
+    assert counted(out)["spans"] == {}  # half a frame was written and taken back
+    assert first.take(ring) > 0
+    assert counted(out) == expected(1)
+
+
+def test_the_folder_keeps_its_limit_and_roll_ups_stay_longest(out):
+    first, ring, now = ingest(out, limit=60_000, segment_seconds=1.0), SpanRing(), 1e9
+    for step in range(1, 60):
+        step_of(ring, step, spans=300)
+        first.take(ring)
+        first.tick(now := now + 2.0)
+    assert sum(path.stat().st_size for path in out.iterdir()) <= 60_000
+    assert first.removed > 0
+    with SpanTables(out.parent) as tables:
+        kept = tables.query("SELECT min(step) AS first, max(step) AS last FROM spans")
+        assert kept["last"].tolist() == [59]
+        assert 1 < kept["first"][0] < 59
+        assert 1 < tables.query("SELECT min(step) AS first FROM rollups")["first"][0] <= kept["first"][0]
+
+
+def test_times_follow_the_common_clock(out):
+    """The host's clock is put right while it runs; a span between two words of it lies between their offsets."""
+    first, ring = ingest(out), SpanRing()
+    first.note_clock(1_000, 2 * 10**18, 50)
+    first.note_clock(3_000, 2 * 10**18 + 400, 50)
+    step_of(ring, 2)
+    first.take(ring)
+    first.close()
+    with SpanTables(out.parent) as tables:
+        assert tables.query("SELECT start_ns FROM spans")["start_ns"].tolist() == [2 * 10**18 + 2_200] * 3
+        assert tables.query("SELECT max(error_ns) AS e FROM clocks")["e"].tolist() == [50]
+
+
+def test_strings_of_strangers_stay_strings(out):
+    first = ingest(out)
+    records = np.zeros(1, COUNTER)
+    records["time_ns"], records["value"] = 5, 1.5
+    records["name"], records["device"] = b"'; DROP TABLE spans; --", b"\xff\x00\xfe"
+    first.note(COUNTERS, records)
+    first.note(CLOCKS, np.zeros(1, CLOCK))
+    first.close()
+    with SpanTables(out.parent) as tables:
+        found = tables.query("SELECT name, device, value FROM counters")
+        assert found["name"].tolist() == ["'; DROP TABLE spans; --"]
+        assert found["value"].tolist() == [1.5]
+
+
+def test_what_is_damaged_is_left_out_and_named(out):
+    first, ring = ingest(out), SpanRing()
+    step_of(ring, 1)
+    first.take(ring)
+    first.close()
+    (out / "spans-000007.parquet").write_bytes(b"PAR1 half a file")
+    segment_file(out, 9).write_bytes(b"no spool at all")
+    segment_file(out, 10).write_bytes(b"MSspool1")
+    with SpanTables(out.parent) as tables:
+        assert set(map(os.path.basename, tables.skipped)) == {"spans-000007.parquet", "spool-000009.bin"}
+        assert tables.query("SELECT count(*) AS n FROM spans")["n"].tolist() == [3]
+    again = ingest(out)
+    again.close()
+    assert again.failures == 1
+    assert (out / "spool-000009.damaged").exists()
+
+
+def test_a_ring_that_holds_rubbish_is_given_up_and_counted(out):
+    first, ring = ingest(out), SpanRing()
+    step_of(ring, 1)
+    good = len(ring.read())
+    step_of(ring, 2)
+    ring._map[4096 + good + 80] ^= 0xFF
+    assert first.take(ring) > good
+    assert first.damaged == 1
+    assert counted(out)["spans"] == {1: 3}
+    step_of(ring, 3)
+    first.take(ring)
+    assert counted(out)["spans"] == {1: 3, 3: 3}
+
+
+def test_another_folder_and_another_question_name_the_remedy(out, tmp_path):
+    with pytest.raises(DataError, match=r"observe\.timers=true"):
+        SpanTables(tmp_path)
+    ingest(out)
+    with SpanTables(out.parent) as tables, pytest.raises(DataError, match="cannot be asked this"):
+        tables.query("SELECT nothing FROM nowhere")

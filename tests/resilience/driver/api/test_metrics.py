@@ -1,0 +1,244 @@
+"""/metrics and /health of a driver, the rules that are shipped, and a real Prometheus that scrapes and alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from megascale.observe.prometheus.exposition import Family, expose, shipped
+from megascale.resilience.driver.state.job_state import Phase
+from megascale.resilience.protocol.agent_messages import StepFigures, Steps
+from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic
+from tests.resilience.driver.api.test_http_api import Served, served  # noqa: F401 - a fixture
+
+_SAMPLE = re.compile(r'^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*\})? (\S+)$')
+
+
+def scrape(found: Served, token: str | None = None) -> dict[str, float]:
+    """Samples by name and labels."""
+    headers = {"Authorization": f"Bearer {token or found.read_token}"}
+    with urllib.request.urlopen(urllib.request.Request(found.url + "/metrics", headers=headers), timeout=20) as answer:
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        text = answer.read().decode()
+    samples = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            match = _SAMPLE.match(line)
+            assert match, line
+            samples[match[1] + (match[2] or "")] = float(match[3])
+    return samples
+
+
+def beat(found: Served, seconds: dict[int, float]) -> None:
+    """Node n0 says how long its ranks computed."""
+    node = found.driver.nodes["n0"]
+    node.beat(
+        Heartbeat(
+            job="job", attempt=found.driver.job.state.attempt, node="n0", sequence=1, sent_ns=1, step_seconds=seconds,
+            gpus=(GpuReport(0, "H", temperature=71.0, power_watts=500.0, throttled=True, xid=79),),
+            traffic=(NetworkTraffic("eth0", 10.0, 20.0, errors=3),),
+        ),
+        time.monotonic(),
+    )  # fmt: skip
+    node.channel = object()  # type: ignore[assignment]
+
+
+def test_the_job_in_few_series(served):  # noqa: F811
+    driver = served.driver
+    before = scrape(served)
+    assert before['megascale_job_phase{phase="paused"}'] == 1
+    assert before['megascale_job_phase{phase="running"}'] == 0
+    assert before['megascale_nodes{state="up"}'] == 2
+    assert "megascale_loss" not in before  # no step yet: nothing is claimed
+    driver.seen.told(Steps(anew=False, steps=(StepFigures(7, 2.5, 1.0, 0.5), StepFigures(8, float("nan"), 1.0, 0.7))))
+    beat(served, {rank: 1.0 + rank / 100 for rank in range(100)})
+    after = scrape(served)
+    assert after["megascale_loss"] != after["megascale_loss"]
+    assert after["megascale_step_seconds"] == pytest.approx(0.6)
+    assert after['megascale_compute_seconds{over="slowest"}'] == pytest.approx(1.99)
+    assert after['megascale_compute_seconds{over="median"}'] == pytest.approx(1.495)
+    assert after["megascale_slowest_rank"] == 99
+    assert after["megascale_gpus_throttled"] == after["megascale_gpus_with_errors"] == 1
+    assert after['megascale_network_bytes_per_second{direction="send"}'] == 20
+    assert len(after) < 60  # whatever the number of ranks
+    driver.nodes["n0"].channel = None
+
+
+def test_health_is_told_by_the_code_too(served, tmp_path):  # noqa: F811
+    assert served.ask("/health") == (200, {"healthy": True, "state": "paused"})
+    assert served.ask("/health", token=served.read_token)[0] == 200
+    for path in ("/health", "/metrics"):
+        assert served.ask(path, token="wrong")[0] == 401
+    failed = Served(tmp_path / "failed", Phase.FAILED)
+    try:
+        assert failed.ask("/health") == (503, {"healthy": False, "state": "failed"})
+        assert scrape(failed)['megascale_job_phase{phase="failed"}'] == 1
+    finally:
+        failed.over.set()
+        failed.thread.join(20)
+
+
+def test_labels_of_strangers_stay_labels():
+    text = expose([Family("a_total", "counter", "two\nlines").add(2, name='"} evil 1\nb 2\\ \ud800')])
+    lines = text.splitlines()
+    assert lines[0] == r"# HELP a_total two\nlines"
+    assert len(lines) == 3
+    assert _SAMPLE.match(lines[2])
+    assert expose([Family("b", "gauge", "none").add(None)]).strip() == ""
+    assert "+Inf" in expose([Family("b", "gauge", "x").add(float("inf"))])
+
+
+def test_rules_ask_for_what_is_exposed(served):  # noqa: F811
+    driver = served.driver
+    driver.seen.told(Steps(anew=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
+    beat(served, {0: 1.0})
+    there = {name.partition("{")[0] for name in scrape(served)}
+    driver.nodes["n0"].channel = None
+    text = shipped("rules.yml").read_text()
+    asked = set(re.findall(r"\bmegascale_[a-z_]+", "\n".join(re.findall(r"expr: (.*)", text))))
+    assert asked
+    assert asked <= there
+    recorded = set(re.findall(r"record: (\S+)", text))
+    assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", text)) == recorded
+
+
+SLOWEST = 'megascale_compute_seconds{over="slowest"}'
+
+
+# a real one -------------------------------------------------------------------------------------------------------
+
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="prometheus and promtool are not installed (Debian: prometheus)",
+)
+
+
+@needs_prometheus
+def test_promtool_accepts_the_rules(tmp_path):
+    done = subprocess.run(["promtool", "check", "rules", shipped("rules.yml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    case = {
+        "rule_files": [str(shipped("rules.yml"))],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": 'megascale_compute_seconds{over="median"}', "values": "1x30"},
+                    {
+                        "series": 'megascale_compute_seconds{over="slowest"}',
+                        "values": f"1.04x{steady} 1.2x{30 - steady}",
+                    },
+                ],
+                "alert_rule_test": [
+                    {
+                        "eval_time": "25m",
+                        "alertname": "MegascaleSlowRank",
+                        "exp_alerts": [
+                            {
+                                "exp_labels": {"severity": "warning"},
+                                "exp_annotations": {
+                                    "summary": "A rank computes 1.2 times as long as the median; see `megascale spans`."
+                                },
+                            }
+                        ]
+                        if steady < 15
+                        else [],
+                    }
+                ],
+            }
+            for steady in (5, 20)  # slow for 19 minutes, and for 4
+        ],
+    }
+    (tmp_path / "case.yml").write_text(json.dumps(case))
+    done = subprocess.run(["promtool", "test", "rules", tmp_path / "case.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Webhook(BaseHTTPRequestHandler):
+    """Keeps what an Alertmanager posts."""
+
+    told: ClassVar[list[dict]] = []
+
+    def do_POST(self) -> None:
+        self.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *words: object) -> None: ...
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    """Starts daemons that log to tmp_path/log and end with the test."""
+    started = []
+
+    def start(*words: object) -> subprocess.Popen:
+        with open(tmp_path / "log", "ab") as log:
+            started.append(subprocess.Popen(list(map(str, words)), stdout=log, stderr=log, cwd=tmp_path))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(20)
+
+
+@needs_prometheus
+@pytest.mark.skipif(not shutil.which("prometheus-alertmanager"), reason="prometheus-alertmanager is not installed")
+def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):  # noqa: F811
+    """With the driver's token, and the shipped rules quickened; the loss is no number."""
+    Webhook.told.clear()
+    hook = HTTPServer(("127.0.0.1", 0), Webhook)
+    threading.Thread(target=hook.serve_forever, daemon=True).start()
+    served.driver.seen.told(Steps(anew=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),)))
+    (tmp_path / "rules.yml").write_text(shipped("rules.yml").read_text().replace("interval: 15s", "interval: 1s"))
+    (tmp_path / "alerts.yml").write_text(
+        "route: {receiver: hook, group_wait: 0s}\nreceivers:\n- name: hook\n"
+        f"  webhook_configs: [{{url: 'http://127.0.0.1:{hook.server_port}/'}}]\n"
+    )
+    alerts, port = free_port(), free_port()
+    target, token = served.url.removeprefix("http://"), served.run / "driver" / "token.read"
+    (tmp_path / "prometheus.yml").write_text(
+        "global: {scrape_interval: 1s}\nrule_files: [rules.yml]\n"
+        f"alerting: {{alertmanagers: [{{static_configs: [{{targets: ['127.0.0.1:{alerts}']}}]}}]}}\n"
+        f"scrape_configs:\n- job_name: megascale\n  authorization: {{credentials_file: {json.dumps(str(token))}}}\n"
+        f"  static_configs: [{{targets: [{json.dumps(target)}]}}]\n"
+    )
+    daemon(
+        "prometheus-alertmanager", f"--config.file={tmp_path / 'alerts.yml'}", f"--storage.path={tmp_path / 'am'}",
+        f"--web.listen-address=127.0.0.1:{alerts}", "--cluster.listen-address=",
+    )  # fmt: skip
+    server = daemon(
+        "prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not Webhook.told:
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-2000:]
+            assert server.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.1)
+    finally:
+        hook.shutdown()
+    alert = Webhook.told[0]["alerts"][0]
+    assert (alert["status"], alert["labels"]["alertname"]) == ("firing", "MegascaleLossIsNoNumber")
+    assert alert["labels"]["instance"] == target

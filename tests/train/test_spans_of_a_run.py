@@ -1,0 +1,103 @@
+"""What a run's ranks tell of their steps: in its metrics, in its spans folder, and to `megascale spans`."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from megascale.observe.store.span_messages import place, span_folder
+from megascale.observe.store.tables import SpanTables
+from tests.conftest import lines
+from tests.forked import Forked
+
+WORDS = ["--train.steps=6", "--observe.spans=3", "--checkpoint.interval=0", "--train.eval_interval=0"]
+
+
+def test_every_step_of_every_rank_is_told(megascale, tiny, tmp_path):
+    """Two stages: each waits for the other, and what they say of themselves is a part of the step."""
+    found = megascale("train", tiny, *WORDS, "--parallel.pipeline=2", "--train.device=cpu")
+    assert found.returncode == 0, found.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    records = [record for record in lines(run / "metrics.jsonl") if "loss" in record]
+    for record in records:
+        assert 0 < record["compute_seconds"] <= record["seconds"] * 1.05
+        assert record["wait_pipeline_seconds"] > 0
+        assert record["compute_seconds"] + record["wait_pipeline_seconds"] < record["seconds"] * 1.05
+    with SpanTables(run) as tables:
+        told = tables.query(
+            "SELECT rank, step, sum(count)::BIGINT AS n FROM rollups WHERE action = 'step' GROUP BY ALL"
+        )
+        assert sorted(zip(*(c.tolist() for c in told.values()), strict=True)) == [
+            (rank, step, 1) for rank in (0, 1) for step in range(1, 7)
+        ]
+        # Whatever was kept in full adds up to its roll-up.
+        apart = tables.query(
+            "SELECT r.rank, r.step, r.action, r.axis FROM (SELECT rank, step, action, axis, sum(count) AS n, "
+            "sum(total_ns) AS t, sum(bytes) AS b FROM rollups GROUP BY ALL) r JOIN (SELECT rank, step, action, axis, "
+            "count(*) AS n, sum(end_ns - start_ns) AS t, sum(bytes) AS b FROM spans GROUP BY ALL) s "
+            "USING (rank, step, action, axis) WHERE r.n <> s.n OR r.t <> s.t OR r.b <> s.b"
+        )
+        assert len(apart["rank"]) == 0
+        steps = tables.query("SELECT DISTINCT step FROM spans ORDER BY step")
+        assert steps["step"].tolist() == [3, 6]
+        sent = tables.query(
+            "SELECT sum(bytes)::BIGINT AS b FROM spans WHERE rank = 0 AND action = 'transfer' AND step = 3"
+        )
+        assert sent["b"][0] > 0
+        who = tables.query("SELECT rank, pipeline, attempt FROM ranks ORDER BY rank")
+        assert who["pipeline"].tolist() == [0, 1]
+        assert who["attempt"].tolist() == [0, 0]
+    told = megascale("spans", run, "--export", tmp_path / "spans.jsonl")
+    assert told.returncode == 0, told.stderr
+    assert "pipeline waits" in told.stdout
+    kept = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
+    assert {span["step"] for span in kept} == {3, 6}
+    assert {"forward", "backward", "optimizer", "wait", "step"} <= {span["action"] for span in kept}
+
+
+def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
+    words = ["train", tiny, "--train.steps=100000", "--observe.spans=0", "--checkpoint.at_end=false"]
+    training = Forked([*words, "--train.device=cpu", "--train.eval_interval=0"], cwd=tmp_path)
+    try:
+        run = tmp_path / "runs" / "tiny"
+        deadline = time.monotonic() + 120
+        while not (span_folder(run, 0) / "state.json").exists():
+            assert time.monotonic() < deadline, "no span service wrote its state"
+            assert training.poll() is None
+            time.sleep(0.1)
+        time.sleep(0.1)
+        told = megascale("spans", run, "--steps", "3", "--wait", "100")
+        assert told.returncode == 0, told.stdout + told.stderr
+        with SpanTables(run) as tables:
+            steps = tables.query("SELECT DISTINCT step FROM spans ORDER BY step")["step"].tolist()
+        assert len(steps) == 3
+        assert steps == list(range(steps[0], steps[0] + 3))
+    finally:
+        training.kill()
+    deadline = time.monotonic() + 60
+    while place(span_folder(run, 0)).folder.exists():
+        assert time.monotonic() < deadline, "the span service outlives its ranks"
+        time.sleep(0.1)
+
+
+def test_timers_can_be_off(megascale, tiny, tmp_path):
+    found = megascale("train", tiny, *WORDS, "--observe.timers=false", "--train.device=cpu")
+    assert found.returncode == 0, found.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "spans").exists()
+    assert "compute_seconds" not in lines(run / "metrics.jsonl")[0]
+    told = megascale("spans", run)
+    assert told.returncode == 4
+    assert "observe.timers=true" in told.stderr
+
+
+@pytest.mark.parametrize("words", [["--steps", "2"]])
+def test_a_run_that_does_not_train_is_not_waited_for(megascale, tiny, tmp_path, words):
+    found = megascale("train", tiny, *WORDS, "--train.device=cpu")
+    assert found.returncode == 0, found.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    told = megascale("spans", run, *words, "--wait", "1")
+    assert told.returncode == 4
+    assert "not training" in told.stderr
