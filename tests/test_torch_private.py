@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize("name", sorted(torch_private.NAMES))
 def test_every_name_is_there(name: str) -> None:
     if name in torch_private.CUDA_ONLY and torch.version.cuda is None:
-        with pytest.raises(TrainingError, match=r"_cuda_getCurrentRawStream.*tested with torch >= 2\.11"):
+        with pytest.raises(TrainingError, match=rf"{torch_private.NAMES[name][1]}.*tested with torch >= 2\.11"):
             getattr(torch_private, name)
         return
     assert getattr(torch_private, name) is torch_private.lookup(*torch_private.NAMES[name])
@@ -90,3 +90,34 @@ def test_private_names_are_used_in_one_file() -> None:
         if file.name != "torch_private.py" and (names := _private_uses(ast.parse(file.read_text())))
     }
     assert used == {}
+
+
+def test_an_autograd_function_that_is_called_directly_is_one_like_any_other():
+    def made() -> type[torch.autograd.Function]:
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, factor, label):
+                ctx.save_for_backward(x)
+                ctx.factor = factor
+                return x * factor, x.detach() + 1
+
+            @staticmethod
+            def backward(ctx, dy, dz):
+                (x,) = ctx.saved_tensors
+                assert ctx.needs_input_grad == (True, False, False)
+                return dy * ctx.factor + dz * x, None, None
+
+        return Scaled
+
+    plain, direct = made(), torch_private.called_directly(made())
+    x, results = torch.randn(5, requires_grad=True), []
+    for function in (plain, direct):
+        y, z = function.apply(x, 3.0, "a label")
+        assert y.requires_grad
+        results.append((y, z, *torch.autograd.grad(y.sum() + 2 * z.sum(), x)))
+        with torch.no_grad():
+            assert not function.apply(x, 3.0, None)[0].requires_grad
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert "apply" not in plain._backward_cls.__dict__
+    assert direct._backward_cls.__dict__["apply"] is direct.backward, "this torch is called as before"

@@ -26,6 +26,7 @@ _C10D = "torch.distributed.distributed_c10d"
 NAMES: dict[str, tuple[str, str]] = {
     "abort_process_group": (_C10D, "_abort_process_group"),
     "assert_async": ("torch", "_assert_async"),
+    "current_device": ("torch._C", "_cuda_getDevice"),
     "current_raw_stream": ("torch._C", "_cuda_getCurrentRawStream"),
     "flash_attention_backward": ("torch", "ops.aten._flash_attention_backward"),
     "flash_attention_forward": ("torch", "ops.aten._flash_attention_forward"),
@@ -39,7 +40,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "symmetric_memory": ("torch.distributed", "_symmetric_memory"),
 }
 # Those that only a build for CUDA has.
-CUDA_ONLY = frozenset({"current_raw_stream"})
+CUDA_ONLY = frozenset({"current_device", "current_raw_stream"})
 
 
 def __getattr__(name: str) -> Any:

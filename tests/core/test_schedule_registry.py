@@ -89,7 +89,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_one_that_is_wrong_is_neither_trained_nor_planned_nor_priced(name, monkeypatch):
     maker, message = BROKEN[name]
-    monkeypatch.setitem(SCHEDULES._entries, name, maker)
+    monkeypatch.setitem(SCHEDULES, name, maker)
     layout = laid_out(schedule=name)
     with pytest.raises(ScheduleError, match=message):
         layout.schedule()
@@ -103,7 +103,7 @@ def test_one_that_is_wrong_is_neither_trained_nor_planned_nor_priced(name, monke
 
 
 def test_the_closed_form_knows_only_what_it_has_a_formula_for(monkeypatch):
-    monkeypatch.setitem(SCHEDULES._entries, "own", pipeline_schedule)
+    monkeypatch.setitem(SCHEDULES, "own", pipeline_schedule)
     scenario = Scenario(laid_out(schedule="own").config, 4, calm(), load_calibration(None, "a100-roce"), MEGASCALE)
     with pytest.raises(ConfigError, match=r"parallel.schedule=own has no closed form.*--level event"):
         step.run(scenario)

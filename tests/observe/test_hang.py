@@ -27,9 +27,10 @@ from megascale.core.calls import READER, Call, CallRecord, Calls, Counts, Waitin
 from megascale.core.layout import Layout, lay_out
 from megascale.core.status import StatusFile, read_status
 from megascale.errors import DataError
-from megascale.observe.hang.evidence import RankEvidence, Scene, collect, process_state
+from megascale.observe.hang.evidence import collect, process_state
 from megascale.observe.hang.flight import read_flight
 from megascale.observe.hang.hang_report import examine
+from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.observe.hang.verdict import Hang, explain
 from megascale.parallel.runtime import Runtime
 from tests.forked import popen

@@ -6,155 +6,16 @@ Triton brings its own assembler, so this needs no GPU; speed and results there a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from megascale.ops import activation, adamw, cross_entropy, dropout, fused_projection, lamb, norm, rope, segments
-from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
-from megascale.ops.float8.formats import E4M3, E5M2, Format
-from megascale.ops.gradient_sink import GradientSink, attach
-from megascale.parallel.linear import PLAIN
-from megascale.parallel.tensor import linear_scatter
+from megascale.ops.float8.formats import E4M3
+from tests.ops.every_kernel import BF16, CASES, zeros
 from tests.ops.offline import compile_for_hopper, stack_bytes
-
-BF16 = torch.bfloat16
-
-
-def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, requires_grad=dtype == BF16)
-
-
-def collecting(*shape: int) -> torch.Tensor:
-    """A parameter that collects its gradient in float32."""
-    made = zeros(*shape)
-    attach(made, GradientSink(torch.zeros(shape)))
-    return made
-
-
-def both_passes(function: Callable[..., object], *inputs: torch.Tensor) -> None:
-    out = function(*inputs)
-    parts = out if isinstance(out, tuple) else (out,)
-    torch.autograd.backward(parts, [torch.zeros_like(t) for t in parts])
-
-
-def rotary(interleaved: bool) -> None:
-    cos, sin = rope.rotary_tables(8, 128, 1e4, "cpu")
-    both_passes(lambda qkv: rope.split_qkv(qkv, 32, 8, cos, sin, interleaved), zeros(8, 2, 48 * 128))
-
-
-def head(promised: bool) -> None:
-    w = zeros(64000, 16)
-    targets, token_grad = torch.zeros(4, dtype=torch.long), torch.tensor(0.5)
-    loss = cross_entropy.linear_cross_entropy(
-        zeros(4, 16), w, targets, vocab=63990, token_grad=token_grad if promised else None
-    )
-    loss.backward(token_grad.expand(4))
-
-
-def optimizer(on_device: bool) -> None:
-    table = segments.Segments([(0, 10000, True, 0), (10000, 20001, False, 1)], 2, "cpu")
-    w, m, v, g = (torch.zeros(20001) for _ in range(4))
-    out = torch.zeros(20001, dtype=BF16)
-    o = SimpleNamespace(lr=torch.tensor(0.1), step=torch.tensor(2)) if on_device else SimpleNamespace(lr=0.1, step=2)
-    options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "segments": table, "step": o.step}
-    options |= {"grad_scale": torch.tensor(1.0), "skip": torch.tensor(False)}
-    adamw.adamw_apply(w, m, v, g, out, lr=o.lr, **options)
-    sums = lamb.lamb_direction(w, m, v, g, g, **options)
-    lamb.lamb_apply(w, g, out, sums, lr=o.lr, trust_min=0.0, trust_max=10.0, segments=table, skip=options["skip"])
-    segments.square_sums(g, table)
-
-
-def recomputed_activation(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    *_, inner, recompute_fn = fused_projection.split_fused_projection(
-        x, 40, 40, 128, "gelu", fused_bias=bias, recompute=True
-    )
-    return linear_scatter(PLAIN, inner, weight, recompute_fns=(recompute_fn,))
-
-
-def add_norm(width: int) -> None:
-    both_passes(
-        lambda x, r, w: norm.add_norm(x, r, w, w, 1e-5, "layernorm", w),
-        zeros(8, 2, width),
-        zeros(8, 2, width),
-        zeros(width),
-    )
-
-
-def float8_casts(kind: Format) -> None:
-    x, scale, counts = zeros(4096, 5120), torch.ones(()), torch.zeros(2, dtype=torch.long)
-    cast.cast_by_scale(x, kind, scale)
-    cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()))
-    cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()), counts=counts)
-    cast.cast_by_scale(x, kind, scale, columns=False)
-    cast.cast_by_amax(x, kind, old=scale, counts=counts)
-    cast.cast_rows(x, kind, columns=True, counts=counts)
-
-
-CASES: dict[str, Callable[[], None]] = {
-    "layer norm": lambda: both_passes(
-        lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
-    ),
-    "layer norm, collected": lambda: both_passes(
-        lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), collecting(5120), collecting(5120)
-    ),
-    "rms norm": lambda: both_passes(lambda x, w: norm.rms_norm(x, w, 1e-5), zeros(8, 2, 4096), zeros(4096)),
-    "add norm": lambda: add_norm(5120),
-    "add norm, narrow": lambda: add_norm(2048),
-    "add norm, small": lambda: add_norm(768),
-    "add norm, 6,144": lambda: add_norm(6144),
-    "add norm, 12,288": lambda: add_norm(12288),
-    "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
-    "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
-    "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
-    "rotary halves": lambda: rotary(False),
-    "rotary interleaved": lambda: rotary(True),
-    "split fused projection": lambda: both_passes(
-        lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", b)[:4],
-        zeros(8, 2, 15360 + 20480),
-        zeros(20480),
-    ),
-    "gelu, bias in already": lambda: both_passes(
-        lambda x, b: activation.gelu(x, b, added=True), zeros(8, 2, 20480), collecting(20480)
-    ),
-    "split fused projection, its GEMM's bias": lambda: both_passes(
-        lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", fused_bias=b)[:4],
-        zeros(8, 2, 15360 + 20480),
-        collecting(15360 + 20480),
-    ),
-    "split fused projection, its activation recomputed": lambda: both_passes(
-        recomputed_activation,
-        zeros(8, 2, 15360 + 20480),
-        collecting(15360 + 20480),
-        zeros(5120, 20480),
-    ),
-    "swiglu again": lambda: both_passes(
-        lambda x, w: linear_scatter(PLAIN, x, w, recompute_fns=(activation.RecomputedActivation("swiglu"),)),
-        zeros(8, 2, 28672),
-        zeros(4096, 14336),
-    ),
-    "dropout add": lambda: both_passes(
-        lambda x, b, r: dropout.dropout_add(x, b, r, 0.1, 1 << 50, 0, 0),
-        zeros(8, 2, 5120),
-        zeros(5120),
-        zeros(8, 2, 5120),
-    ),
-    "dropout on device keys": lambda: both_passes(
-        lambda x: dropout.dropout(x, 0.1, torch.tensor([5]), 0, torch.tensor([7])), zeros(8, 2, 5120)
-    ),
-    "head": lambda: head(False),
-    "head, promised": lambda: head(True),
-    "embedding": lambda: add_rows(torch.zeros(64, 5120), torch.tensor([3] * 40), torch.zeros(40, 5120, dtype=BF16)),
-    "float8 casts, e4m3": lambda: float8_casts(E4M3),
-    "float8 casts, e5m2": lambda: float8_casts(E5M2),
-    "optimizers": lambda: optimizer(False),
-    "optimizers on device numbers": lambda: optimizer(True),
-}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -49,6 +49,35 @@ def test_linear_accumulates_into_sinks(dtype):
     torch.testing.assert_close(main_of(w).double(), exact_w - 1, rtol=rtol, atol=rtol)
 
 
+def leaves(y: torch.Tensor) -> int:
+    """Tensors whose gradient autograd itself accumulates in a backward pass from y."""
+    seen, ahead = set(), [y.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [other for other, _ in node.next_functions]
+    return sum(type(node).__name__ == "AccumulateGrad" for node in seen)
+
+
+@pytest.mark.parametrize("of_x", [True, False])
+def test_autograd_knows_a_parameter_with_a_sink_only_where_nothing_else_asks_for_backward(of_x):
+    x, w, v = (t.requires_grad_() for t in (randn(3, 2, 8), randn(5, 8, seed=1), randn(4, 5, seed=2)))
+    b = randn(5, seed=3).requires_grad_()
+    x.requires_grad_(of_x)
+    y = linear_scatter(make_linears("default", ALONE), gather_linear(x, w, b), v)
+    assert leaves(y) == 3 + of_x
+    want = torch.autograd.grad(y.sum(), (w, b, v))
+    for p in (w, b, v):
+        attach(p, GradientSink(torch.zeros_like(p)))
+    y = linear_scatter(make_linears("default", ALONE), gather_linear(x, w, b), v)
+    assert leaves(y) == (1 if of_x else 2)
+    y.sum().backward()
+    for p, gradient in zip((w, b, v), want, strict=True):
+        torch.testing.assert_close(main_of(p), gradient)
+        assert p.grad is None
+
+
 def test_an_unknown_precision_is_told_with_those_there_are():
     for refuse in (lambda: from_tree({"train": {"linear_precision": "defualt"}}), lambda: make_linears("x", ALONE)):
         with pytest.raises(ConfigError, match=r"train.linear_precision='\w+' is not known; .*choose among 'default'"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from megascale.checkpoint import latest
 from tests.conftest import lines
+from tests.resilience.conftest import Launched
 from tests.resilience.test_launch import losses, same
 
 
@@ -17,11 +21,21 @@ def foreign(given: str, run: Path) -> list[str]:
     return [word for word in given.replace(shared, "").split('"') if word.startswith(f"{run}/") or word == str(run)]
 
 
-def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed_run(launch, megascale, tiny, tmp_path):
-    words = ["--checkpoint.interval=0", "--lr.decay=constant"]  # a rank that is stopped trains, and does not save
-    job = launch("apart", "--nodes=2", "--spares=1", "--resilience.cluster=apart", "--train.steps=100000", *words)
+# A rank that is stopped trains, and does not save.
+WORDS = ["--checkpoint.interval=0", "--lr.decay=constant"]
+
+
+def apart(launch, *words: str) -> tuple[Launched, list[Path]]:
+    """A job of two nodes and a spare after its first step, and the nodes' folders."""
+    job = launch(
+        "apart", "--nodes=2", "--spares=1", "--resilience.cluster=apart", "--train.steps=100000", *WORDS, *words
+    )
     job.until("first_step")
-    hosts = sorted((tmp_path / "runs" / "apart.apart").iterdir())
+    return job, sorted((job.run.parent / "apart.apart").iterdir())
+
+
+def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed_run(launch, megascale, tiny, tmp_path):
+    job, hosts = apart(launch)
     assert [host.name for host in hosts] == ["n0", "n1", "n2"]
     for host in hosts:
         assert not foreign((host / "given.json").read_text(), job.run)
@@ -59,11 +73,50 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     assert [step for step, _ in losses(job.run)] == list(range(1, last + 1))
     assert [r["first"] for r in lines(job.run / "samples" / "ledger.jsonl")] == [4 * i for i in range(last)]
     assert f"step {last} is saved" in (job.run / "logs" / "rank-0.log").read_text()
-    for name in ("status", "metrics.tmp", "flight"):
+    for name in ("metrics.tmp", "flight"):
         assert not (job.run / name).exists()
+    assert sorted(f.name for f in (job.run / "status").iterdir()) == ["rank-0.evidence", "rank-1.evidence"]  # the hang
 
-    calm = ["train", tiny, "--train.name=calm", "--parallel.data=2", *words]
+    calm = ["train", tiny, "--train.name=calm", "--parallel.data=2", *WORDS]
     for more in ([f"--train.steps={resumed[0]['step']}"], [f"--train.steps={last}", "--lr.peak=0.005"]):
         done = megascale(*calm, *more)
         assert done.returncode == 0, done.stderr
     same(job.run, tmp_path / "runs" / "calm")
+
+
+def test_faults_hangs_copies_and_plots_need_no_shared_folder(launch, megascale):
+    pytest.importorskip("cryptography")
+    more = ["--resilience.faults=true", "--observe.tensorboard=true", "--resilience.listen=0.0.0.0"]
+    more += ["--checkpoint.background=true", "--checkpoint.replicas=true", "--checkpoint.linger=20"]
+    job, hosts = apart(launch, *more)
+    told = next(e for e in job.events() if e.kind == "address_open")
+    assert "resilience.listen=0.0.0.0" in told.evidence[0]
+    assert not (job.run / "checkpoints" / "replica.token").exists()  # agents made it, each for its own ranks
+
+    calm = megascale("hang", job.run, "--json", "--watch=8")
+    assert (calm.returncode, json.loads(calm.stdout)["kind"]) == (0, "none"), calm.stdout + calm.stderr
+    ranks = json.loads(calm.stdout)["by_rank"]
+    assert [(r["process"], r["answered"]) for r in ranks] == [("running", True)] * 2
+    assert all(r["stack"] for r in ranks)
+
+    assert megascale("faults", "inject", "exception", "--run", job.run, "--rank=1").returncode == 0
+    assert job.until("user_error").ranks == (1,)
+    job.until("first_step", attempt=2)
+    (taken,) = (job.run / "faults").iterdir()
+    assert taken.suffix == ".injected"
+    job.until_step(losses(job.run)[-1][0] + 3)  # once only
+
+    assert megascale("faults", "inject", "spin", "--run", job.run, "--rank=1").returncode == 0
+    hang = job.until("hang")
+    assert (hang.nodes, hang.ranks) == (("n1",), (1,)), hang.evidence
+    job.until("first_step", attempt=3)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.story()
+    after = megascale("hang", job.run)  # nobody is left to ask
+    assert after.returncode == 1
+    assert "as their agents saw the ranks at" in after.stdout
+    assert "rank 1" in after.stdout.splitlines()[0]
+
+    boards = {f.name: f.read_bytes() for host in hosts for f in host.rglob("events.out.tfevents.*")}
+    assert len(boards) == 3  # one an attempt
+    assert {f.name: f.read_bytes() for f in (job.run / "tensorboard").iterdir()} == boards

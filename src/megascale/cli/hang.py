@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import typer
 
 from megascale.core import strict_json
+
+_LOOK = 28.0  # seconds: agents have 15, and what they send must be written
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +43,8 @@ def register(app: typer.Typer) -> None:
 
         from megascale.observe.hang import hang_report
 
+        if ask and (folder / "driver").is_dir() and not any((folder / "status").glob("rank-*.calls")):
+            _have_agents_look(folder, watch)
         scene, verdict = hang_report.examine(folder, ask, watch)
         if as_json:
             typer.echo(strict_json.dumps(hang_report.as_json(scene, verdict), indent=2))
@@ -47,6 +52,17 @@ def register(app: typer.Typer) -> None:
             _print(scene, verdict)
         if verdict.kind != "none":
             raise typer.Exit(1)
+
+
+def _have_agents_look(run: Path, watch: float) -> None:
+    """Ask the driver of ranks that write elsewhere; without it there is what agents sent last."""
+    from megascale.errors import MegascaleError
+    from megascale.resilience.driver.api.client import ask
+
+    try:
+        ask(run, "GET", f"/v1/ranks?watch={min(watch, 10.0)}", seconds=_LOOK)
+    except MegascaleError as error:
+        typer.echo(f"the ranks are shown as their agents saw them last: {error}", err=True)
 
 
 def _print(scene, verdict) -> None:
@@ -59,6 +75,10 @@ def _print(scene, verdict) -> None:
     console = Console(highlight=False)
     colour = "green" if verdict.kind == "none" else "red"
     console.print(f"[bold {colour}]{hang_report.headline(verdict)}[/]")
+    if scene.sent:
+        console.print(
+            f"as their agents saw the ranks at {time.strftime('%H:%M:%S', time.localtime(scene.now_ns / 1e9))}"
+        )
     for line in verdict.evidence:
         console.print(f"  - {line}", markup=False)
     table = Table("rank", "process", "stands at", "waits in", "for", "s", box=None, padding=(0, 2))

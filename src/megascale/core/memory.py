@@ -263,7 +263,7 @@ def stage_memory(
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
     held = sum(len(chunk_layers(model, parallel)[g]) for g in range(stage, schedule.chunks, schedule.stages))
-    matrices = held * elements([one for one in layer if one.gemm], t)
+    matrices = held * elements((one for one in layer if one.gemm), t)
     return MemoryEstimate(
         weights=a * count,
         weight_copies=LINEAR_PRECISIONS[linear_precision].copies * matrices,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megascale.errors import ConfigError
+from megascale.ops import launch
 
 try:
     import triton
@@ -39,10 +40,11 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`triton.jit`, or the undecorated function where Triton is not installed (it is then never called)."""
+    """`triton.jit`, launched by key (ops/launch.py); the undecorated function where Triton is not installed, where it
+    is never called."""
     if function is None:
         return lambda f: jit(f, **options)
-    return triton.jit(function, **options) if HAVE_TRITON else function
+    return launch.quick(triton.jit(function, **options)) if HAVE_TRITON else function
 
 
 def cdiv(a: int, b: int) -> int:

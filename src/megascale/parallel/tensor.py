@@ -79,7 +79,7 @@ def _gathered_gemm(
 
 
 # What writes the sum of some GEMMs into `out`: a second one that accumulates costs no concatenation.
-Sum = Callable[[torch.Tensor], None]
+Sum = Callable[[torch.Tensor], object]
 
 
 def _scattered(total: Sum, shape: tuple[int, ...], like: torch.Tensor, axis: Axis, followed: bool) -> Pending:
@@ -294,9 +294,8 @@ class ColumnLinear(nn.Module):
         recompute_fn(x), which is recomputed in backward instead of being kept. With `fused_bias_gradient` whoever reads
         the result makes the bias's gradient, which is its own gradient's sum over the rows."""
         own = self._parameters  # as `self.weight` and `self.bias`, which nn.Module looks for in several places
-        return gather_linear(
-            x_SBH, own["weight"], own.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient
-        )
+        weight: Any = own["weight"]
+        return gather_linear(x_SBH, weight, own.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient)
 
 
 class RowLinear(nn.Module):

@@ -14,6 +14,7 @@ from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
+from megascale.ops import launch
 from megascale.ops.dispatch import Kernels
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
@@ -31,7 +32,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 # Given the micro-batch number, tokens and targets, each int64 [sequence, micro_batch] on the device.
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def with_own_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
@@ -110,6 +112,8 @@ class Engine:
         if device.type == "cuda" or config.overlap.gemms == "on":
             auto = " (overlap.gemms=auto)" if config.overlap.gemms == "auto" else ""
             self.active["independent GEMMs"] = gemms + auto
+        if device.type == "cuda":
+            self.active["kernel launches"] = launch.describe()
         self.tensor = self._tensor_axis(_axis(runtime, groups, "tensor", grid.tensor, at.tensor))
         self.world = _axis(runtime, groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline

@@ -124,6 +124,30 @@ def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_
             assert (link.there / "logs" / "rank-0.log").read_text() == log
 
 
+def test_a_node_that_dies_while_it_sends_its_rewritten_steps_again_takes_none_away(tmp_path):
+    link = Link(tmp_path / "n0", tmp_path / "run")
+    link.agent.follow((0,))
+    steps = [line(n) for n in range(1, 3001)]  # several pieces
+    write(link.here / "metrics.jsonl", "".join(steps))
+    link.carry()
+    assert (link.there / "metrics.jsonl").read_text() == "".join(steps)
+    write(link.here / "new", "".join(steps[:2000]))  # it went back to step 2000
+    os.replace(link.here / "new", link.here / "metrics.jsonl")
+    write(link.here / "metrics.jsonl", line(2001, 0.5))
+    driver = ReceivedFiles(link.there, lambda: "")
+    (piece,) = link.agent.take()
+    assert driver.take(piece, lambda *kept: None)
+    assert driver.flush(10.0)  # and no more of this node
+    assert (link.there / "metrics.jsonl").read_text() == "".join(steps)
+    link.here = tmp_path / "n1"
+    write(link.here / "metrics.jsonl", line(2001, 0.25) + line(2002, 0.25))
+    link.agent = SentFiles(link.here)
+    link.agent.follow((0,))
+    link.carry()
+    assert (link.there / "metrics.jsonl").read_text() == "".join(steps[:2000]) + line(2001, 0.25) + line(2002, 0.25)
+    driver.close()
+
+
 def test_no_more_than_a_window_is_on_its_way_and_what_is_not_confirmed_comes_again(tmp_path, monkeypatch):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((3,))
@@ -169,8 +193,11 @@ def test_small_files_come_as_a_whole_and_the_settings_with_the_identity(tmp_path
     assert (link.there / "kernels.json").read_text() == "{}"
 
 
+MORE = ("tensorboard/events.out.tfevents.1/../../x", "tensorboard/x", "faults/1.json", "status/rank-0.evidence")
+
+
 def test_no_other_file_of_the_run_folder_is_written(tmp_path):
     driver = ReceivedFiles(tmp_path, lambda: "")
-    for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x"):
+    for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x", *MORE):
         assert not driver.take(FileData(name, 0, b"x"), lambda *kept: None)
     assert not list(tmp_path.iterdir())

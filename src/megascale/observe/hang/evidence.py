@@ -15,59 +15,18 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from megascale.core.calls import READER, CallRecord, read_calls
-from megascale.core.status import Status, read_status
+from megascale.core.calls import READER, read_calls
+from megascale.core.status import read_status
 from megascale.errors import DataError
-from megascale.observe.hang.flight import FlightDump, read_flight
+from megascale.observe.hang.flight import read_flight
+from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene
+from megascale.observe.hang.sent_evidence import read_sent
 
-ProcessState = Literal["running", "stopped", "gone", "unknown"]
 _ANSWER = 1.0  # seconds that the ranks of this host have to answer
 _FRAMES = 8
-
-
-@dataclass(frozen=True)
-class RankEvidence:
-    """All that is known of one rank.
-
-    Attributes:
-        rank: which one.
-        process: "running", "stopped" (SIGSTOP, a debugger), "gone", or "unknown" where it runs on another host.
-        status, record: its files, None where it left none.
-        answered: whether it answered when asked for its stack; None if it was not asked.
-        stack: frames of its main thread, innermost first.
-        reader: state of the process that reads its samples, if it waits for one.
-        flight: what torch's flight recorder held.
-    """
-
-    rank: int
-    process: ProcessState = "unknown"
-    status: Status | None = None
-    record: CallRecord | None = None
-    answered: bool | None = None
-    stack: tuple[str, ...] = ()
-    reader: ProcessState = "unknown"
-    flight: FlightDump | None = None
-
-
-@dataclass(frozen=True)
-class Scene:
-    """The evidence of a whole run.
-
-    Attributes:
-        ranks: by rank; a rank that left nothing is missing.
-        world: how many ranks there are, as the ranks themselves say.
-        moving: ranks whose place changed while we looked.
-        now_ns: when it was taken, on this host's clock.
-    """
-
-    ranks: dict[int, RankEvidence]
-    world: int
-    moving: frozenset[int] = field(default_factory=frozenset)
-    now_ns: int = 0
 
 
 def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: frozenset[int] | None = None) -> Scene:
@@ -75,7 +34,7 @@ def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: fr
 
     Args:
         ask: signal the ranks that live on this host for their stacks and flight records.
-        watch_seconds: how long to look for movement; 0 does not look.
+        watch_seconds: how long to look for movement, unless all ranks move; 0 does not look.
         only: ranks to look at, None: all that left something.
 
     Raises:
@@ -89,18 +48,30 @@ def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: fr
             f"{folder} holds no rank-N.status or rank-N.calls files and no flight-recorder dumps; name a run folder, "
             "such as runs/stdlib, or a folder with copies of its status files"
         )
-    before = {rank: _events(status_folder, rank) for rank in ranks}
+    if sent := _sent(status_folder, flight_folder, ranks):
+        return sent
+    before, until = {rank: _events(status_folder, rank) for rank in ranks}, time.monotonic() + watch_seconds
     found = {rank: _read(status_folder, rank) for rank in ranks}
     if ask:
         found = _ask(status_folder, flight_folder, found)
-    elif watch_seconds:
-        time.sleep(watch_seconds)
-    moving = frozenset(rank for rank in ranks if watch_seconds and _events(status_folder, rank) != before[rank])
+    moving = frozenset(_watch(status_folder, before, until)) if watch_seconds else frozenset()
     for rank, what in found.items():
         file = next((f for f in _flight_files(flight_folder, rank) if f.exists()), None)
         if file is not None and what.answered is not False:
             found[rank] = replace(what, flight=read_flight(file))
+    found = {rank: replace(what, moving=rank in moving) for rank, what in found.items()}
     return Scene(found, _world(found), moving, time.time_ns())
+
+
+def _sent(status: Path, flight: Path, ranks: list[int]) -> Scene | None:
+    """What agents sent, where no rank writes here."""
+    files = [status / f"rank-{rank}.{kind}" for rank in ranks for kind in ("status", "calls")]
+    files += [file for rank in ranks for file in _flight_files(flight, rank)]
+    if any(file.exists() for file in files):
+        return None
+    found, when = read_sent(status, ranks)
+    moving = frozenset(rank for rank, what in found.items() if what.moving)
+    return Scene(found, _world(found), moving, when, sent=True) if found else None
 
 
 def process_state(pid: int, mark: str = "") -> ProcessState:
@@ -119,7 +90,8 @@ def process_state(pid: int, mark: str = "") -> ProcessState:
 
 def _ranks(status: Path, flight: Path) -> list[int]:
     names = [p.name for folder in (status, flight) if folder.is_dir() for p in folder.iterdir()]
-    matches = (re.fullmatch(r"rank-(\d+)\.(?:status|calls|json)|nccl_trace_rank_(\d+)|rank-(\d+)", n) for n in names)
+    pattern = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence)|nccl_trace_rank_(\d+)|rank-(\d+)")
+    matches = (pattern.fullmatch(name) for name in names)
     return sorted({int(next(g for g in m.groups() if g)) for m in matches if m})
 
 
@@ -131,6 +103,16 @@ def _events(folder: Path, rank: int) -> object:
     record = read_calls(folder / f"rank-{rank}.calls", history=False)
     status = read_status(folder / f"rank-{rank}.status")
     return (record and record.events, record and record.waiting, status and (status.phase, status.step))
+
+
+def _watch(folder: Path, before: dict[int, object], until: float) -> set[int]:
+    """The ranks that come further until then, on the monotonic clock, or as soon as all have."""
+    moving: set[int] = set()
+    while True:
+        moving |= {rank for rank, events in before.items() if rank not in moving and _events(folder, rank) != events}
+        if len(moving) == len(before) or time.monotonic() >= until:
+            return moving
+        time.sleep(0.02)
 
 
 def _read(folder: Path, rank: int) -> RankEvidence:

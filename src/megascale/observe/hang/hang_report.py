@@ -10,7 +10,8 @@ from megascale import config as configuration
 from megascale.core.calls import READER
 from megascale.core.layout import Layout, lay_out
 from megascale.errors import MegascaleError
-from megascale.observe.hang.evidence import Scene, collect
+from megascale.observe.hang.evidence import collect
+from megascale.observe.hang.scene import Scene
 from megascale.observe.hang.verdict import KINDS, Hang, explain, place
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megascale.core.calls import READER, CallRecord, Waiting
 from megascale.core.layout import Layout
 from megascale.observe.hang.departure import Departure, departures
-from megascale.observe.hang.evidence import RankEvidence, Scene
+from megascale.observe.hang.scene import RankEvidence, Scene
 
 KINDS = {
     "none": "nothing hangs",

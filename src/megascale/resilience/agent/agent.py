@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -31,6 +32,7 @@ from megascale.resilience.protocol.agent_messages import (
     Diagnose,
     Explain,
     HeldTrainers,
+    Inject,
     Kept,
     Order,
     Start,
@@ -50,6 +52,7 @@ class Agent:
         self.node, self.address, self.pod = node, address, pod
         job = given(folder)
         self.job, self.config, self.run_folder = job.name, job.limits, Path(job.run)
+        self.shared = job.shared
         _make_run_folder(self.run_folder, job.checkpoints)
         self.boot = secrets.token_hex(8)
         self.state = ""  # the job as the trainers were started; "" once they were ordered to stop
@@ -127,6 +130,8 @@ class Agent:
             self._explaining = asyncio.create_task(self._explain(order))
         elif isinstance(order, Kept):
             self.telemetry.kept(order)
+        elif isinstance(order, Inject):
+            self._inject(order)
         else:
             self.ended.set()
 
@@ -147,6 +152,9 @@ class Agent:
         if self.trainers.running():
             self.link.say(do="failed", attempt=order.attempt, why="trainers of an older attempt still run")
             return
+        if not self.shared:  # what is still wanted comes again, to wherever its rank is now
+            for left in (self.run_folder / "faults").glob("*.json"):
+                left.unlink(missing_ok=True)
         try:
             self.trainers.start(order, self.address, self.link.token)
         except OSError as error:
@@ -155,6 +163,16 @@ class Agent:
             return
         self.state = order.state
         self.telemetry.follow(order)
+
+    def _inject(self, order: Inject) -> None:
+        """Have a trainer find a fault, unless it looks into the run folder itself or has taken this one."""
+        file = self.run_folder / "faults" / order.name
+        if self.shared or file.with_suffix(".injected").exists():
+            return
+        file.parent.mkdir(exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(order.fault)
+        os.replace(temporary, file)
 
     async def _diagnose(self, order: Diagnose) -> None:
         """Run the self-checks in a process of their own and pass the report on."""
@@ -184,7 +202,7 @@ class Agent:
     async def _explain(self, order: Explain) -> None:
         """Look at the ranks that stand still, in a thread: it takes up to some seconds."""
         ranks = tuple(self.trainers.trainers)
-        found = await asyncio.to_thread(look_at, self.run_folder, ranks, order.order, order.history)
+        found = await asyncio.to_thread(look_at, self.run_folder, ranks, order, not self.shared)
         for evidence in found:
             await self.link.send_when_free(evidence)
 

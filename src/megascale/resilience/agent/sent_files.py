@@ -1,4 +1,4 @@
-"""What trainers write on this machine, sent to the driver as it grows: logs, metrics, events, samples.
+"""What trainers write on this machine, sent to the driver as it grows: logs, metrics, events, samples, TensorBoard's.
 
 Positions are counted by the driver's word (`Kept`): what it has not confirmed is sent again to its successor, and no
 more than a window is on its way, so that a slow driver is never flooded and a fast trainer never waits.
@@ -20,6 +20,8 @@ BEHIND = 4 << 20  # bytes of a log beyond which its middle is left out
 # Of rank 0: files of one record a line, and those that are replaced as a whole.
 GROWING = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
 REPLACED = ("identity", "kernels.json")
+BOARD = "tensorboard/events.out.tfevents.*"  # one file a start
+TAKEN = "faults/*.injected"  # of any rank: faults that a trainer has taken (resilience/faults/)
 
 
 @dataclass
@@ -42,6 +44,7 @@ class SentFiles:
         self._run = run
         self._growing: dict[str, _Followed] = {}
         self._replaced: dict[str, tuple[int, int]] = {}  # inode and time of what was sent
+        self._board = False  # whether rank 0 has run here
 
     def follow(self, ranks: Iterable[int]) -> None:
         """These ranks run here now. What others wrote before is sent to its end."""
@@ -51,6 +54,7 @@ class SentFiles:
                 self._growing.setdefault(name, _Followed())
             if rank == 0:
                 self._replaced = dict.fromkeys(REPLACED, (0, 0)) | self._replaced
+                self._board = True
 
     def begin_session(self) -> None:
         """Another driver listens: what none has confirmed goes to this one."""
@@ -71,6 +75,10 @@ class SentFiles:
 
     def take(self) -> list[FileData]:
         """What is to be sent now: of each file at most one piece."""
+        for file in self._run.glob(BOARD) if self._board else ():
+            self._growing.setdefault(f"{file.parent.name}/{file.name}", _Followed())
+        for file in self._run.glob(TAKEN):
+            self._replaced.setdefault(f"{file.parent.name}/{file.name}", (0, 0))
         growing = [self._next(name, followed) for name, followed in self._growing.items()]
         replaced = [self._whole(name) for name in self._replaced]
         return [piece for piece in (*growing, *replaced) if piece is not None]
@@ -81,8 +89,11 @@ class SentFiles:
             with open(self._run / name, "rb") as file:
                 about = os.fstat(file.fileno())
                 if about.st_ino != followed.inode or about.st_size < followed.sent:  # a resumed run writes it anew
+                    emptied = followed.sent > 0 and not about.st_size
                     followed.sent = followed.kept = 0
                     followed.inode, followed.first = about.st_ino, True
+                    if emptied:
+                        return FileData(name, 0, b"", first=True)
                 if followed.sent == followed.kept:
                     followed.waits = time.monotonic()
                 elif time.monotonic() - followed.waits > AGAIN:  # it was lost, or found no place
@@ -91,7 +102,7 @@ class SentFiles:
                 if about.st_size <= followed.sent or room <= 0:
                     return None
                 left_out = 0
-                if not lines and about.st_size - followed.sent > BEHIND:
+                if name.startswith("logs/") and about.st_size - followed.sent > BEHIND:
                     left_out = about.st_size - followed.sent - BEHIND // 2
                     followed.sent = followed.kept = followed.sent + left_out
                 file.seek(followed.sent)
@@ -102,7 +113,8 @@ class SentFiles:
             data = data[: data.rfind(b"\n") + 1]  # a last line without its end is still being written
         if not data:
             return None
-        piece = FileData(name, followed.sent, data, first=followed.first, left_out=left_out)
+        more = about.st_size > followed.sent + len(data)
+        piece = FileData(name, followed.sent, data, first=followed.first, left_out=left_out, more=more)
         followed.sent += len(data)
         followed.first = False
         return piece

@@ -16,6 +16,7 @@ It is put together from parts, each of which knows only what it is given, in thi
     standing       what agents know of ranks that stand still
     diagnosis      when the rules look at what
     files          what agents on other machines send of their trainers' files
+    faults         faults on purpose, for trainers that do not see the run folder
     lost           nodes that are gone
     adoption       what agents hold of a job that the journal has lost
     operations     what people ask for
@@ -40,6 +41,7 @@ from megascale.resilience.driver.diagnosis.observations import Observations
 from megascale.resilience.driver.diagnosis.standing_ranks import StandingRanks
 from megascale.resilience.driver.nodes.agent_server import AgentServer
 from megascale.resilience.driver.nodes.nodes import Nodes
+from megascale.resilience.driver.nodes.passed_faults import PassedFaults
 from megascale.resilience.driver.nodes.received_files import ReceivedFiles
 from megascale.resilience.driver.operations import Operations
 from megascale.resilience.driver.process.driver_garbage import OldGarbage
@@ -112,6 +114,7 @@ class Driver:
         self.standing = StandingRanks(self.job, self.nodes, settings)
         self.diagnosis = Diagnosis(self.job, self.seen, self.standing, self.response.act, tasks, note)
         self.files = ReceivedFiles(run, lambda: settings.config.to_toml())
+        self.faults = PassedFaults(run, self.job, self.nodes, self.files.taken) if limits.faults else None
         self.lost = LostNodes(self.job, self.nodes, self.recovery, self.seen, self.response, limits.window)
         self.adoption = Adoption(*common, self.response, limits.window, note)
         self.operations = Operations(*common, self.recovery, settings, note)
@@ -220,6 +223,8 @@ class Driver:
         phase = self.job.phase
         if phase in (Phase.STARTING, Phase.RUNNING):
             self.diagnosis.judge(now)
+            if self.faults is not None:
+                self.faults.look()
             if self.job.phase is Phase.RUNNING and now - self.job.entered >= CALM:
                 self.checks.test_spares()
                 self.recovery.refill(now)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from megascale.observe.hang.sent_evidence import MOST
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat, Rank
 from megascale.services.messages import (
     Count,
@@ -26,7 +27,8 @@ LIMIT = MAX_BYTES + 1024
 STATE = 200_000  # characters of a job's state
 SETTINGS = 200_000  # characters of a configuration
 PIECE = 64 * 1024  # bytes of a file that are sent at once
-EVIDENCE = 200 * 1024  # bytes of what is known of one rank, compressed
+FAULT = 4096  # characters of a fault that a trainer injects into itself
+FAULT_FILE = r"[0-9]{20}-[0-9a-f]{6}\.json"
 REPORT = 50_000  # characters of a self-check's report
 _State = Annotated[str, Meta(max_length=STATE)]
 _MANY = Meta(max_length=4096)
@@ -129,6 +131,7 @@ class FileData(Message, frozen=True):
         start: position of the piece in the sender's file.
         first: the first of a session, or of a file that was begun anew.
         left_out: bytes before it that are not sent.
+        more: whether the file went on after it.
         whole: the file is replaced by it.
     """
 
@@ -137,19 +140,22 @@ class FileData(Message, frozen=True):
     data: Annotated[bytes, Meta(max_length=PIECE)]
     first: bool = False
     left_out: Count = 0
+    more: bool = False
     whole: bool = False
 
 
 class Evidence(Message, frozen=True):
     """What is known of one rank that stands still, for `Explain` order `order` (rank_evidence.py).
 
-    moving: it came further while it was looked at. data: compressed; empty: the rank left no record.
+    moving: it came further while it was looked at. data: compressed; empty: the rank left no record. keep: it writes
+    elsewhere than into the run folder, which is to have what is known of it.
     """
 
     order: Count
     rank: Rank
-    data: Annotated[bytes, Meta(max_length=EVIDENCE)] = b""
+    data: Annotated[bytes, Meta(max_length=MOST)] = b""
     moving: bool = False
+    keep: bool = False
 
 
 # From the driver, each with its epoch -----------------------------------------------------------------------------
@@ -221,11 +227,13 @@ class Diagnose(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """The trainers stand still: say `Evidence` of each rank, with its last `history` calls."""
+    """The trainers stand still: say `Evidence` of each rank, with its last `history` calls, after `watch` seconds in
+    which it may move."""
 
     epoch: Count
     order: Count
     history: Count
+    watch: Annotated[float, Meta(ge=0, le=10)] = 0.5
 
 
 class Kept(Message, frozen=True):
@@ -236,13 +244,21 @@ class Kept(Message, frozen=True):
     end: Count
 
 
+class Inject(Message, frozen=True):
+    """Trainers that write elsewhere than into the run folder are to find a file there that asks for a fault."""
+
+    epoch: Count
+    name: Annotated[str, Meta(pattern=f"^{FAULT_FILE}$")]
+    fault: Annotated[str, Meta(max_length=FAULT)]
+
+
 class Leave(Message, frozen=True):
     """The job is over, or the node is not needed any more."""
 
     epoch: Count
 
 
-Order = Start | Stop | Diagnose | Explain | Kept | Leave
+Order = Start | Stop | Diagnose | Explain | Kept | Inject | Leave
 
 FROM_AGENT = Schema(Hello, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=LIMIT)
-FROM_DRIVER = Schema(Welcome, Refuse, Start, Stop, Diagnose, Explain, Kept, Leave, limit=LIMIT)
+FROM_DRIVER = Schema(Welcome, Refuse, Start, Stop, Diagnose, Explain, Kept, Inject, Leave, limit=LIMIT)

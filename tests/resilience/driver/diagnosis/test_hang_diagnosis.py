@@ -12,14 +12,16 @@ import zlib
 import pytest
 
 from megascale.core.calls import Call, CallRecord, Calls
-from megascale.observe.hang.evidence import RankEvidence, Scene
+from megascale.errors import DataError
+from megascale.observe.hang.scene import RankEvidence, Scene
+from megascale.observe.hang.sent_evidence import MOST, pack, unpack
 from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
-from megascale.resilience.protocol.agent_messages import EVIDENCE, FROM_AGENT
-from megascale.resilience.protocol.rank_evidence import look_at, pack, unpack
+from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
+from megascale.resilience.protocol.rank_evidence import look_at
 from megascale.resilience.rules.verdicts import Verdict
-from megascale.services.framing import ProtocolError
 from tests.resilience.rules.test_rules import heartbeat, view, worker
 
+ORDER = Explain(1, 7, 100, 0.1)
 HANG = Verdict("hang", (), (), "respawn", ("no rank has moved for 11 s",))
 
 
@@ -34,7 +36,7 @@ def test_a_hang_gets_its_rank_and_its_node(tmp_path):
 import os, signal
 from pathlib import Path
 from megascale.core.calls import Call, CallRecord, Calls
-from megascale.observe.hang.evidence import RankEvidence, Scene
+from megascale.observe.hang.scene import RankEvidence, Scene
 log = Calls(Path({str(status)!r}), 1, 2)
 log.register("world", 2)
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -45,7 +47,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
         # This process has no handler for the signal that asks for a stack.
         old = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         state = view({n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)})
-        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in look_at(tmp_path, (0, 1), 7, history=100)]
+        sent = [FROM_AGENT.decode(FROM_AGENT.encode(e)) for e in look_at(tmp_path, (0, 1), ORDER, keep=False)]
         assert [(e.order, e.rank) for e in sent] == [(7, 0), (7, 1)]
         scene = Scene({e.rank: unpack(e.data) for e in sent}, 2)
         found = refine(HANG, state, scene, None)
@@ -60,7 +62,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
-    (sent,) = look_at(tmp_path, (0,), 7, history=100)
+    (sent,) = look_at(tmp_path, (0,), ORDER, keep=False)
     assert not sent.data
     found = refine(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
     assert (found.action, found.ranks) == ("respawn", ())
@@ -72,7 +74,7 @@ def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
     calls = tuple(Call(f"group-{rng.random()}", n, "send", n) for n in range(20_000))
     what = RankEvidence(3, "running", None, CallRecord(3, 1, 4, calls=calls), True, ("forward (x.py:1)",))
     packed = pack(what, history=20_000)
-    assert 0 < len(packed) <= EVIDENCE
+    assert 0 < len(packed) <= MOST
     found = unpack(packed)
     assert (found.rank, found.process, found.stack) == (3, "running", ("forward (x.py:1)",))
     kept = len(found.record.calls)
@@ -86,5 +88,5 @@ def test_evidence_of_a_rank_is_cut_to_a_message_and_nonsense_is_none():
         packed[: len(packed) // 2],
         zlib.compress(bytes(1 << 27)),
     ):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(DataError):
             unpack(nonsense)

@@ -18,7 +18,7 @@ from megascale.resilience.driver.api.tokens import read_tokens
 from megascale.resilience.protocol.contact import read_contact
 
 _LISTENS = "0A"
-_SECONDS = 10.0
+SECONDS = 10.0
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -28,8 +28,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """What the run's driver answers.
+def ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = SECONDS) -> Any:
+    """What the run's driver answers within `seconds`.
 
     Raises ConfigError for what it refuses and where a token would be told to others, TrainingError if it does not
     answer.
@@ -49,7 +49,7 @@ def ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None) -
     if parts.scheme == "https":
         handlers.append(urllib.request.HTTPSHandler(context=client_context(run)))
     try:
-        with urllib.request.build_opener(*handlers).open(request, timeout=_SECONDS) as answer:
+        with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         try:

@@ -29,6 +29,7 @@ from megascale.resilience.driver.process import descriptors
 if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver
 
+WRITTEN = 10.0  # seconds in which what agents sent must have been written
 NODE = Path(pattern=r"^[A-Za-z0-9._-]{1,100}$", description="the node's name")
 
 
@@ -102,6 +103,13 @@ class EventAnswer(BaseModel):
     ranks: list[int]
     evidence: list[str]
     details: dict[str, Any]
+
+
+class LookAnswer(BaseModel):
+    """Ranks that their agents were asked about, and those of which they knew something."""
+
+    asked: int
+    known: list[int]
 
 
 class HealthAnswer(BaseModel):
@@ -189,6 +197,18 @@ def build(driver: Driver) -> FastAPI:
             EventAnswer(**vars(e) | {"nodes": list(e.nodes), "ranks": list(e.ranks), "evidence": list(e.evidence)})
             for e in driver.journal.events(after, limit)
         ]
+
+    @app.get("/v1/ranks", responses=_refusals(409, 422))
+    async def ranks(watch: Annotated[float, Query(ge=0, le=10)] = 2.0) -> LookAnswer:
+        """Have agents look at their ranks for `watch` seconds: calls, stacks, flight records.
+
+        What is known of ranks that write elsewhere lies in the run folder afterwards, for `megascale hang`.
+        """
+        if driver.standing.asking:
+            raise HTTPException(409, "the agents are being asked already; ask again in some seconds")
+        scene, _ = await driver.standing.gather(watch)
+        await asyncio.to_thread(driver.files.flush, WRITTEN)
+        return LookAnswer(asked=driver.job.state.world if driver.job.state.placement else 0, known=sorted(scene.ranks))
 
     @app.post("/v1/nodes/{node}/evict", responses=_refusals(404, 422))
     async def evict(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:

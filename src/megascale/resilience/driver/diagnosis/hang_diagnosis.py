@@ -7,7 +7,7 @@ from dataclasses import replace
 from megascale.core.events import Event
 from megascale.core.layout import Layout
 from megascale.observe.hang import hang_report
-from megascale.observe.hang.evidence import Scene
+from megascale.observe.hang.scene import Scene
 from megascale.observe.hang.verdict import explain
 from megascale.resilience.rules.offenders import repeated
 from megascale.resilience.rules.verdicts import Action, Verdict

@@ -6,16 +6,16 @@ import asyncio
 import time
 
 from megascale.core.layout import Layout, lay_out
-from megascale.errors import MegascaleError
-from megascale.observe.hang.evidence import RankEvidence, Scene
+from megascale.errors import DataError, MegascaleError
+from megascale.observe.hang.scene import RankEvidence, Scene
+from megascale.observe.hang.sent_evidence import unpack
 from megascale.resilience.driver.nodes.nodes import Nodes
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.protocol.agent_messages import Evidence
-from megascale.resilience.protocol.rank_evidence import unpack
-from megascale.services.framing import ProtocolError
 
 ANSWER = 15.0  # seconds that agents have, a stack of a process that cannot answer takes up to five
+WATCH = 0.5  # seconds in which a rank that goes on is seen to
 HISTORY, MANY, SHORT = 2048, 512, 256  # calls of each rank, and where there are more ranks than that, fewer
 
 
@@ -28,12 +28,26 @@ class StandingRanks:
     def __init__(self, job: Job, nodes: Nodes, settings: RunningSettings) -> None:
         self._job, self._nodes, self._settings = job, nodes, settings
         self._order = 0
+        self._asking = asyncio.Lock()  # one at a time: an agent's answer is to the last order
         self._found: dict[int, Evidence] = {}
         self._wanted: set[int] = set()
         self._complete = asyncio.Event()
 
-    async def gather(self) -> tuple[Scene, Layout | None]:
-        """Ask all agents; what those said that answered in time, and how the ranks are laid out."""
+    async def gather(self, watch: float = WATCH) -> tuple[Scene, Layout | None]:
+        """Ask all agents; what those said that answered in time, and how the ranks are laid out.
+
+        Args:
+            watch: seconds to look whether ranks move after all.
+        """
+        async with self._asking:
+            return await self._gather(watch)
+
+    @property
+    def asking(self) -> bool:
+        """Whether the agents are being asked now."""
+        return self._asking.locked()
+
+    async def _gather(self, watch: float) -> tuple[Scene, Layout | None]:
         job = self._job.state
         self._order += 1
         self._found, self._wanted = {}, set()
@@ -43,7 +57,7 @@ class StandingRanks:
             if node.channel is not None:  # one that is gone says nothing
                 self._wanted |= set(job.ranks(name))
                 history = SHORT if job.world > MANY else HISTORY
-                self._nodes.order(node, do="explain", order=self._order, history=history)
+                self._nodes.order(node, do="explain", order=self._order, history=history, watch=watch)
         try:
             async with asyncio.timeout(ANSWER):
                 if self._wanted:
@@ -77,7 +91,7 @@ def _scene(found: dict[int, Evidence], world: int) -> Scene:
         try:
             if evidence.data:
                 ranks[rank] = unpack(evidence.data)
-        except ProtocolError:
+        except DataError:
             continue
     moving = frozenset(rank for rank, evidence in found.items() if evidence.moving)
     return Scene(ranks, world, moving, time.time_ns())

@@ -15,13 +15,20 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
-from megascale.resilience.protocol.agent_messages import FileData
+from megascale.observe.hang.sent_evidence import file_of
+from megascale.resilience.protocol.agent_messages import Evidence, FileData
 
 log = logging.getLogger("megascale.driver")
 _QUEUE = 1024  # pieces
 _TAIL = 1 << 20  # bytes of a file in which lines that come again are looked for
-_NAMES = re.compile(r"logs/rank-\d{1,9}\.log|metrics\.jsonl|events\.jsonl|samples/ledger\.jsonl|identity|kernels\.json")
+_TAKEN = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
+_BOARD = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
+_NAMES = re.compile(
+    r"logs/rank-\d{1,9}\.log|metrics\.jsonl|events\.jsonl|samples/ledger\.jsonl|identity|kernels\.json"
+    rf"|{_BOARD}|{_TAKEN}"
+)
 _BY_STEP = ("metrics.jsonl", "samples/ledger.jsonl")
 
 Confirm = Callable[[str, int], None]
@@ -31,23 +38,43 @@ class ReceivedFiles:
     """Args:
     run: the run folder.
     settings: gives the configuration in force, as TOML, which a run folder keeps.
+
+    Attributes:
+        taken: names of the faults in RUN/faults that trainers have taken.
     """
 
     def __init__(self, run: Path, settings: Callable[[], str]) -> None:
         self._run, self._settings = run, settings
-        self._queue: queue.Queue[tuple[FileData, Confirm] | None] = queue.Queue(_QUEUE)
+        self._queue: queue.Queue[tuple[FileData, Confirm] | threading.Event | None] = queue.Queue(_QUEUE)
         self._thread: threading.Thread | None = None
+        self.taken: set[str] = set()
+        self._steps = {name: _StepLines() for name in _BY_STEP}
 
     def take(self, piece: FileData, confirm: Confirm) -> bool:
         """Have a piece written; `confirm(name, end)` is called in the thread once it is. False: it is not wanted, or
         there is no place for it now."""
         if not _NAMES.fullmatch(piece.name):
             return False
+        if re.fullmatch(_TAKEN, piece.name):
+            self.taken.add(Path(piece.name).with_suffix(".json").name)
+        return self._put((piece, confirm))
+
+    def keep(self, evidence: Evidence) -> None:
+        """Have what an agent knows of a rank that writes elsewhere lie in the run folder (observe/hang/)."""
+        if evidence.data:
+            self._put((FileData(file_of(evidence.rank), 0, evidence.data, whole=True), lambda name, end: None))
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until what has come is written; whether it was in time. For other threads than the loop's."""
+        done = threading.Event()
+        return self._thread is None or (self._put(done) and done.wait(seconds))
+
+    def _put(self, item: tuple[FileData, Confirm] | threading.Event) -> bool:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="received files", daemon=True)
             self._thread.start()
         try:
-            self._queue.put_nowait((piece, confirm))
+            self._queue.put_nowait(item)
         except queue.Full:
             return False
         return True
@@ -60,6 +87,9 @@ class ReceivedFiles:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             piece, confirm = item
             try:
                 self._write(piece)
@@ -70,6 +100,10 @@ class ReceivedFiles:
 
     def _write(self, piece: FileData) -> None:
         file = self._run / piece.name
+        if re.fullmatch(_TAKEN, piece.name):
+            with contextlib.suppress(FileNotFoundError):  # told before
+                os.replace(file.with_suffix(".json"), file)
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
         data = piece.data
         if piece.whole:
@@ -77,34 +111,74 @@ class ReceivedFiles:
             if piece.name == "identity":  # a start was accepted
                 _replace(self._run / "config.toml", self._settings().encode())
             return
-        if piece.first and piece.name in _BY_STEP and not piece.start:
-            _rewind(file, data)
-        elif piece.first and piece.name.endswith(".jsonl"):
+        if piece.name in _BY_STEP:
+            return self._steps[piece.name].write(file, piece)
+        if piece.first and piece.name.endswith(".jsonl"):
             data = _new_lines(file, data)
         if piece.left_out:
             data = f"[{piece.left_out} bytes left out]\n".encode() + data
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        in_place = re.fullmatch(_BOARD, piece.name)  # records of bytes: a piece that comes again must change nothing
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | (0 if in_place else os.O_APPEND), 0o644)
         try:
-            os.write(handle, data)
+            if in_place:
+                os.pwrite(handle, data, piece.start)
+            else:
+                os.write(handle, data)
         finally:
             os.close(handle)
+
+
+class _StepLines:
+    """A file of lines by step, which trainers that go back write anew, on this machine or another.
+
+    What is there and comes again is left as it is: an agent that dies before it has sent all of it again takes nothing
+    away. From the first byte on that is another, the file is what is sent.
+    """
+
+    def __init__(self) -> None:
+        self._base: int | None = None  # position of the sender's file in this one, once known
+
+    def write(self, file: Path, piece: FileData) -> None:
+        """Take a piece in."""
+        with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as there:
+            size = there.seek(0, os.SEEK_END)
+            if piece.first and not piece.start and piece.data:
+                self._base = _position(there, _step(piece.data.partition(b"\n")[0]), size)
+            if self._base is None or self._base + piece.start > size or (piece.first and piece.start):
+                # From the midst of a file that a driver before knew.
+                there.seek(0, os.SEEK_END)
+                there.write(_new_lines(file, piece.data))
+                self._base = max(0, there.tell() - piece.start - len(piece.data))
+                return
+            at = self._base + piece.start
+            there.seek(at)
+            known = there.read(len(piece.data))
+            if known == piece.data:
+                if not piece.more:
+                    there.truncate(at + len(known))
+            else:
+                there.seek(at)
+                there.write(piece.data)
+                there.truncate()
+
+
+def _position(there: BinaryIO, step: int | None, size: int) -> int:
+    """Where the first line of this step or a later one begins; the end of the file if none does."""
+    if step is None:
+        return size
+    at = there.seek(0)
+    for line in there:
+        mine = _step(line)
+        if mine is not None and mine >= step:
+            return at
+        at += len(line)
+    return size
 
 
 def _replace(file: Path, data: bytes) -> None:
     temporary = file.with_name(file.name + ".received")
     temporary.write_bytes(data)
     os.replace(temporary, file)
-
-
-def _rewind(file: Path, data: bytes) -> None:
-    """Drop the lines of steps that come again: trainers went on from an earlier step, on this machine or another."""
-    first = _step(data.partition(b"\n")[0])
-    if first is None or not file.exists():
-        return
-    lines = file.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if (step := _step(line)) is not None and step < first]
-    if len(kept) < len(lines):
-        _replace(file, b"".join(kept))
 
 
 def _step(line: bytes) -> int | None:

@@ -150,6 +150,8 @@ class AgentTelemetry:
             return
         elif isinstance(message, Evidence):
             self._standing.received(name, message)
+            if message.keep and message.rank in self._job.state.ranks(name):
+                self._files.keep(message)
             return
         self._tasks.wake.set()
 

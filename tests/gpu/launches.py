@@ -1,0 +1,170 @@
+"""Launches by key (ops/launch.py) beside Triton's own, on a real GPU: results bit for bit, and host time of each.
+
+    PYTHONPATH=src:. python tests/gpu/launches.py --out launches.json
+
+Every kernel of ops/ as its operators launch it (tests/ops/every_kernel.py), on random numbers: once each way from the
+same memory, all of which must then hold the same bits. Then the same launch REPEATS times each way, in turn, without
+waiting for the device: microseconds of host a launch, the best of ROUNDS. It ends with 1 if any bit differs, if a
+kernel is not launched by key, or if launches by key are not faster in sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from tests.ops.every_kernel import CASES
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from megascale.ops import launch
+
+DEVICE = "cuda"
+by_key = launch.Kernel.launch
+REPEATS, ROUNDS = 200, 5  # CUDA takes about a thousand launches before it makes the host wait
+
+
+def fill(tensors: list[Tensor]) -> None:
+    """Random numbers for whatever is a plain float; integers are places and keys and stay."""
+    for tensor in tensors:
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            tensor.data.normal_()  # which autograd does not take for a change of what it saved
+
+
+def bits(tensors: list[Tensor]) -> list[Tensor]:
+    """What they hold, as bytes, so that NaN is compared too."""
+    return [tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in tensors]
+
+
+def restore(tensors: list[Tensor], held: list[Tensor]) -> None:
+    for tensor, kept in zip(tensors, held, strict=True):
+        tensor.data.copy_(kept)
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Of the host, for one of REPEATS calls."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(REPEATS):
+        call()
+    taken = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return taken / REPEATS * 1e6
+
+
+class Compared:
+    """Every launch of a case, both ways."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.seen: set[Any] = set()
+        self.timed: list[tuple[dict[str, Any], Callable[[], None], Callable[[], None]]] = []
+        self.case = ""
+
+    def launch(self, kernel: Any, grid: Any, *arguments: Any, **meta: Any) -> None:
+        """In the place of Kernel.launch: compare, and launch what was asked for, on what was there."""
+        itself = kernel.fn.__name__
+        tensors = list({id(a): a for a in arguments if isinstance(a, Tensor)}.values())
+        given = [tensor.detach().clone() for tensor in tensors]
+        fill(tensors)
+        before = [tensor.detach().clone() for tensor in tensors]
+
+        def triton_s() -> None:
+            JITFunction.run(kernel, *arguments, grid=grid, warmup=False, **meta)
+
+        def ours() -> None:
+            by_key(kernel, grid, *arguments, **meta)
+
+        ours()  # the first of a key is Triton's
+        restore(tensors, before)
+        asked = 0
+        run = JITFunction.run
+
+        def counted(self: Any, *a: Any, **k: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return run(self, *a, **k)
+
+        with mock.patch.object(JITFunction, "run", counted):
+            ours()
+        torch.cuda.synchronize()
+        got = bits(tensors)
+        restore(tensors, before)
+        triton_s()
+        torch.cuda.synchronize()
+        wanted = bits(tensors)
+        equal = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(bits(before), wanted, strict=True))
+        row = {"case": self.case, "kernel": itself, "arguments": len(arguments), "equal": equal, "by_key": not asked}
+        row |= {"wrote": moved, "grid": list(grid)}
+        if (itself, len(arguments), tuple(sorted(meta))) not in self.seen:
+            self.seen.add((itself, len(arguments), tuple(sorted(meta))))
+            self.timed.append((row, triton_s, ours))
+        self.rows.append(row)
+        restore(tensors, given)
+        triton_s()
+
+    def time(self) -> None:
+        """One launch of each kernel, both ways in turn; outside of any mode of torch, which each tensor would ask."""
+        for row, triton_s, ours in self.timed:
+            pairs = [(microseconds(triton_s), microseconds(ours)) for _ in range(ROUNDS)]
+            row |= {"triton_us": min(a for a, _ in pairs), "by_key_us": min(b for _, b in pairs)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("launches.json"))
+    out = parser.parse_args().out
+    print(f"launches: {launch.describe()}")
+    if launch._why_not():
+        return 1
+    compared = Compared()
+    with (
+        torch.device(DEVICE),
+        mock.patch.object(launch.Kernel, "launch", lambda self, grid, *a, **k: compared.launch(self, grid, *a, **k)),
+    ):
+        for name, case in CASES.items():
+            compared.case = name
+            case()
+    torch.cuda.synchronize()
+    compared.time()
+    rows = compared.rows
+    timed = [row for row in rows if "triton_us" in row]
+    print(f"{'kernel':28} {'case':52} {'Triton us':>10} {'by key us':>10}")
+    for row in timed:
+        print(f"{row['kernel']:28} {row['case'][:52]:52} {row['triton_us']:10.1f} {row['by_key_us']:10.1f}")
+    wrong = [row for row in rows if not row["equal"]]
+    left = [row for row in rows if not row["by_key"]]
+    idle = [row for row in rows if not row["wrote"]]
+    for what, found in (("other bits", wrong), ("not by key", left), ("wrote nothing", idle)):
+        for row in found:
+            print(f"! {what}: {row['kernel']} in {row['case']}")
+    theirs, ours = (sum(row[name] for row in timed) / len(timed) for name in ("triton_us", "by_key_us"))
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+        "kernels": len({row["kernel"] for row in rows}),
+        "launches": len(rows),
+        "other_bits": len(wrong),
+        "not_by_key": len(left),
+        "triton_us": theirs,
+        "by_key_us": ours,
+    }
+    print(" ".join(f"{name}={value}" for name, value in facts.items()))
+    out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
+    return int(bool(wrong or left) or ours >= theirs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
