@@ -14,13 +14,17 @@ import typer
 
 from megascale.core import strict_json
 
-PARTS = ("ingest", "kills", "cost")
+PARTS = ("ingest", "kills", "cost", "device")
 
 # Shapes and bounds of the cost: (name, words of bench alternate, most share of a step).
 HALF_13B = ["gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--parallel.tensor=2"]
 ON_GPUS = (
     ("half of gpt-13b, TP2, micro-batch 4", [*HALF_13B, "--train.micro_batch=4", "--train.global_batch=8"], 0.004),
     ("half of gpt-13b, TP2, micro-batch 1", [*HALF_13B, "--train.micro_batch=1", "--train.global_batch=8"], 0.01),
+)
+ON_GPU = tuple(
+    (name.replace("TP2, ", ""), [word for word in words if word != "--parallel.tensor=2"], bound)
+    for name, words, bound in ON_GPUS
 )
 ON_CPU = (
     (
@@ -41,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 
 def observe(
-    parts: str = typer.Option("ingest,kills,cost", help=f"Which of {', '.join(PARTS)}."),
+    parts: str = typer.Option("ingest,kills,cost,device", help=f"Which of {', '.join(PARTS)}."),
     full_steps: int = typer.Option(2, min=1, help="ingest: steps of which all spans come."),
     rollup_steps: int = typer.Option(100, min=1, help="ingest: steps of which roll-ups come."),
     data: int = typer.Option(192, min=1, help="ingest: data-parallel ranks; the job has 64 times as many in all."),
@@ -55,16 +59,17 @@ def observe(
 
     ingest: 12,288 ranks made from the schedule, through rings, spool and Parquet, on two threads; then questions.
     kills: a span service killed at random moments; what it acknowledged must be there once.
-    cost: timers off and on in turn within one engine (bench alternate); on a machine with two GPUs half of gpt-13b with
-    tensor parallelism of 2, else a small model on the CPU.
+    device: on a GPU, timers beside CUDA's own events, and the device's clock beside the host's.
+    cost: timers off and on in turn within one engine (bench alternate); on GPUs half of gpt-13b (on two or more with
+    tensor parallelism of 2), else a small model on the CPU.
 
     Examples:
 
       megascale bench observe --parts ingest,kills
 
-      megascale bench observe --parts cost --turns 200
+      megascale bench observe --parts device,cost --turns 200
     """
-    from megascale.bench.observe import ingest
+    from megascale.bench.observe import device_check, ingest
     from megascale.bench.observe import kills as killing
     from megascale.bench.observe.made_spans import Job
     from megascale.errors import ConfigError
@@ -84,6 +89,10 @@ def observe(
             typer.echo(
                 "kills: {kills} services killed, {steps} steps all there once (seed {seed})".format(**record["kills"])
             )
+        if "device" in wanted and _shapes() is not ON_CPU:
+            record["device_check"] = device_check.measure()
+            typer.echo("device: " + ", ".join(f"{name} {value:.6g}" for name, value in record["device_check"].items()))
+            missed += device_check.missed(record["device_check"])
         if "cost" in wanted:
             record["cost"] = [_cost(name, words, bound, turns, place) for name, words, bound in _shapes()]
             missed += _show_cost(record["cost"])
@@ -113,7 +122,8 @@ def _machine() -> dict[str, Any]:
 def _shapes() -> tuple[tuple[str, list[str], float], ...]:
     import torch
 
-    return ON_GPUS if torch.cuda.device_count() > 1 else ON_CPU
+    devices = torch.cuda.device_count()
+    return ON_GPUS if devices > 1 else ON_GPU if devices else ON_CPU
 
 
 def _cost(name: str, words: list[str], bound: float, turns: int, folder: Path) -> dict[str, Any]:
