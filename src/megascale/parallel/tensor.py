@@ -156,7 +156,11 @@ def _scattered_gradients(
     ready = axis.runtime.stream.record_event()
     gradient = linears.gradient(dy, weight)
     shape = (*dy.shape[:-1], weight.shape[1])
-    scattering = _scattered(lambda out: linears.dgrad(gradient, weight, out), shape, dy, axis, followed=True)
+
+    def dgrad(out: torch.Tensor) -> None:
+        linears.dgrad(gradient, weight, out)
+
+    scattering = _scattered(dgrad, shape, dy, axis, followed=True)
     dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
     return scattering.wait(), dw
 
