@@ -42,7 +42,7 @@ def measure(steps: int = 40) -> dict[str, Any]:
     torch.cuda.synchronize()
     kept = _Kept()
     timers = DeviceTimers(device, kept)
-    own: list[tuple[Any, Any, Any, Any]] = []
+    own: list[list[Any]] = []
     queued = []
     for step in range(1, steps + 1):
         began = time.perf_counter()
@@ -64,24 +64,26 @@ def measure(steps: int = 40) -> dict[str, Any]:
         marks[3].record()
         timers.step_ended()
         queued.append(time.perf_counter() - began)
-        own.append(tuple(marks))  # type: ignore[arg-type]
+        own.append(marks)
         if step > 2:
             own[step - 3][3].synchronize()  # as the loop reads the loss of the step before
             timers.collect()
     own[-1][3].synchronize()
     ended = time.perf_counter_ns()
     timers.close()
-    lengths, stalls, device_seconds = [], [], []
-    for step, marks in enumerate(own, 1):
+    lengths: list[float] = []
+    stalls: list[float] = []
+    device_seconds = []
+    for step, its in enumerate(own, 1):
         spans = kept.spans[step][0]
         for kind, first, last, found in (
             (SpanKind.FORWARD, 0, 3, lengths),
             (SpanKind.WAIT, 1, 2, stalls),
         ):
             (span,) = spans[spans["kind"] == kind]
-            mine = marks[first].elapsed_time(marks[last]) / 1e3
+            mine = its[first].elapsed_time(its[last]) / 1e3
             found.append(abs((int(span["end_ns"]) - int(span["start_ns"])) / 1e9 - mine))
-        device_seconds.append(marks[0].elapsed_time(marks[3]) / 1e3)
+        device_seconds.append(its[0].elapsed_time(its[3]) / 1e3)
     last_spans, error_ns = kept.spans[steps]
     (forward,) = last_spans[last_spans["kind"] == SpanKind.FORWARD]
     return {
