@@ -32,7 +32,8 @@ _Popen = subprocess.Popen
 PACED = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'paced' / 'sitecustomize.py')!r})"
 
 context = multiprocessing.get_context("forkserver")
-# One server serves all that a process of the suite forks: the workers of tests/exact too.
+# One server serves all that a process of the suite forks: the workers of tests/exact and benches too. Who set other
+# modules before it is started would have each command load the rest for itself.
 context.set_forkserver_preload(
     [
         "torch.distributed",
@@ -44,6 +45,10 @@ context.set_forkserver_preload(
         "megascale.train.rank_info",
         "megascale.train.restore",
         "megascale.checkpoint.saver",
+        "megascale.checkpoint.loader",
+        "megascale.checkpoint.checkpointer",
+        "megascale.data.loader.feed",
+        "tokenizers",
         "megascale.cli.main",
         "megascale.cli.summary",
         "megascale.api",
@@ -55,8 +60,10 @@ context.set_forkserver_preload(
         "megascale.resilience.agent.fork_server",
         "matplotlib.pyplot",
         "matplotlib.backends.backend_agg",
+        "tests.frozen",
     ]
 )
+context.set_forkserver_preload = lambda names: None  # type: ignore[method-assign]
 
 
 class Forked:
@@ -140,7 +147,6 @@ def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_:
 
 def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
     """In the forked process: become the command."""
-    gc.freeze()  # what the server has loaded is not looked through, nor copied for that, by each collection
     for number, path in ((1, files[0]), (2, files[-1])):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(handle, number)

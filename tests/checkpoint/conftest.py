@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import tempfile
@@ -17,12 +16,7 @@ import torch.distributed as dist
 
 from megascale.checkpoint import TensorShard
 from megascale.core.tensors import Box, flat_boxes
-
-# Children fork from a server that has torch loaded already, so a group of four starts in well under a second.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torch.distributed", "megascale.checkpoint.saver", "megascale.checkpoint.loader"]
-)
+from tests.forked import context
 
 
 def _child(

@@ -7,7 +7,6 @@ workers: they are killed and the next job gets new ones, so nothing it left behi
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import time
@@ -101,7 +100,6 @@ class Pool:
 
 def _serve(pipe: Connection, port: int) -> None:
     """A worker: jobs from the pipe until it closes."""
-    gc.freeze()  # what the server has loaded is not looked through, nor copied for that, by each collection
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -34,7 +34,43 @@ class DoubledMlp(mlp.DenseMlp):
 
 
 mlp.register("doubled", DoubledMlp, MLP_PARTS["dense"], "twice what goes in")
-"""
+""",
+        "largest": """
+from megascale.model import norm
+
+
+def largest(x, weight, bias, eps):
+    return x / (x.abs().amax(-1, keepdim=True) + eps) * weight
+
+
+norm.register("largest", norm.NormOperators(largest), bias=False)
+""",
+        "halved": """
+from dataclasses import replace
+
+from megascale.core.inventory import ATTENTION_PARTS
+from megascale.model import attention
+
+
+class HalvedAttention(attention.CausalAttention):
+    def attend(self, q, k, v, context):
+        return super().attend(q / 2, k, v, context)
+
+
+attention.register("halved", HalvedAttention, replace(ATTENTION_PARTS["causal"], splits=False), "colder")
+""",
+        "once": """
+from megascale.core.inventory import BLOCK_PARTS
+from megascale.model import block
+
+
+class Once(block.SerialBlock):
+    def forward(self, x, rotary, context, defer_add=False):
+        return super().forward(x, None, context, defer_add)
+
+
+block.register("once", Once, BLOCK_PARTS["serial"], "without rotary positions")
+""",
     },
     "ops": {
         "cubed": """
@@ -155,6 +191,7 @@ STORAGES.register("beside", Beside)
 """
     },
 }
+ROTARY = "--model.positions=rotary"
 LAY = """
 import importlib
 for name, folder in {folders!r}.items():
@@ -168,7 +205,7 @@ def folders(tmp_path: Path) -> dict[str, str]:
     for package, files in FILES.items():
         for name, text in files.items():
             file = tmp_path / "src" / package / f"{name}.py"
-            file.parent.mkdir(parents=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
     return {package: str(tmp_path / "src" / package) for package in FILES}
 
@@ -178,6 +215,9 @@ def test_a_part_of_each_kind_is_one_file_and_trains(folders, tiny, tokens, tmp_p
     IndexedDataset(tokens / "train").stream.astype("<u2").tofile(raw)
     parts = {
         "mlp": "--model.mlp=doubled",
+        "attention": "--model.attention=halved",
+        "norm": "--model.norm=largest",
+        "block": "--model.block=once",
         "activation": "--model.activation=cubed",
         "optimizer": "--optimizer.name=descent",
         "precision": "--train.linear_precision=halves",
@@ -191,7 +231,7 @@ def test_a_part_of_each_kind_is_one_file_and_trains(folders, tiny, tokens, tmp_p
     before = LAY.format(folders=folders)
 
     def losses(name: str, *words: str) -> list[float]:
-        process = Forked(["train", tiny, f"--train.name={name}", *words], before=before, cwd=tmp_path)
+        process = Forked(["train", tiny, f"--train.name={name}", ROTARY, *words], before=before, cwd=tmp_path)
         said, _ = process.communicate(timeout=240)
         assert process.returncode == 0, said
         return [record["loss"] for record in lines(tmp_path / "runs" / name / "metrics.jsonl") if "loss" in record]

@@ -284,7 +284,8 @@ def test_a_process_number_that_was_reused_is_gone():
     assert process_state(child.pid) == "gone"
 
 
-def test_a_calm_run_is_told_to_be_moving(tmp_path):
+@pytest.mark.parametrize("pause", [0.005, 0.5])  # also where it has answered long before it goes on
+def test_a_calm_run_is_told_to_be_moving(tmp_path, pause):
     """A process that goes on calling while it is looked at: nothing hangs, and it survives being asked."""
     code = f"""
 import faulthandler, signal, time
@@ -295,7 +296,7 @@ log = Calls(Path({str(tmp_path)!r}), 0, 1)
 log.register("world", 1)
 while True:
     log.done(log.begin("world", "all_reduce", 4))
-    time.sleep(0.005)
+    time.sleep({pause})
 """
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
@@ -305,7 +306,7 @@ while True:
             if found is not None and found.events > 3:
                 break
             time.sleep(0.02)
-        scene, hang = examine(tmp_path)
+        scene, hang = examine(tmp_path, watch_seconds=30.0)
         assert hang.kind == "none"
         assert scene.ranks[0].answered
         assert scene.ranks[0].stack

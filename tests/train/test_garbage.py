@@ -10,6 +10,7 @@ import torch
 
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
+from megascale.train import garbage_collection
 from megascale.train.engine import Engine
 from megascale.train.garbage_collection import Garbage
 
@@ -22,10 +23,13 @@ class Knot:
 
 
 @pytest.fixture
-def garbage():
+def garbage(monkeypatch):
+    monkeypatch.setattr(garbage_collection, "gc", gc)
+    gc.unfreeze()
     made = Garbage(3)
     yield made
     made.close()
+    gc.freeze()
 
 
 def test_collects_after_planned_steps_and_leaves_python_as_it_was(garbage):

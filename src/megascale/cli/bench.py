@@ -17,6 +17,7 @@ BENCHES: tuple[str, ...] = (
     "training.alternate",
     "training.convergence",
     "training.exposed",
+    "training.gradient_error",
     "rendezvous.init",
     "kernels.kernel_bench",
     "training.layouts",

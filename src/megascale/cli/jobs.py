@@ -124,7 +124,7 @@ def events(
     follow: bool = typer.Option(False, "--follow", "-f", help="Go on as new events come; Ctrl-C ends."),
     all_events: bool = typer.Option(False, "--all", help="Also the trainers' events (checkpoints, evaluations)."),
 ) -> None:
-    """Print the events of a job: what happened, what was decided, and on what evidence.
+    """Print the events of a job with date (UTC) and attempt: what happened, what was decided, and on what evidence.
 
     Example: megascale events runs/stdlib
     """
@@ -170,22 +170,25 @@ def _trainer_events(run: Path) -> list[dict[str, Any]]:
 def _show(console: Any, entry: Any, first: float) -> None:
     from rich.text import Text
 
-    from megascale.resilience.driver.audit_log import clock
+    from megascale.core.events import date_of
 
     if isinstance(entry, dict):
-        rest = {k: v for k, v in entry.items() if k not in ("time", "event") and not isinstance(v, dict)}
+        hidden = ("time", "date", "event", "attempt")
+        rest = {k: v for k, v in entry.items() if k not in hidden and not isinstance(v, dict)}
         text = ", ".join(f"{k} {v}" for k, v in rest.items())
-        console.print(Text.assemble((f"{clock(entry['time'])} ", "dim"), f"{'':9}{entry['event']}  ", (text, "dim")))
+        when = f"{date_of(entry['time'])} {entry.get('attempt', 0):>3} "
+        console.print(Text.assemble((when, "dim"), f"{'':10}{entry['event']}  ", (text, "dim")))
         return
     colour = {"stop": "bold red", "evict": "red", "alert": "yellow", "": "cyan", "none": "cyan"}.get(entry.action)
     about = f" on {', '.join(entry.nodes)}" if entry.nodes else ""
     about += f" (rank {', '.join(map(str, entry.ranks))})" if entry.ranks else ""
     action = f" -> {entry.action}" if entry.action not in ("", "none") else ""
     since = f"{entry.time - first:+8.2f}s "
-    head = Text.assemble((f"{clock(entry.time)} ", "dim"), (since, "dim"), (entry.kind, colour or "yellow"))
+    when = f"{date_of(entry.time)} {entry.attempt:>3} "
+    head = Text.assemble((when, "dim"), (since, "dim"), (entry.kind, colour or "yellow"))
     console.print(head.append(about).append(action, style="bold"))
     for sentence in entry.evidence:
-        console.print(Text(f"{'':23}{sentence}", style="dim"))
+        console.print(Text(f"{'':39}{sentence}", style="dim"))
 
 
 def evict(run: Path = RUN, node: str = typer.Argument(..., help="Such as n2."), why: str = WHY) -> None:

@@ -51,6 +51,11 @@ class ResilienceConfig(Section):
     listen: str = Field("127.0.0.1", description="address where the driver takes agents and the API")
     port: int = Field(0, ge=0, le=65535, description="port for agents; 0: any, written to RUN/driver/contact.json")
     api_port: int = Field(0, ge=0, le=65535, description="port of the HTTP API; 0: any, as above")
+    agent_metrics: str = Field(
+        "",
+        pattern=r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$",
+        description="HOST:PORT on which each agent answers /metrics and /health, to whoever asks; empty: nowhere",
+    )
     tls_certificate: str | None = Field(
         None, description="PEM file that the API shows; default: one of the job's own where listen is not loopback"
     )

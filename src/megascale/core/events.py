@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from enum import StrEnum
 
 
@@ -90,3 +91,8 @@ RENAMED = {"ladder": Event.RECOVERY_ACTION.value}
 def current_name(name: str) -> str:
     """Today's name of an event that was written under this one."""
     return RENAMED.get(name, name)
+
+
+def date_of(seconds: float) -> str:
+    """A time in seconds since 1970 as people and tools read it: UTC, to the millisecond, ISO 8601."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -63,6 +63,23 @@ class JsonLines:
         self._out.close()
 
 
+# Groups that TensorBoard shows apart: by the beginning of a metric's name, else by the name.
+_PREFIXES = {"valid_": "valid", "wait_": "waits", "loader_": "data", "float8_": "precision"}
+_GROUPS = {
+    "train": ("loss", "grad_norm", "learning_rate", "skipped_steps"),
+    "speed": ("seconds", "tokens_per_second", "mfu", "compute_seconds", "memory_gib"),
+    "progress": ("tokens", "epoch"),
+}
+
+
+def tag(key: str) -> str:
+    """A metric's name with its group before it, such as train/loss, speed/mfu, waits/tensor_seconds."""
+    for prefix, group in _PREFIXES.items():
+        if key.startswith(prefix):
+            return f"{group}/{key.removeprefix(prefix)}"
+    return next((f"{group}/{key}" for group, names in _GROUPS.items() if key in names), f"other/{key}")
+
+
 class TensorBoard:
     """Scalars for TensorBoard, in `folder`; what a run before wrote of steps after `step` is hidden."""
 
@@ -75,7 +92,7 @@ class TensorBoard:
         """One scalar a number."""
         for key, value in record.items():
             if key not in ("step", "time") and isinstance(value, int | float):
-                self._writer.add_scalar(key, value, record["step"])
+                self._writer.add_scalar(tag(key), value, record["step"])
 
     def close(self) -> None:
         """Flush."""

@@ -23,7 +23,7 @@ from megascale.errors import DataError, MegascaleError, TrainingError, kind_of, 
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
-from megascale.train import attention_choice
+from megascale.train import attention_choice, rank_log
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import claim
 from megascale.train.clock import StepClock
@@ -117,6 +117,8 @@ class Trainer:
         if refusal is not None:
             self.ending.told = True  # whoever trains there has the word
             raise refusal
+        self.folder.started = self.attempt
+        rank_log.begin(self.place, self.attempt)
         self.ending.mine = True
 
     def _build(self, life: contextlib.ExitStack) -> None:

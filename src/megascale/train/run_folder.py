@@ -11,7 +11,7 @@ from typing import Any
 
 from megascale.config import Config, load
 from megascale.core import strict_json
-from megascale.core.events import Event
+from megascale.core.events import Event, date_of
 from megascale.errors import DataError
 
 
@@ -31,6 +31,7 @@ class RunFolder:
         self.faults = path / "faults"
         self.plots = path / "plots"
         self.identity = path / "identity"
+        self.started = 0  # number of this start, which events carry
 
     def create(self) -> None:
         """Make the folder and its rooms."""
@@ -39,7 +40,8 @@ class RunFolder:
 
     def event(self, name: Event, **details: Any) -> None:
         """Append a line to events.jsonl, on disk before returning."""
-        record = {"time": time.time(), "event": name.value, **details}
+        now = time.time()
+        record = {"time": now, "date": date_of(now), "event": name.value, "attempt": self.started, "rank": 0, **details}
         # Messages and evidence are for this user, as the driver's journal is.
         handle = os.open(self.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with open(handle, "a") as out:

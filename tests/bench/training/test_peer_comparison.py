@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from megascale.bench.training import peer_comparison
+from megascale.bench.training import peer_comparison, peer_torchtitan
 from megascale.config import load_command_line
 from megascale.core.flops import mfu
 from megascale.errors import ConfigError
@@ -52,6 +52,39 @@ def test_a_peer_is_run_only_where_it_trains_the_same(installed, preset, words, a
     chosen, left_out = peer_comparison.choose([], config(preset, *words))
     assert chosen == able
     assert set(left_out) == set(peer_comparison.PEERS) - set(able)
+
+
+def test_peers_run_in_float8_where_ours_does(installed, tmp_path):
+    plain, float8 = config("llama-8b"), config("llama-8b", "--train.linear_precision=float8")
+    assert [peer_comparison.recipe(name, plain, "auto") for name in peer_comparison.PEERS] == ["", ""]
+    found = {name: peer_comparison.recipe(name, float8, "auto") for name in peer_comparison.PEERS}
+    assert found == {"torchtitan": "tensorwise", "megatron-core": "delayed"}
+    assert peer_comparison.choose([], float8, "rowwise")[0] == ["torchtitan"]
+    assert peer_comparison.choose([], plain, "delayed")[0] == ["megatron-core"]
+    with pytest.raises(
+        ConfigError, match="--peer=torchtitan: it has no float8 recipe delayed, but tensorwise, rowwise"
+    ):
+        peer_comparison.choose(["torchtitan"], float8, "delayed")
+    with pytest.raises(
+        ConfigError, match="--peer-float8=blockwise: there are auto, delayed, none, rowwise, tensorwise"
+    ):
+        peer_comparison.choose([], float8, "blockwise")
+    job = peer_comparison.make_job(float8, 2, 10, 5, tmp_path / "a.json")
+    words = peer_torchtitan._arguments(replace(job, float8="tensorwise"))
+    assert "--quantize.linear.float8.recipe_name=tensorwise" in words
+    assert "--quantize.linear.float8.filter_fqns=output" in words
+    assert "--quantize.linear.float8.enable_fsdp_float8_all_gather" in words
+    assert not any("float8" in word for word in peer_torchtitan._arguments(job))
+
+
+def test_float8_of_a_peer_needs_its_package(monkeypatch):
+    there = lambda name: None if name in ("torchao", "transformer_engine") else object()
+    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", there)
+    assert peer_comparison.choose([], config("llama-8b"))[0] == ["torchtitan", "megatron-core"]
+    chosen, left_out = peer_comparison.choose([], config("llama-8b", "--train.linear_precision=float8"))
+    assert chosen == []
+    assert "torchao" in left_out["torchtitan"]
+    assert "transformer_engine" in left_out["megatron-core"]
 
 
 def test_all_get_the_same_job(tmp_path):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +20,7 @@ from megascale.data.dataset.tokenizer_agreement import RECORD, remembered
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.conftest import lines
+from tests.exact.processes import Start, run_ranks
 
 NAMES_BOTH = r"b/tokenizer\.json \(280 entries, .*a/tokenizer\.json \(290 entries, .*data build --tokenizer .*/a/token"
 
@@ -183,14 +181,11 @@ def test_tensor_parallel_ranks_refuse_a_foreign_id(tiny: Path, tmp_path: Path, k
     """Cut over ranks, an id of no rank would be looked up as zeros."""
     file = write(tmp_path / "bad", [-3, *range(1, 60)])
     value = f'["{file}"]' if key == "train" else file
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    words = ["megascale.cli.main", "train", tiny, "--parallel.tensor=2", "--train.steps=4", f"--data.{key}={value}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *map(str, words)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240
-    )
-    assert done.returncode
-    assert f"data.{key}: {file} holds token id -3 and model.vocab_size=64 (token 0 of" in " ".join(done.stderr.split())
+    words = ["--parallel.tensor=2", "--train.steps=4", f"--data.{key}={value}"]
+    ranks = run_ranks(tiny, words, [Start(0, 2), Start(1, 2)])
+    assert all(rank.code for rank in ranks), ranks
+    told = f"data.{key}: {file} holds token id -3 and model.vocab_size=64 (token 0 of"
+    assert any(told in rank.said for rank in ranks), ranks
 
 
 def test_a_prompt_with_a_foreign_id_is_refused() -> None:

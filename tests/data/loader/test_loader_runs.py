@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from megascale.data.loader.ring import MEASURES
 from megascale.errors import DataError
 from tests.conftest import lines
 from tests.data.loader.test_host_loader import configured
+from tests.exact.processes import Start, run_ranks
 
 
 def test_kills_leave_ledger_and_losses_as_they_were(tmp_path: Path) -> None:
@@ -38,14 +37,12 @@ def cli(*words: object) -> Result:
 
 
 def test_training_through_the_loader(tiny: Path, tmp_path: Path) -> None:
-    """Ranks of torchrun share one copy; gone on as one rank with another batch size, all is as one rank has it."""
+    """Ranks share one copy; gone on as one rank with another batch size, all is as one rank has it."""
     words = ["--checkpoint.interval=0", "--train.log_interval=100"]
     train(load_config(tiny, [*words, "--train.name=alone", "--train.steps=3"]))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megascale.cli.main"]
     words.append("--train.name=shared")
-    command = [*torchrun, "train", str(tiny), *words, "--parallel.tensor=2", "--train.stop_after=3"]
-    first = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
-    assert first.returncode == 0, first.stderr
+    first = run_ranks(tiny, [*words, "--parallel.tensor=2", "--train.stop_after=3"], [Start(0, 2), Start(1, 2)])
+    assert [rank.code for rank in first] == [0, 0], first
     train(load_config(tiny, [*words, "--train.global_batch=8", "--data.loader=host"]))
     runs = tmp_path / "runs"
     ledgers = [lines(runs / name / "samples" / "ledger.jsonl") for name in ("alone", "shared")]

@@ -186,6 +186,8 @@ CRAFTED: dict[str, Craft] = {
     "all chunks in the same bytes": _index(_same_bytes),
     "a file outside the folder": _outside,
     "a file outside the folder, in the index only": _outside_index_only,
+    "files that are a number": _index(lambda header, columns: header.update(files=7)),
+    "files that are none": _index(lambda header, columns: header.update(files=[None])),
     "an absolute file": _index(lambda header, columns: header.update(files=["/etc/passwd"])),
     "a tensor that is not there": _set("tensor", 1 << 20),
     "a tensor below 0": _set("tensor", -1),

@@ -142,7 +142,7 @@ def _checkpoint(folder: Path) -> Feed:
 
     def change(rng: random.Random, header: dict[str, Any], columns: dict[str, Any]) -> None:
         if rng.random() < 0.4:
-            other = odd_json(rng, header)
+            other = odd_json(rng, dict(header))  # which may lie within it
             header.clear()
             header.update(other if isinstance(other, dict) else {})
             return

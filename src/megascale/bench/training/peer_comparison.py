@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 OURS = "megascale"
 RECOMPUTE = ("none", "selective", "full")
+# What each can do in float8, the fastest that was found for it first.
+FLOAT8 = {"torchtitan": ("tensorwise", "rowwise"), "megatron-core": ("delayed", "tensorwise")}
 # Name -> the package that must be there, and the child that runs it.
 PEERS = {
     "torchtitan": ("torchtitan", "megascale.bench.training.peer_torchtitan"),
@@ -49,6 +51,7 @@ class PeerJob:
             rotary_base, tied, bias.
         tensor, pipeline, virtual, world: the layout; data parallelism is what is left.
         recompute: of RECOMPUTE, in the peer's own meaning.
+        float8: its recipe for linear layers, of FLOAT8; "" for bfloat16.
         steps, warmup: timed ones, and those before.
         out: where rank 0 writes its figures.
     """
@@ -64,6 +67,7 @@ class PeerJob:
     steps: int
     warmup: int
     out: str
+    float8: str = ""
 
     def rows(self, data_rank: int, device: torch.device, count: int | None = None) -> torch.Tensor:
         """Random tokens of a data-parallel rank, int64 [sequence + 1, count or micro_batch]."""
@@ -113,6 +117,11 @@ def peers(
         None, help="Micro-batch of the peers, where another suits them better."
     ),
     peer_recompute: str = typer.Option("none", help="Of the peers, where they need it to fit: none, selective, full."),
+    peer_float8: str = typer.Option(
+        "auto",
+        help="Recipe of the peers' linear layers: tensorwise, rowwise, delayed or none; auto: where "
+        "train.linear_precision is one of float8, the fastest that was found for each.",
+    ),
     out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the metrics."),
 ) -> None:
     """Train a model here and in peers, turn by turn on the same GPUs, and compare step times.
@@ -125,6 +134,8 @@ def peers(
       megascale bench peers llama-8b --train.global_batch=16 --train.micro_batch=2
 
       megascale bench peers gpt-13b --peer megatron-core --parallel.tensor=2 --parallel.pipeline=2 --turns 3
+
+      megascale bench peers llama-8b --model.layers=12 --train.micro_batch=1 --train.linear_precision=float8
     """
     from rich.progress import Progress
 
@@ -141,7 +152,7 @@ def peers(
         raise ConfigError("bench peers compares GPUs, and this machine shows none")
     world = processes_wanted(config, gpus)
     lay_out(config, world)
-    chosen, left_out = choose(peer, config)
+    chosen, left_out = choose(peer, config, peer_float8)
     if peer_recompute not in RECOMPUTE:
         raise ConfigError(f"--peer-recompute={peer_recompute}: there are {', '.join(RECOMPUTE)}")
     record: dict[str, Any] = {
@@ -163,9 +174,8 @@ def peers(
                 if name == OURS:
                     result = _ours(preset, settings, steps, warmup, place)
                 else:
-                    result = _theirs(
-                        name, make_job(config, world, steps, warmup, place, peer_micro_batch, peer_recompute)
-                    )
+                    job = make_job(config, world, steps, warmup, place, peer_micro_batch, peer_recompute)
+                    result = _theirs(name, replace(job, float8=recipe(name, config, peer_float8)))
                 result.turn = turn
                 results.append(result)
                 # After each turn: whoever stops the bench keeps what it has measured.
@@ -175,15 +185,26 @@ def peers(
     typer.echo(f"metrics: {out}")
 
 
-def choose(wanted: list[str], config: Config) -> tuple[list[str], dict[str, str]]:
+def recipe(name: str, config: Config, asked: str) -> str:
+    """The float8 recipe that a peer trains with, "" for none; `asked` as --peer-float8."""
+    from megascale.config.parts import LINEAR_PRECISIONS
+
+    if asked == "auto":
+        return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8 != "none" else ""
+    return "" if asked == "none" else asked
+
+
+def choose(wanted: list[str], config: Config, float8: str = "auto") -> tuple[list[str], dict[str, str]]:
     """The peers to run, and why others are left out. ConfigError for one that was asked for and cannot run."""
     from megascale.errors import ConfigError
 
     if unknown := set(wanted) - set(PEERS):
         raise ConfigError(f"--peer={unknown.pop()}: there are {', '.join(PEERS)}")
+    if float8 not in (every := {"auto", "none", *(one for of in FLOAT8.values() for one in of)}):
+        raise ConfigError(f"--peer-float8={float8}: there are {', '.join(sorted(every))}")
     chosen, left_out = [], {}
     for name in wanted or PEERS:
-        why = _obstacle(name, config)
+        why = _obstacle(name, config) or _float8_obstacle(name, recipe(name, config, float8))
         if not why:
             chosen.append(name)
         elif wanted:
@@ -212,6 +233,18 @@ def _obstacle(name: str, config: Config) -> str:
         return "it has biases in all linear layers or in none"
     if config.optimizer.name != "adamw":
         return "its optimizer is AdamW; compare with --optimizer.name=adamw"
+    return ""
+
+
+def _float8_obstacle(name: str, recipe: str) -> str:
+    """Why a peer cannot train with this recipe, "" if it can."""
+    if not recipe:
+        return ""
+    if recipe not in FLOAT8[name]:
+        return f"it has no float8 recipe {recipe}, but {', '.join(FLOAT8[name])} (--peer-float8)"
+    package = {"torchtitan": "torchao", "megatron-core": "transformer_engine"}[name]
+    if importlib.util.find_spec(package) is None:
+        return f"its float8 needs the package {package}, which is not installed"
     return ""
 
 

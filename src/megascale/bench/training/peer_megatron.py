@@ -65,7 +65,13 @@ def shape_of(job: PeerJob) -> Any:
 
     shape, virtual = job.model, job.virtual
     swiglu = shape["activation"] == "swiglu"
+    float8: dict[str, Any] = {}
+    if job.float8:  # E4M3 forward, E5M2 for gradients; the first and the last layer too, as ours
+        float8 = {"fp8": "hybrid", "fp8_recipe": job.float8}
+        if job.float8 == "delayed":
+            float8 |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     return TransformerConfig(
+        **float8,
         num_layers=shape["layers"],
         hidden_size=shape["hidden"],
         num_attention_heads=shape["heads"],
@@ -191,6 +197,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         return output, loss
 
     garbage = Garbage(100)
+    precision = f"float8 {job.float8}" if job.float8 else "bfloat16"
 
     def step() -> Tensor | None:
         for chunk in chunks:
@@ -212,7 +219,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
     return Timed(
         step,
         {"megatron-core": version("megatron-core")},
-        f"{words}, distributed optimizer, all overlaps, planned collection",
+        f"{words}, {precision}, distributed optimizer, all overlaps, planned collection",
     )
 
 

@@ -102,9 +102,18 @@ def _arguments(job: PeerJob) -> list[str]:
     }
     if job.pipeline > 1:
         words["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B" if job.virtual > 1 else "1F1B"
+    if job.float8:
+        words |= {
+            "model.converters": "quantize.linear.float8",
+            "quantize.linear.float8.recipe_name": job.float8,
+            "quantize.linear.float8.filter_fqns": "output",
+        }
     flags = ["--compile.enable"] if torch.cuda.is_available() else []
     if job.tensor > 1 and torch.cuda.is_available():
         flags.append("--parallelism.enable_async_tensor_parallel")
+    if job.float8 == "tensorwise" and data > 1:
+        flags.append("--quantize.linear.float8.enable_fsdp_float8_all_gather")
+        flags.append("--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp")
     return [f"--{key}={value}" for key, value in words.items()] + flags
 
 

@@ -98,9 +98,10 @@ class CheckpointIndex:
         if not isinstance(header, dict) or not {"tensors", "files"} <= header.keys():
             raise ValueError("its header does not name tensors and files")
         tensors, files = _tensors(header["tensors"]), header["files"]
-        if not isinstance(files, list) or not all(isinstance(name, str) and is_plain_name(name) for name in files):
-            wrong = next((n for n in files if not isinstance(n, str) or not is_plain_name(n)), "")
-            raise ValueError(f"it names the file {str(wrong)[:200]!r}, which is not one of the checkpoint's folder")
+        if not isinstance(files, list):
+            raise ValueError(f"its files are {str(files)[:200]!r}, not a list of names")
+        if wrong := [name for name in files if not isinstance(name, str) or not is_plain_name(name)]:
+            raise ValueError(f"it names the file {str(wrong[0])[:200]!r}, which is not one of the checkpoint's folder")
         if len(set(files)) != len(files):
             raise ValueError("it names a file twice")
         _check_columns(tensors, files, columns)

@@ -34,7 +34,7 @@ def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: fr
 
     Args:
         ask: signal the ranks that live on this host for their stacks and flight records.
-        watch_seconds: how long to look for movement, unless all ranks move; 0 does not look.
+        watch_seconds: how long to look for movement, unless all ranks move or one is gone or stopped; 0 does not look.
         only: ranks to look at, None: all that left something.
 
     Raises:
@@ -54,6 +54,8 @@ def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: fr
     found = {rank: _read(status_folder, rank) for rank in ranks}
     if ask:
         found = _ask(status_folder, flight_folder, found)
+    if any(what.process in ("gone", "stopped") for what in found.values()):
+        until = 0.0  # that says more than whether others still move
     moving = frozenset(_watch(status_folder, before, until)) if watch_seconds else frozenset()
     for rank, what in found.items():
         file = next((f for f in _flight_files(flight_folder, rank) if f.exists()), None)

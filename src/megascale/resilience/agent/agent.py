@@ -24,6 +24,7 @@ from typing import Any
 from megascale.core.failure import errno_of
 from megascale.core.ports import free_port
 from megascale.resilience.agent.driver_link import DriverLink
+from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.agent.telemetry import Telemetry
 from megascale.resilience.agent.trainers import Trainers
@@ -73,6 +74,8 @@ class Agent:
             loop.add_signal_handler(number, self.ended.set)
         works = (self.link.talk, self.telemetry.beat, self.telemetry.watch, self._orphan)
         tasks = [loop.create_task(work()) for work in works]
+        page = MetricsPage(lambda: self.telemetry.newest, lambda: self.link.channel is not None)
+        served = await page.serve(self.config.agent_metrics) if self.config.agent_metrics else None
         await self.ended.wait()
         if self.trainers.running():
             await self.trainers.stop("save", self.config.grace_period)
@@ -80,6 +83,8 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if served is not None:
+            served.close()
         self.trainers.end_server()
         self.telemetry.close()
 

@@ -33,6 +33,7 @@ class Telemetry:
 
     Attributes:
         facts: hardware and versions of this node.
+        newest: the last heartbeat, None before the first.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Telemetry:
         self._job, self._node, self._address, self._pod = job, node, address, pod
         self._trainers, self._link, self._changed = trainers, link, changed
         self._sequence = 0
+        self.newest: Heartbeat | None = None
         self._metrics = MetricsTail(Path(job.run))
         self._files = None if job.shared else SentFiles(Path(job.run))
         self._logs = LogFilter(job.limits.log_patterns)
@@ -100,7 +102,7 @@ class Telemetry:
     def heartbeat(self) -> Heartbeat:
         """This node now."""
         self._sequence += 1
-        return Heartbeat(
+        self.newest = Heartbeat(
             job=self._job.name,
             attempt=self._trainers.attempt,
             node=self._node,
@@ -118,6 +120,7 @@ class Telemetry:
             step_seconds=self._trainers.step_seconds(),
             disks=self._trainers.disks(),
         )
+        return self.newest
 
     async def watch(self) -> None:
         """Between heartbeats: new lines of rank 0, and whether a trainer has come to another phase or a first step."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
-from megascale.core.events import Event
+from megascale.core.events import Event, date_of
 from megascale.core.failure import NO_ROOM
 from megascale.resilience.driver.process.descriptors import SpareDescriptors
 from megascale.resilience.driver.recovery.escalation import RECOVERY_ACTIONS, Use, give_back
@@ -50,7 +50,8 @@ class AuditLog:
             "evidence": evidence,
         } | details
         entry = self._spare.lend(lambda: self._journal.add(kind, **about))
-        record = {"time": entry.time, "event": kind, "by": "driver", "attempt": attempt}
+        record: dict[str, Any] = {"time": entry.time, "date": date_of(entry.time), "event": kind, "by": "driver"}
+        record["attempt"] = attempt
         for name, value in (("action", action), ("nodes", nodes), ("ranks", ranks), ("evidence", evidence)):
             if value:
                 record[name] = list(value) if isinstance(value, tuple) else value
@@ -107,8 +108,3 @@ def describe(entry: Entry) -> str:
     action = f" -> {entry.action}" if entry.action and entry.action != "none" else ""
     about = f" [{', '.join(entry.nodes)}]" if entry.nodes else ""
     return f"{entry.kind}{about}{action}: {'; '.join(entry.evidence)}"
-
-
-def clock(seconds: float) -> str:
-    """Time of day of an event, to the millisecond."""
-    return time.strftime("%H:%M:%S", time.localtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}"

@@ -112,6 +112,11 @@ def test_rules_ask_for_what_is_exposed(served):  # noqa: F811
     assert asked <= there
     recorded = set(re.findall(r"record: (\S+)", text))
     assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", text)) == recorded
+    # And so does the dashboard, which nothing here can draw. An incident is told of once there was one.
+    panels = json.loads(shipped("dashboard.json").read_text())["panels"]
+    drawn = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    assert set(re.findall(r"\bmegascale_[a-z_]+", drawn)) - {"megascale_incidents_total"} <= there
+    assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", drawn)) <= recorded
 
 
 SLOWEST = 'megascale_compute_seconds{over="slowest"}'

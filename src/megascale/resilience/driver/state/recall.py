@@ -18,7 +18,7 @@ from megascale.resilience.driver.state.job_state import NodeState
 from megascale.resilience.driver.state.journal import Entry, Journal, NodeRow
 
 _MOST = 1 << 63  # numbers that SQLite holds are below
-_OURS = ("time", "event", "by", "attempt", "action", "nodes", "ranks", "evidence")
+_OURS = ("time", "date", "event", "by", "attempt", "action", "nodes", "ranks", "evidence")
 
 
 @dataclass(frozen=True)

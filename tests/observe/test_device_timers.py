@@ -1,0 +1,179 @@
+"""Timers of a GPU against a device whose clock and queue are known: events that happen later than they are recorded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megascale.core.spans import SpanAxis, SpanKind
+from megascale.observe.rank import device_timers, timers
+from megascale.observe.rank.device_timers import DeviceTimers
+from megascale.observe.store.frames import ROLLUPS, SPANS
+
+BEFORE = 5_000_000_000  # ns that the host's clock is ahead of the device's
+
+
+class Device:
+    """A stream that does its work in order, and a host that queues it. Times in nanoseconds."""
+
+    def __init__(self, drift: float) -> None:
+        self.host, self.busy, self.drift = BEFORE, BEFORE, drift
+        self.waits = self.made = 0
+        self.capturing = False
+
+    def now(self) -> int:
+        return self.host
+
+    def queue(self, host: int, work: int) -> None:
+        """The host needs `host` to queue what takes the stream `work`."""
+        self.host += host
+        self.busy = max(self.busy, self.host) + work
+
+    def event(self, enable_timing: bool) -> Event:
+        assert enable_timing
+        self.made += 1
+        return Event(self)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.host = max(self.host, self.busy)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, -1
+
+    def record(self, stream: Any) -> None:
+        assert not self.device.capturing
+        self.at = max(self.device.busy, self.device.host)
+
+    def query(self) -> bool:
+        assert self.at >= 0
+        return self.device.host >= self.at
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.query()
+        assert other.query(), "CUDA refuses events that have not happened"
+        return float(np.float32((other.at - self.at) * (1 + self.device.drift) / 1e6))
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, Any, int]] = []
+
+    def write(self, kind: int, step: int, records: Any, error_ns: int) -> None:
+        self.told.append((kind, step, records, error_ns))
+
+    def wants(self, step: int) -> bool:
+        return True
+
+
+@pytest.fixture(params=[0.0, 30e-6])
+def device(request, monkeypatch):
+    device = Device(request.param)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda which=None: device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+    for module in (timers, device_timers):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter_ns=device.now))
+    return device
+
+
+def step(recorder: DeviceTimers, device: Device, number: int, queue: int, work: int) -> dict[str, tuple[int, int]]:
+    """One step; when its forward ran on the device, and when its wait did, on the host's clock."""
+    recorder.step_begins(number)
+    recorder.begin(SpanKind.FORWARD, 0, 0)
+    begun = max(device.busy, device.host)
+    device.queue(queue, work)
+    launched = recorder.launched(SpanAxis.TENSOR, 64)
+    since, wait = recorder.mark(), max(device.busy, device.host)
+    device.queue(queue, 2 * work)  # a stall: the stream waits for another rank
+    recorder.waited(since, SpanKind.WAIT, SpanAxis.TENSOR, 3)
+    waited = max(device.busy, device.host)
+    recorder.landed(launched, SpanAxis.TENSOR, 64, 3)
+    device.queue(queue, work)
+    recorder.end()
+    ended = max(device.busy, device.host)
+    recorder.step_ended()
+    return {"forward": (begun, ended), "wait": (wait, waited)}
+
+
+@pytest.mark.parametrize(("queue", "work"), [(20_000, 3_000_000), (4_000_000, 10_000)])
+def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work):
+    """Where the host runs ahead, and where it lags; only the very first mark is waited for."""
+    kept = Kept()
+    recorder = DeviceTimers(torch.device("cuda", 0), kept)
+    waits, truth = device.waits, {}
+    for number in range(1, 200):
+        truth[number] = step(recorder, device, number, queue, work)
+        if device.busy - device.host > 20 * work:  # the loop reads the loss of an earlier step
+            device.host = device.busy - 10 * work
+        recorder.collect()
+    assert device.waits == waits
+    device.host = max(device.host, device.busy)
+    recorder.close()
+    assert recorder.dropped == 0
+    told = {n: records for kind, n, records, _ in kept.told if kind == SPANS}
+    errors = {n: error for kind, n, _, error in kept.told if kind == SPANS}
+    assert sorted(told) == sorted(truth)
+    for number, spans in told.items():
+        for kind, name in ((SpanKind.FORWARD, "forward"), (SpanKind.WAIT, "wait")):
+            (span,) = spans[spans["kind"] == kind]
+            start, end = truth[number][name]
+            # float32 milliseconds: half a microsecond
+            assert abs(int(span["start_ns"]) - start) <= errors[number] + 2000, f"step {number}"
+            lasted = (end - start) * (1 + device.drift)
+            assert abs(int(span["end_ns"]) - int(span["start_ns"]) - lasted) <= 2000
+    assert max(errors.values()) < 4 * max(work, queue)
+    (rollup,) = [records for kind, n, records, _ in kept.told if (kind, n) == (ROLLUPS, 150)]
+    (forward,) = rollup[rollup["kind"] == SpanKind.FORWARD]
+    assert forward["waited_ns"] == pytest.approx(max(2 * work, queue), rel=0.6)
+    assert forward["host_ns"] == 3 * queue
+    (transfer,) = rollup[rollup["kind"] == SpanKind.TRANSFER]
+    assert transfer["bytes"] == 64
+    assert recorder.last is not None
+    assert recorder.last.step == 199
+    assert device.made < 200  # events come out of the pool
+
+
+def test_a_device_that_stands_still_costs_blocks_and_no_wait(device):
+    recorder = DeviceTimers(torch.device("cuda", 0), Kept())
+    device.queue(1000, 10**15)
+    waits, made = device.waits, 0
+    for number in range(1, 300):
+        step(recorder, device, number, 1000, 1000)
+        if number == 150:
+            made = device.made
+    assert device.waits == waits
+    assert recorder.dropped > 200
+    assert device.made == made  # nothing grows
+    device.host = device.busy
+    step(recorder, device, 300, 1000, 1000)
+    device.host = device.busy
+    recorder.close()
+    assert recorder.last is not None
+    assert recorder.last.step == 300
+
+
+def test_within_a_capture_nothing_is_recorded(device):
+    kept = Kept()
+    recorder = DeviceTimers(torch.device("cuda", 0), kept)
+    recorder.step_begins(1)
+    device.capturing = True
+    recorder.begin(SpanKind.FORWARD, 0, 0)
+    recorder.waited(recorder.mark(), SpanKind.WAIT, SpanAxis.TENSOR)
+    recorder.landed(recorder.launched(SpanAxis.TENSOR, 8), SpanAxis.TENSOR, 8)
+    recorder.end()
+    device.capturing = False
+    device.queue(1000, 5000)
+    recorder.step_ended()
+    device.host = device.busy
+    recorder.close()
+    (spans,) = [records for kind, _, records, _ in kept.told if kind == SPANS]
+    assert set(spans["kind"].tolist()) <= {SpanKind.STEP, SpanKind.TRANSFER}
+    (step_span,) = spans[spans["kind"] == SpanKind.STEP]
+    assert step_span["end_ns"] - step_span["start_ns"] == pytest.approx(6000, abs=1100)

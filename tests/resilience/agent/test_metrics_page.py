@@ -1,0 +1,96 @@
+"""A node's /metrics and /health over a socket, and whoever does not ask as they should."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+
+from megascale.config import load
+from megascale.errors import ConfigError
+from megascale.resilience.agent import metrics_page
+from megascale.resilience.agent.metrics_page import CONNECTIONS, MetricsPage
+from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic, Worker
+
+BEAT = Heartbeat(
+    job="job", attempt=1, node="n0", sequence=1, sent_ns=1, step_seconds={8: 0.5, 9: 0.75},
+    workers=(Worker(8, 1, "running", step=4), Worker(9, 2, "signalled", step=3)),
+    gpus=(GpuReport(0, "H", temperature=70.5, xid=79, throttled=True),),
+    traffic=(NetworkTraffic('e"\n', 1.0, 2.0),),
+)  # fmt: skip
+
+
+async def send(port: int, data: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    found = await reader.read()
+    writer.close()
+    return found
+
+
+def talk(page: MetricsPage, work):
+    """work(port) while the page is served."""
+
+    async def both():
+        server = await page.serve("127.0.0.1:0")
+        assert server is not None
+        try:
+            return await work(server.sockets[0].getsockname()[1])
+        finally:
+            server.close()
+
+    return asyncio.run(both())
+
+
+def test_the_node_as_its_heartbeat_has_it():
+    text = talk(
+        MetricsPage(lambda: BEAT, lambda: True), lambda port: send(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    ).decode()
+    head, _, body = text.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4")
+    assert f"content-length: {len(body)}" in head
+    told = dict(re.findall(r"^(\S+) (\S+)$", body, re.M))
+    assert told['megascale_agent_compute_seconds{rank="9"}'] == "0.75"
+    assert told['megascale_agent_ranks{state="signalled"}'] == "1"
+    assert told["megascale_agent_step"] == "3"
+    assert told['megascale_agent_gpu_xid{gpu="0"}'] == "79"
+    assert told[r'megascale_agent_network_bytes_per_second{interface="e\"\n",direction="send"}'] == "2"
+
+
+@pytest.mark.parametrize(
+    ("beat", "connected", "code"), [(BEAT, True, b"200"), (BEAT, False, b"503"), (None, True, b"503")]
+)
+def test_health(beat, connected, code):
+    found = talk(MetricsPage(lambda: beat, lambda: connected), lambda port: send(port, b"GET /health HTTP/1.1\r\n\r\n"))
+    assert found.split()[1] == code
+
+
+def test_whoever_asks_otherwise_gets_nothing(monkeypatch):
+    monkeypatch.setattr(metrics_page, "_SECONDS", 0.3)
+    page = MetricsPage(lambda: BEAT, lambda: True)
+
+    async def work(port):
+        assert (await send(port, b"POST /metrics HTTP/1.1\r\n\r\n")).split()[1] == b"405"
+        assert (await send(port, b"GET /../etc/passwd HTTP/1.1\r\n\r\n")).split()[1] == b"404"
+        assert (await send(port, b"\r\n\r\n")).split()[1] == b"405"
+        assert await send(port, b"x" * 100_000) == b""
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS + 5)]
+        ends = await asyncio.gather(*(reader.read() for reader, _ in silent))
+        assert set(ends) == {b""}
+        return await send(port, b"GET /health HTTP/1.1\r\n\r\n")
+
+    assert talk(page, work).split()[1] == b"200"
+
+
+def test_a_taken_port_ends_no_agent():
+    async def work(port):
+        return await MetricsPage(lambda: None, lambda: True).serve(f"127.0.0.1:{port}")
+
+    assert talk(MetricsPage(lambda: None, lambda: True), work) is None
+
+
+def test_the_address_is_checked_at_the_start():
+    assert load(None, ["--resilience.agent_metrics=[::1]:9401"]).resilience.agent_metrics == "[::1]:9401"
+    with pytest.raises(ConfigError, match="agent_metrics"):
+        load(None, ["--resilience.agent_metrics=somewhere"])

@@ -1,0 +1,43 @@
+"""What a rank's log and a run's events say of themselves: date, attempt, rank; and how TensorBoard groups metrics."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+import pytest
+
+from megascale.core.events import date_of
+from megascale.observe.metrics import tag
+from tests.conftest import lines
+
+
+def test_logs_and_events_carry_date_attempt_and_rank(megascale, tiny, tmp_path):
+    words = ["train", tiny, "--train.device=cpu", "--parallel.data=2", "--checkpoint.interval=1"]
+    for steps in (2, 3):
+        found = megascale(*words, f"--train.steps={steps}", "--train.eval_interval=0")
+        assert found.returncode == 0, found.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    events = lines(run / "events.jsonl")
+    assert {event["attempt"] for event in events if event["event"] == "resumed"} == {1}
+    assert {event["attempt"] for event in events if event["event"] == "run_started"} == {0}
+    for event in events:
+        assert datetime.fromisoformat(event["date"]).timestamp() == pytest.approx(event["time"], abs=2e-3)
+        assert event["rank"] == 0
+    told = (run / "logs" / "rank-1.log").read_text()
+    begins = re.findall(r"^(\S+)Z attempt (\d+) rank 1 INFO megascale\.train: process \d+ on .*, one of 2", told, re.M)
+    assert [attempt for _, attempt in begins] == ["0", "1"]
+    assert all(datetime.fromisoformat(date) for date, _ in begins)
+    assert "rank 0 INFO" not in found.stdout + found.stderr
+
+
+def test_dates_are_read_back():
+    assert date_of(0.0) == "1970-01-01T00:00:00.000Z"
+    assert datetime.fromisoformat(date_of(1795443007.0704)).timestamp() == pytest.approx(1795443007.070)
+
+
+def test_metrics_are_grouped_and_none_is_without_a_group():
+    assert [tag(key) for key in ("loss", "valid_loss", "mfu", "wait_tensor_seconds", "loader_ring_fill", "new")] == [
+        "train/loss", "valid/loss", "speed/mfu", "waits/tensor_seconds", "data/loader_ring_fill".replace("loader_", ""),
+        "other/new",
+    ]  # fmt: skip
