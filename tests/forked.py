@@ -54,7 +54,7 @@ context.set_forkserver_preload(
         "megascale.api",
         "megascale.cli.launch",
         "megascale.resilience.driver.start_driver",
-        "megascale.resilience.driver.http_api",
+        "megascale.resilience.driver.api.http_api",
         "uvicorn",
         "megascale.resilience.agent.agent",
         "megascale.resilience.agent.fork_server",
