@@ -152,7 +152,7 @@ def straight(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | N
     found out by asking it, with a `launch` that only listens; it is gone round where all of that but grid, stream and
     arguments is the same each time.
     """
-    parts = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
+    parts: list[Any] = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
     if None in parts:
         return None
     launcher, *before = parts
