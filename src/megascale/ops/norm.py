@@ -118,7 +118,6 @@ def _backward_kernel(
     rstd_ptr,
     dx_ptr,
     part_ptr,
-    add_part_ptr,
     rows,
     width,
     dy_stride,
@@ -169,13 +168,13 @@ def _backward_kernel(
         d_weight += dy * normed
         if HAS_BIAS:
             d_bias += dy
-    fields = 2 if HAS_BIAS else 1
+    fields = (2 if HAS_BIAS else 1) + (1 if ADD_BIAS else 0)
     to = part_ptr + part * fields * width + column
     tl.store(to, tl.sum(d_weight, 0), mask=column < width)
     if HAS_BIAS:
         tl.store(to + width, tl.sum(d_bias, 0), mask=column < width)
     if ADD_BIAS:
-        tl.store(add_part_ptr + part * width + column, tl.sum(d_add_bias, 0), mask=column < width)
+        tl.store(to + (fields - 1) * width, tl.sum(d_add_bias, 0), mask=column < width)
 
 
 @jit
@@ -243,7 +242,6 @@ def _backward_split_kernel(
     rstd_ptr,
     dx_ptr,
     part_ptr,
-    add_part_ptr,
     rows,
     width,
     dy_stride,
@@ -321,7 +319,7 @@ def _backward_split_kernel(
             d_bias += up
             d_bias_r += up_r
         dy, dy_r, x, x_r = dy_next, dy_next_r, x_next, x_next_r
-    fields = 2 if HAS_BIAS else 1
+    fields = (2 if HAS_BIAS else 1) + (1 if ADD_BIAS else 0)
     to = part_ptr + part * fields * width
     tl.store(to + column, d_weight)
     tl.store(to + column_r, d_weight_r, mask=inside)
@@ -329,8 +327,8 @@ def _backward_split_kernel(
         tl.store(to + width + column, d_bias)
         tl.store(to + width + column_r, d_bias_r, mask=inside)
     if ADD_BIAS:
-        tl.store(add_part_ptr + part * width + column, d_add_bias)
-        tl.store(add_part_ptr + part * width + column_r, d_add_bias_r, mask=inside)
+        tl.store(to + (fields - 1) * width + column, d_add_bias)
+        tl.store(to + (fields - 1) * width + column_r, d_add_bias_r, mask=inside)
 
 
 @cache
@@ -402,10 +400,10 @@ def _backward(
     T, H = x_TH.shape
     dx = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     block, rest, rows, warps, within, a_part, parts = _backward_tile(T, H, bias is not None, add_bias is not None)
-    partial = torch.empty((parts, H if bias is None else 2 * H), dtype=torch.float32, device=x_TH.device)
-    added = torch.empty((parts, H), dtype=torch.float32, device=x_TH.device) if within else None
+    parameters = [p for p in (weight, bias, add_bias if within else None) if p is not None]
+    partial = torch.empty((parts, len(parameters) * H), dtype=torch.float32, device=x_TH.device)
     given = (
-        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, added, T, H),
+        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, T, H),
         *(dy_TH.stride(0), 0 if d_total_TH is None else d_total_TH.stride(0), x_TH.stride(0), a_part),
     )
     meta = {"CENTRE": centre, "HAS_BIAS": bias is not None, "ADD": d_total_TH is not None, "ADD_BIAS": within}
@@ -413,11 +411,11 @@ def _backward(
         _backward_split_kernel[(parts,)](*given, **meta, BLOCK=block, REST=rest, num_warps=warps)
     else:
         _backward_kernel[(parts,)](*given, **meta, ROWS=rows, BLOCK=block, num_warps=warps)
-    if added is not None and add_bias is not None:
-        d_add_bias = accumulate_gradients(added, add_bias)[0]
-    else:
-        d_add_bias = bias_gradient(add_bias, dx)
-    return dx, *accumulate_gradients(partial, weight, bias), d_add_bias
+    d_add_bias = None if within else bias_gradient(add_bias, dx)
+    found = accumulate_gradients(partial, *parameters)
+    if within:
+        *found, d_add_bias = found
+    return dx, found[0], None if bias is None else found[1], d_add_bias
 
 
 @torch_private.called_directly
