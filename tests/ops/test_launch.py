@@ -272,6 +272,7 @@ def test_the_launch_in_c_gets_what_triton_s_launcher_passes_on(monkeypatch, coun
     compiled, told = Compiled(), tuple(range(100, 100 + count))
     compiled.run = launcher = Launcher(lambda *passed: heard.append(passed), **others)
     monkeypatch.setattr(triton.runtime.driver, "_active", _Hopper())
+    monkeypatch.setattr(launch, "STRAIGHT", True)
     run, between, packed = launch.straight(compiled, count)
     assert (run is launcher) == bool(others)
     if others:
@@ -284,7 +285,8 @@ def test_the_launch_in_c_gets_what_triton_s_launcher_passes_on(monkeypatch, coun
     assert heard[0] == heard[1]
 
 
-def test_a_kernel_that_needs_scratch_memory_is_launched_by_triton_s_launcher():
+def test_a_kernel_that_needs_scratch_memory_is_launched_by_triton_s_launcher(monkeypatch):
+    monkeypatch.setattr(launch, "STRAIGHT", True)
     compiled = Compiled()
     compiled.run = launcher = Launcher(print, global_scratch_size=128)
     assert launch.straight(compiled, 3)[0] is launcher
