@@ -73,7 +73,9 @@ class SpanLink:
             try:
                 self._hand_over()
             except (OSError, EOFError, ServiceFailed) as error:
-                log.warning("rank %d: the span service is not there: %s", self.ring.rank, error or "it ended")
+                if not self._closing.is_set():  # who hangs up is not told so
+                    why = str(error) or "it ended"
+                    log.warning("rank %d: the span service is not there: %s", self.ring.rank, why)
             pause = _AGAIN[0] if time.monotonic() - begun > _AGAIN[1] else min(2 * pause, _AGAIN[1])
             self._closing.wait(pause)
 
