@@ -126,8 +126,8 @@ def write(tables: SpanTables, job: str, file: Path, steps: tuple[int, int] | Non
     """Write spans (of `steps`, from first to last, or all) as JSON lines; how many."""
     from megascale.core.spans import Span
 
-    names = ("attempt", "host", "rank", "step", "action", "chunk", "microbatch", "axis", "bytes", "start_ns", "end_ns")
-    names += ("waited_on",)
+    names = ["attempt", "host", "rank", "step", "action", "chunk", "microbatch", "axis", "bytes", "start_ns", "end_ns"]
+    names.append("waited_on")
     where, parameters = ("WHERE step BETWEEN ? AND ?", list(steps)) if steps else ("", [])
     found = tables.query(f"SELECT {', '.join(names)} FROM spans {where} ORDER BY start_ns, rank", parameters)
     columns = [found[name].tolist() for name in names]

@@ -54,7 +54,9 @@ class RankTimers:
         words = {name: str(value) for name, value in facts.items()} | {"device": device}
         run = config.run_folder
         out, log = span_folder(run, host), run / "logs" / f"spans-{host}.log"
-        self._link = SpanLink(ring, out, config.train.name, host, words, observe.spans_mib, log, hosts=hosts)
+        self._link = SpanLink(
+            ring, out, config.train.name, host, words, observe.spans_mib, log, hosts=hosts, sinks=observe.span_sinks
+        )
         runtime.recorder = self.timers = make_timers(place.device, ring, observe.spans)
 
     def read(self, step: int, status: StatusFile) -> dict[str, float]:

@@ -45,22 +45,23 @@ class Job:
 def rows_of_stage(schedule: Schedule, stage: int) -> Array:
     """A step of one rank of a stage as a recorder keeps it, int64 [spans, 10]: the actions of the schedule one after
     another, each compute with a wait in it, and what comes after them. Times from 0 on."""
-    rows, now = [], 0
+    rows: list[tuple[int, ...]] = []
+    now = 0
     lasts = {ActionKind.FORWARD: FORWARD_NS, ActionKind.BACKWARD: BACKWARD_NS}
     for kind, chunk, microbatch in schedule[stage]:
         took = lasts.get(kind, 20_000)
         rows.append((kind, 0, chunk, microbatch, -1, 0, -1, now, now + took, took))
         now += took
     after = ((SpanKind.FINISH_REDUCTIONS, 30_000_000), (SpanKind.OPTIMIZER, UPDATE_NS))
-    for kind, took in after:
-        rows.append((kind, 0, -1, -1, -1, 0, -1, now, now + took, took))
+    for last, took in after:
+        rows.append((last, 0, -1, -1, -1, 0, -1, now, now + took, took))
         now += took
     return np.array(rows, np.int64)
 
 
 def rollups_of_stage(rows: Array) -> Array:
     """Roll-ups of such a step with its waits and transfers."""
-    waits = []
+    waits: list[tuple[int, ...]] = []
     for axis, parent in ((SpanAxis.PIPELINE, SpanKind.FORWARD), (SpanAxis.TENSOR, SpanKind.BACKWARD)):
         for row in rows[rows[:, 0] == parent].tolist():
             start = row[7]

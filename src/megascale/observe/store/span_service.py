@@ -26,9 +26,10 @@ from megascale.core import strict_json
 from megascale.observe.store.counters import HostCounters
 from megascale.observe.store.frames import COUNTERS
 from megascale.observe.store.host_clock import ClockServer, HostClock
-from megascale.observe.store.ingest import STATE, Ingest, SegmentSink
+from megascale.observe.store.ingest import STATE, Ingest
 from megascale.observe.store.span_messages import FROM_SPANS, NAME, TO_SPANS, Follow
 from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.observe.store.tables import RANKS
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
@@ -253,6 +254,7 @@ def main() -> None:
     parser.add_argument("--host", type=int, required=True)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--limit-mib", type=int, default=512)
+    parser.add_argument("--sinks", default="parquet", help="names of observe.span_sinks")
     parser.add_argument("--segment-seconds", type=float, default=300.0)
     parser.add_argument("--ready", type=int, help="open file to tell when ready")
     given = parser.parse_args()
@@ -267,18 +269,12 @@ def main() -> None:
             job=given.job,
             host=given.host,
             hostname=socket.gethostname(),
-            sink=_parquet,
+            sink=open_span_sinks(given.sinks.split(",")),
             limit=given.limit_mib << 20,
             segment_seconds=given.segment_seconds,
         )
 
     serve(given.folder, SpanService(given.out, ingest, given.host, given.hosts), Ready(given.ready, None))
-
-
-def _parquet(folder: Path) -> SegmentSink:
-    from megascale.observe.store.parquet import ParquetWriter
-
-    return ParquetWriter(folder)
 
 
 if __name__ == "__main__":

@@ -114,10 +114,14 @@ class SpanTables:
         parts = []
         if files:
             names = "[" + ", ".join(sql_text(str(path)) for path in files) + "]"
-            parts.append(
-                f"SELECT {listed}, CAST(host AS INTEGER) AS host FROM read_parquet({names}, hive_partitioning = true, "
-                "union_by_name = true)"
+            source = f"read_parquet({names}, hive_partitioning = true, union_by_name = true)"
+            # Files of a version that knew less have no such column.
+            there = {row[0] for row in self._database.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
+            known = ", ".join(
+                f"CAST({name} AS {kind}) AS {name}" if name in there else f"NULL::{kind} AS {name}"
+                for name, kind in kinds.items()
             )
+            parts.append(f"SELECT {known}, CAST(host AS INTEGER) AS host FROM {source}")
         for position, (host, segment) in enumerate(spooled):
             found = columns(by_table(segment.frames), table, int(segment.about.get("clock_ns", 0)))
             if not len(next(iter(found.values()))):
