@@ -102,7 +102,8 @@ def test_a_start_on_a_full_disk_is_one_paragraph(limit, tiny, tmp_path, megascal
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
         "sys.argv = ['megascale', *sys.argv[2:]]; runpy.run_module('megascale.cli.main', run_name='__main__')"
     )
-    words = [sys.executable, "-c", program, str(limit), "launch", str(tiny)]
+    # Without -B the compiled files of what it imports would be cut off too, and break whoever imports them next.
+    words = [sys.executable, "-B", "-c", program, str(limit), "launch", str(tiny)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: the disk of ")
