@@ -33,7 +33,7 @@ def check(environment: Mapping[str, str], system: Path = Path("/sys")) -> list[S
     ports = sorted((system / "class" / "infiniband").glob("*/ports/*"))
     if not ports:
         return []
-    found = [_patience(environment)]
+    found = [_time_out(environment)]
     for port in ports:
         device = f"{port.parent.parent.name}/{port.name}"
         state = _text(port / "state")
@@ -45,7 +45,7 @@ def check(environment: Mapping[str, str], system: Path = Path("/sys")) -> list[S
     return found
 
 
-def _patience(environment: Mapping[str, str]) -> Setting:
+def _time_out(environment: Mapping[str, str]) -> Setting:
     """How long NCCL waits for a link."""
     timeout, retries = environment.get("NCCL_IB_TIMEOUT", ""), environment.get("NCCL_IB_RETRY_CNT", str(_RETRIES))
     advised = "NCCL_IB_TIMEOUT=22"
