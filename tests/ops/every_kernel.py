@@ -90,7 +90,7 @@ def add_norm(width: int) -> None:
     )
 
 
-def telling_amax(call: Callable[[], None]) -> Callable[[], None]:
+def with_amax(call: Callable[[], None]) -> Callable[[], None]:
     """The same call, whose kernels collect the largest magnitude of what they make."""
 
     def told() -> None:
@@ -128,14 +128,14 @@ CASES: dict[str, Callable[[], None]] = {
     "add norm, 6,144": lambda: add_norm(6144),
     "add norm, 12,288": lambda: add_norm(12288),
     **{
-        f"add norm, {width:,}, with amax": telling_amax(lambda width=width: add_norm(width))
+        f"add norm, {width:,}, with amax": with_amax(lambda width=width: add_norm(width))
         for width in (768, 2048, 4096, 5120, 12288)
     },
-    "layer norm, with amax": telling_amax(
+    "layer norm, with amax": with_amax(
         lambda: both_passes(lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120))
     ),
-    "gelu, with amax": telling_amax(lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480))),
-    "swiglu, with amax": telling_amax(lambda: both_passes(activation.swiglu, zeros(8, 2, 28672))),
+    "gelu, with amax": with_amax(lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480))),
+    "swiglu, with amax": with_amax(lambda: both_passes(activation.swiglu, zeros(8, 2, 28672))),
     "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
     "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
