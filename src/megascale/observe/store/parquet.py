@@ -108,7 +108,7 @@ class ParquetWriter:
         """Make the oldest small files of a table into one, if there are many; the new file. Nothing is lost if it
         cannot be done: it is tried again after another segment."""
         spooled, total = set(segments(self.folder)), 0
-        small: list[Path] = []
+        small: list[tuple[Path, int, int]] = []
         for path, (first, last) in standing(self.folder, table).items():
             size = path.stat().st_size
             if size > _SMALL or any(first <= number <= last for number in spooled) or total + size > _MERGED_BYTES:
