@@ -78,10 +78,10 @@ def show(tables: SpanTables, last: int) -> None:
     found = summary(tables, last)
     axes = sorted({axis for row in found for axis in row["waits"]})
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, head in enumerate(
-        ["rank", "steps", "step, s", "own, s", *(f"{axis} waits, s" for axis in axes), "lost"]
-    ):
-        table.add_column(head, justify="right" if number else "left", no_wrap=True)
+    # A word a line: a table of five axes fits a terminal of 80 columns.
+    heads = ["rank", "steps", "step,\ns", "own,\ns", *(f"{axis}\nwaits,\ns" for axis in axes), "lost"]
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in found:
         waits = [f"{row['waits'].get(axis, 0.0):.4f}" for axis in axes]
         table.add_row(
