@@ -13,7 +13,7 @@ import pytest
 from megascale.config import load
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.errors import ConfigError, DataError
-from megascale.observe.store import span_sinks
+from megascale.observe.store import parquet, span_sinks
 from megascale.observe.store.frames import CLOCK, CLOCKS, COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter
@@ -345,3 +345,34 @@ def test_files_of_a_version_that_knew_less_are_read(out):
         found = tables.query("SELECT action, total_ns, lost FROM rollups WHERE action = 'step'")
         assert found["total_ns"].tolist() == [100]
         assert np.ma.getmaskarray(found["lost"]).tolist() == [True]
+
+
+def test_small_files_are_merged_and_count_once(out, monkeypatch):
+    """Whenever somebody dies or looks: while both the merged file and those it was made of are there, too."""
+    monkeypatch.setattr(parquet, "_MERGED", 4)
+    first, ring, now, seen = ingest(out, segment_seconds=1.0), SpanRing(), 1e9, []
+    unlink = Path.unlink
+
+    def looking(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".parquet" and not seen:
+            seen.append(len(list(out.glob("rollups-*.parquet"))))
+            assert counted(out) == expected(step)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", looking)
+    for step in range(1, 20):
+        step_of(ring, step)
+        first.take(ring)
+        first.tick(now := now + 2.0)
+        assert counted(out) == expected(step)
+    assert seen == [6]  # four, the new one, and that of the segment which is still there
+    kept = sorted(path.name for path in out.glob("rollups-*.parquet"))
+    assert len(kept) <= 7
+    assert any(name.count("-") == 2 for name in kept)
+    left = out / "rollups-000001.parquet"
+    left.write_bytes((out / kept[-1]).read_bytes())  # as one that died before removing it leaves it
+    assert counted(out) == expected(19)
+    monkeypatch.undo()
+    ParquetWriter(out).close()
+    assert not left.exists()
+    assert counted(out) == expected(19)

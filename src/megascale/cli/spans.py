@@ -90,6 +90,27 @@ def show(tables: SpanTables, last: int) -> None:
     console.print(table)
     for file, why in tables.skipped.items():
         console.print(f"left out: {file}: {why}", markup=False)
+    for text in network(tables):
+        console.print(text, markup=False)
+
+
+def network(tables: SpanTables) -> list[str]:
+    """What of the hosts' network is set otherwise than advised, as their span services found it."""
+    from megascale.core import strict_json
+    from megascale.observe.store.ingest import STATE
+
+    found = []
+    for host in tables.hosts:
+        try:
+            settings = strict_json.loads((host / STATE).read_text())["network"]
+            found += [
+                f"{host.name} {one['device']} {one['name']}: {one['found']}; advised: {one['advised']}"
+                for one in settings
+                if one["good"] is False
+            ]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
 
 
 def summary(tables: SpanTables, last: int) -> list[dict[str, Any]]:

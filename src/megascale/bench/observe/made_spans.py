@@ -69,7 +69,7 @@ def rollups_of_stage(rows: Array) -> Array:
             waits.append((SpanKind.TRANSFER, axis, row[2], row[3], -1, 1 << 24, -1, start, start + TRANSFER_NS, 0))
     end = int(rows[-1, 8])
     step = (SpanKind.STEP, 0, -1, -1, -1, 0, -1, 0, end, end)
-    return roll_up(np.concatenate([rows, np.array([*waits, step], np.int64)]))
+    return roll_up([*map(tuple, rows.tolist()), *waits, step])  # type: ignore[arg-type,list-item]
 
 
 def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int, int, Array]]:
@@ -79,7 +79,7 @@ def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int,
     pace = 1 + _SPREAD * random.standard_normal(job.world).clip(-3, 3)
     pace[7] += 0.1
     rows = [rows_of_stage(schedule, stage) for stage in range(job.stages)]
-    base = [spans_of(one) if full else rollups_of_stage(one) for one in rows]
+    base = [spans_of(one.tolist()) if full else rollups_of_stage(one) for one in rows]
     times = (
         ("start_ns", "end_ns") if full else ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
     )

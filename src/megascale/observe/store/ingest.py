@@ -218,9 +218,9 @@ class Ingest:
         for path in self.folder.iterdir():
             size = _size(path)
             total += size
-            table, _, number = path.stem.rpartition("-")
+            table, _, numbers = path.stem.partition("-")
             if path.suffix == ".parquet" and table in tables:
-                tables[table].append((number, path, size))
+                tables[table].append((numbers, path, size))
         rollups = sorted(tables.pop("rollups"))
         others = sorted(one for found in tables.values() for one in found)
         share = sum(size for _, _, size in rollups)

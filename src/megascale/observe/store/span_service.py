@@ -19,10 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.observe.store import network_settings
 from megascale.observe.store.counters import HostCounters
 from megascale.observe.store.frames import COUNTERS
 from megascale.observe.store.host_clock import ClockServer, HostClock
@@ -67,6 +69,7 @@ class SpanService:
         self._lock = threading.Lock()
         self._asked = (0, 0)
         self._lost: dict[int, tuple[int, int]] = {}
+        self._network = network_settings.check(os.environ)  # as the ranks have it, who start this
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._pump, name="megascale-spans")
 
@@ -128,6 +131,10 @@ class SpanService:
     def _pump(self) -> None:
         ingest = self._make()
         counters = HostCounters()
+        for setting in self._network:
+            if not setting.good:
+                level = logging.WARNING if setting.good is False else logging.INFO
+                log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.found, setting.advised)
         self._begin_clock(ingest)
         told = 0.0
         try:
@@ -217,6 +224,7 @@ class SpanService:
             "failures": ingest.failures,
             "damaged": ingest.damaged,
             "error": ingest.error,
+            "network": [asdict(setting) for setting in self._network],
         }
         temporary = self.out / f"{STATE}.tmp"
         with contextlib.suppress(OSError):
