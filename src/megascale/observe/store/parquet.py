@@ -107,7 +107,8 @@ class ParquetWriter:
     def merge(self, table: str) -> Path | None:
         """Make the oldest small files of a table into one, if there are many; the new file. Nothing is lost if it
         cannot be done: it is tried again after another segment."""
-        spooled, small, total = set(segments(self.folder)), [], 0
+        spooled, total = set(segments(self.folder)), 0
+        small: list[tuple[Path, int, int]] = []
         for path, (first, last) in standing(self.folder, table).items():
             size = path.stat().st_size
             if size > _SMALL or any(first <= number <= last for number in spooled) or total + size > _MERGED_BYTES:
