@@ -29,6 +29,7 @@ COMMANDS: tuple[str, ...] = (
     "doctor",
     "hang",
     "spans",
+    "whatif",
     "faults",
     "diagnose",
 )

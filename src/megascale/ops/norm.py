@@ -144,7 +144,7 @@ def _backward_kernel(
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     d_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     d_add_bias = tl.zeros((ROWS, BLOCK), tl.float32)
-    most = tl.zeros((ROWS, BLOCK), tl.int32)
+    most = tl.zeros((ROWS,), tl.int32)  # a number a row: registers are full
     first = part * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
     # The next rows are on their way while these are reduced: a wide program has its SM to itself.
@@ -172,7 +172,7 @@ def _backward_kernel(
             dx += d_total.to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=inside)
         if AMAX:
-            most = tl.maximum(most, magnitudes(dx, inside, dx_ptr.dtype.element_ty))
+            most = tl.maximum(most, tl.max(magnitudes(dx, inside, dx_ptr.dtype.element_ty), 1))
         if ADD_BIAS:
             d_add_bias += tl.where(inside, dx, 0.0)
         d_weight += dy * normed

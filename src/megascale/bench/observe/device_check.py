@@ -31,6 +31,7 @@ def measure(steps: int = 40) -> dict[str, Any]:
     """Steps of GEMMs with a stall on another stream in each; how timers and CUDA's own events differ, in seconds."""
     import torch
 
+    from megascale import torch_private
     from megascale.observe.rank.device_timers import DeviceTimers
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -54,7 +55,7 @@ def measure(steps: int = 40) -> dict[str, Any]:
             torch.mm(a, b, out=out)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            torch.cuda._sleep(_SLEEP_CYCLES)
+            torch_private.cuda_sleep(_SLEEP_CYCLES)
         since = timers.mark()
         marks[1].record()
         main.wait_stream(side)

@@ -69,7 +69,7 @@ def rollups_of_stage(rows: Array) -> Array:
             waits.append((SpanKind.TRANSFER, axis, row[2], row[3], -1, 1 << 24, -1, start, start + TRANSFER_NS, 0))
     end = int(rows[-1, 8])
     step = (SpanKind.STEP, 0, -1, -1, -1, 0, -1, 0, end, end)
-    return roll_up([*map(tuple, rows.tolist()), *waits, step])  # type: ignore[list-item]
+    return roll_up([*map(tuple, rows.tolist()), *waits, step])  # type: ignore[arg-type,list-item]
 
 
 def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int, int, Array]]:

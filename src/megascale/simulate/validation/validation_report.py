@@ -99,10 +99,11 @@ def check_trace(folder: Path | None) -> list[AnchorCheck]:
     what = "replay of a ByteDance Megatron job (8 ranks, 32 steps)"
     if folder is None or not (folder / TRACE_FILE).is_file():
         return [AnchorCheck("A8", what, skipped="data of others is not here (see --data): the trace ST")]
-    from megascale.simulate.trace import read, what_if
+    from megascale.core.operation_trace import read_trace
+    from megascale.core.whatif import what_if
 
     try:
-        result = what_if(read(folder / TRACE_FILE))
+        result = what_if(read_trace(folder / TRACE_FILE))
     except DataError as error:
         return [AnchorCheck("A8", what, skipped=str(error))]
     total = 100.0 * abs(result.replayed / result.recorded - 1.0)
@@ -119,8 +120,8 @@ def check_trace(folder: Path | None) -> list[AnchorCheck]:
         theirs = float(published["blocking_slowdown"])
         figures["slow-down"] = (100.0 * abs((result.slow_down - 1.0) / (theirs - 1.0) - 1.0), 10.0, "%")
         notes.append(f"slow-down by stragglers {result.slow_down:.4f}, published {theirs:.4f}")
-        stage = max(result.by_stage, key=lambda s: result.by_stage[s])
-        ours = result.by_stage[stage] / result.ideal
+        stage = max(result.stages, key=lambda s: result.stages[s].alone)
+        ours = result.stages[stage].alone
         notes.append(
             f"worst stage alone: stage {stage}, {ours:.4f}; published "
             f"{float(published['blocking_decompose_by_stage'][str(stage)]):.4f}"

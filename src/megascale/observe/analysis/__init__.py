@@ -1,0 +1,1 @@
+"""What recorded steps say: what-if, timelines."""
