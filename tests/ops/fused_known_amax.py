@@ -12,6 +12,7 @@ import torch
 from megascale.ops import dispatch
 from megascale.ops.activation import gelu, swiglu
 from megascale.ops.float8.cast import amax_of
+from megascale.ops.fused_projection import split_fused_projection
 from megascale.ops.known_amax import AmaxSlots, known
 from megascale.ops.norm import WIDEST_WITH_SUM, add_norm, layer_norm, rms_norm
 from megascale.parallel.collectives import ALONE
@@ -83,6 +84,13 @@ def test_rows_in_two_blocks_of_columns(kind):
     assert right(normed)
     torch.autograd.backward((total, normed), (torch.zeros_like(total), random(3, width).detach()))
     assert right(_Seen.seen)
+
+
+def test_the_activation_of_a_fused_projection_knows_what_it_made():
+    fused = random(8, 2, (2 + 2) * 8 + 64)
+    *_, inner, recomputed = split_fused_projection(fused * 1, 2, 1, 8, "gelu", random(64))
+    assert recomputed is None
+    assert right(inner)
 
 
 def test_what_is_no_number_is_known_too():

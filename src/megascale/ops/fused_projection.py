@@ -24,6 +24,7 @@ from megascale.ops.activation import (
     run_activation,
 )
 from megascale.ops.gradient_sink import main_of, sink_of, tracked
+from megascale.ops.known_amax import slot_for, tell
 from megascale.ops.reduce import column_sum, flat_rows
 from megascale.ops.rope import check_tables, gather_gradients, rotate_parts, split_qkv_reference
 
@@ -112,9 +113,10 @@ class _SplitFusedProjection(torch.autograd.Function):
             return *parts, fused_SBC[..., gradient.width :]
         columns = x_TF.shape[1] // 2 if ACTIVATIONS[activation].gated else x_TF.shape[1]
         y = torch.empty((*fused_SBC.shape[:2], columns), dtype=fused_SBC.dtype, device=fused_SBC.device)
-        run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1))
+        amax = slot_for(fused_SBC)
+        run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1), amax=amax)
         ctx.save_for_backward(x_TF, cos, sin)
-        return *parts, y
+        return *parts, tell(y, amax)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
