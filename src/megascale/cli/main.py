@@ -30,6 +30,7 @@ COMMANDS: tuple[str, ...] = (
     "hang",
     "spans",
     "whatif",
+    "timeline",
     "faults",
     "diagnose",
 )

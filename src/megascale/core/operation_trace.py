@@ -88,11 +88,23 @@ class OperationTrace:
 
     def tensor(self) -> Array:
         """[rows]: which of the ranks that share replica and stage, in order of rank."""
-        places, inverse = np.unique(np.stack([self.replica, self.stage, self.rank]), axis=1, return_inverse=True)
-        cell = np.r_[True, (np.diff(places[:2], axis=1) != 0).any(axis=0)]
+        sizes = [int(values.max()) + 1 for values in (self.replica, self.stage, self.rank)]
+        key = np.ravel_multi_index((self.replica, self.stage, self.rank), sizes)
+        places, inverse = np.unique(key, return_inverse=True)
+        cell = np.r_[True, np.diff(places // sizes[2]) != 0]
         position = np.arange(len(cell))
         first: Array = np.maximum.accumulate(np.where(cell, position, 0))
         return (position - first)[inverse.ravel()]  # type: ignore[no-any-return]
+
+    def coded(self) -> tuple[list[str], Array]:
+        """Names of the kinds, and [rows] which of them each is; sorting a million names would take a second."""
+        names = list(KINDS)
+        codes = np.full(len(self), -1)
+        for number, name in enumerate(names):
+            codes[self.kind == name] = number
+        others, which = np.unique(self.kind[codes < 0], return_inverse=True)
+        codes[codes < 0] = len(names) + which.ravel()
+        return [*names, *others.tolist()], codes
 
 
 def trace_of(columns: dict[str, Any]) -> OperationTrace:

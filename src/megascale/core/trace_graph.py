@@ -163,9 +163,9 @@ def graphs_of(trace: OperationTrace) -> tuple[list[TraceGraph], dict[int, str]]:
             + (f", tensor peer {peer}" if width > 1 else "")
             + ": it needs those of all ranks"
         )
-    names, kind = np.unique(trace.kind, return_inverse=True)
+    names, kind = trace.coded()
     node = np.ravel_multi_index(
-        (trace.stage, kind.ravel(), trace.sequence), (stages, len(names), int(trace.sequence.max()) + 1)
+        (trace.stage, kind, trace.sequence), (stages, len(names), int(trace.sequence.max()) + 1)
     )
     cell = trace.replica * width + tensor
     order = np.lexsort((node, cell, trace.step))

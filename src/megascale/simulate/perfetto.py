@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import numpy as np
 
-from megascale.core import strict_json
+from megascale.core.chrome_trace import Record, named, write_events
 from megascale.core.replay import STREAMS
 from megascale.core.schedule import ActionKind
 from megascale.simulate.step import StepEstimate
@@ -20,11 +19,9 @@ def write(result: StepEstimate, path: Path) -> int:
     assert result.event is not None, "only the event level has a timeline"
     timeline, event = result.event.timeline, result.event
     graph = timeline.graph
-    records: list[dict[str, object]] = []
+    records: list[Record] = []
     for stage in range(graph.schedule.stages):
-        records.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
-        for number, stream in enumerate(STREAMS):
-            records.append({"ph": "M", "pid": stage, "tid": number, "name": "thread_name", "args": {"name": stream}})
+        records += named(stage, f"stage {stage}", dict(enumerate(STREAMS)))
     receives = np.isin(graph.kind, (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD))
     lengths = timeline.end - timeline.moving
     for n in np.flatnonzero(~receives & (lengths > 0)).tolist():
@@ -56,11 +53,4 @@ def write(result: StepEstimate, path: Path) -> int:
                     "args": {},
                 }
             )
-    text = strict_json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".gz":
-        with gzip.open(path, "wt") as out:
-            out.write(text)
-    else:
-        path.write_text(text)
-    return len(records)
+    return write_events(records, path)

@@ -1,4 +1,7 @@
-"""`megascale bench observe`: what timers cost, what the span store takes in, and what a kill leaves of it."""
+"""`megascale bench observe`: what timers cost, what the span store takes in, and what a kill leaves of it.
+
+And what-if beside published results.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import typer
 
 from megascale.core import strict_json
 
-PARTS = ("ingest", "kills", "cost", "device")
+PARTS = ("ingest", "kills", "cost", "device", "whatif")
 
 # Shapes and bounds of the cost: (name, words of bench alternate, most share of a step).
 HALF_13B = ["gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--parallel.tensor=2"]
@@ -52,6 +55,7 @@ def observe(
     kills: int = typer.Option(100, min=1, help="kills: how many services are killed."),
     turns: int = typer.Option(200, min=1, help="cost: pairs of steps."),
     seed: int = typer.Option(1, help="kills: of the moments."),
+    traces: Path | None = typer.Option(None, help="whatif: folder of StragglerAnalysis' traces and results."),
     folder: Path | None = typer.Option(None, help="Where files are made; default: a temporary folder, removed."),
     out: Path = typer.Option(Path("bench-observe.json"), help="JSON file for the metrics."),
 ) -> None:
@@ -62,14 +66,17 @@ def observe(
     device: on a GPU, timers beside CUDA's own events, and the device's clock beside the host's.
     cost: timers off and on in turn within one engine (bench alternate); on GPUs half of gpt-13b (on two or more with
     tensor parallelism of 2), else a small model on the CPU.
+    whatif: traces in --traces replayed; total, ideal and slow-down within 1% of the results beside them, in 5 s.
 
     Examples:
 
       megascale bench observe --parts ingest,kills
 
       megascale bench observe --parts device,cost --turns 200
+
+      megascale bench observe --parts whatif --traces StragglerAnalysis/data
     """
-    from megascale.bench.observe import device_check, ingest
+    from megascale.bench.observe import device_check, ingest, whatif_bench
     from megascale.bench.observe import kills as killing
     from megascale.bench.observe.made_spans import Job
     from megascale.errors import ConfigError
@@ -77,6 +84,8 @@ def observe(
     wanted = parts.split(",")
     if wrong := [part for part in wanted if part not in PARTS]:
         raise ConfigError(f"--parts={parts}: there is no part {wrong[0]!r}; there are {', '.join(PARTS)}")
+    if "whatif" in wanted and traces is None:
+        raise ConfigError("--parts=whatif needs --traces=FOLDER: others' traces with their results")
     record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -96,6 +105,11 @@ def observe(
         if "cost" in wanted:
             record["cost"] = [_cost(name, words, bound, turns, place) for name, words, bound in _shapes()]
             missed += _show_cost(record["cost"])
+        if "whatif" in wanted and traces is not None:
+            record["whatif"] = whatif_bench.measure(traces)
+            for line in whatif_bench.lines(record["whatif"]):
+                typer.echo(line)
+            missed += whatif_bench.missed(record["whatif"])
     record |= _machine()  # last: the memory of an ingest is without torch
     out.write_text(strict_json.dumps(record, indent=1) + "\n")
     typer.echo(f"metrics: {out}")
