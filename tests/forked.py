@@ -54,7 +54,7 @@ context.set_forkserver_preload(
         "megascale.api",
         "megascale.cli.launch",
         "megascale.resilience.driver.start_driver",
-        "megascale.resilience.driver.http_api",
+        "megascale.resilience.driver.api.http_api",
         "uvicorn",
         "megascale.resilience.agent.agent",
         "megascale.resilience.agent.fork_server",
@@ -153,6 +153,7 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
         os.close(handle)
     _listen()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    sys.dont_write_bytecode = True  # some commands meet a limit on files, at which Python would leave a part of one
     os.environ.clear()
     os.environ.update(env)
     # As a new Python has it; entry points of what lies there are found too.

@@ -27,6 +27,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "abort_process_group": (_C10D, "_abort_process_group"),
     "assert_async": ("torch", "_assert_async"),
     "current_device": ("torch._C", "_cuda_getDevice"),
+    "cuda_sleep": ("torch.cuda", "_sleep"),
     "current_raw_stream": ("torch._C", "_cuda_getCurrentRawStream"),
     "flash_attention_backward": ("torch", "ops.aten._flash_attention_backward"),
     "flash_attention_forward": ("torch", "ops.aten._flash_attention_forward"),

@@ -4,8 +4,8 @@
 
 Every kernel of ops/ as its operators launch it (tests/ops/every_kernel.py), on random numbers: once each way from the
 same memory, all of which must then hold the same bits. Then the same launch REPEATS times each way, in turn, without
-waiting for the device: microseconds of host a launch, the best of ROUNDS. It ends with 1 if any bit differs, if a
-kernel is not launched by key, or if launches by key are not faster in sum.
+waiting for the device: microseconds of host a launch, the best of ROUNDS; beside them those of the call into C alone.
+It ends with 1 if any bit differs, if a kernel is not launched by key, or if launches by key are not faster in sum.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from tests.ops.every_kernel import CASES
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from megascale import torch_private
 from megascale.ops import launch
 
 DEVICE = "cuda"
+TIMES = ("triton_us", "by_key_us", "in_c_us")
 by_key = launch.Kernel.launch
 REPEATS, ROUNDS = 200, 5  # CUDA takes about a thousand launches before it makes the host wait
 
@@ -61,13 +63,27 @@ def microseconds(call: Callable[[], Any]) -> float:
     return taken / REPEATS * 1e6
 
 
+def in_c(kernel: Any, grid: Any, arguments: tuple[Any, ...], ours: Callable[[], None]) -> Callable[[], None]:
+    """What `ours` comes to in the end, all of it known: what neither way can do without."""
+    known = kernel.forms[tuple(map(type, arguments))].__globals__["known"]
+    others = dict(known)
+    known.clear()
+    ours()
+    ((run, between, rest, packed),) = known.values()
+    known.update(others)
+    given = (*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], *rest)
+    stream = torch_private.current_raw_stream(torch_private.current_device())
+    passed = (*grid, *(1,) * (3 - len(grid)), stream, *between, *((given,) if packed else given))
+    return lambda: run(*passed)
+
+
 class Compared:
     """Every launch of a case, both ways."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.seen: set[Any] = set()
-        self.timed: list[tuple[dict[str, Any], Callable[[], None], Callable[[], None]]] = []
+        self.timed: list[tuple[dict[str, Any], *tuple[Callable[[], None], ...]]] = []
         self.case = ""
 
     def launch(self, kernel: Any, grid: Any, *arguments: Any, **meta: Any) -> None:
@@ -108,16 +124,16 @@ class Compared:
         row |= {"wrote": moved, "grid": list(grid)}
         if (itself, len(arguments), tuple(sorted(meta))) not in self.seen:
             self.seen.add((itself, len(arguments), tuple(sorted(meta))))
-            self.timed.append((row, triton_s, ours))
+            self.timed.append((row, triton_s, ours, in_c(kernel, grid, arguments, ours)))
         self.rows.append(row)
         restore(tensors, given)
         triton_s()
 
     def time(self) -> None:
         """One launch of each kernel, both ways in turn; outside of any mode of torch, which each tensor would ask."""
-        for row, triton_s, ours in self.timed:
-            pairs = [(microseconds(triton_s), microseconds(ours)) for _ in range(ROUNDS)]
-            row |= {"triton_us": min(a for a, _ in pairs), "by_key_us": min(b for _, b in pairs)}
+        for row, triton_s, ours, in_c in self.timed:
+            taken = [(microseconds(triton_s), microseconds(ours), microseconds(in_c)) for _ in range(ROUNDS)]
+            row |= {name: min(column) for name, column in zip(TIMES, zip(*taken, strict=True), strict=True)}
 
 
 def main() -> int:
@@ -139,16 +155,17 @@ def main() -> int:
     compared.time()
     rows = compared.rows
     timed = [row for row in rows if "triton_us" in row]
-    print(f"{'kernel':28} {'case':52} {'Triton us':>10} {'by key us':>10}")
+    print(f"{'kernel':28} {'case':52} {'Triton us':>10} {'by key us':>10} {'in C us':>10}")
     for row in timed:
-        print(f"{row['kernel']:28} {row['case'][:52]:52} {row['triton_us']:10.1f} {row['by_key_us']:10.1f}")
+        times = "".join(f" {row[name]:10.1f}" for name in TIMES)
+        print(f"{row['kernel']:28} {row['case'][:52]:52}{times}")
     wrong = [row for row in rows if not row["equal"]]
     left = [row for row in rows if not row["by_key"]]
     idle = [row for row in rows if not row["wrote"]]
     for what, found in (("other bits", wrong), ("not by key", left), ("wrote nothing", idle)):
         for row in found:
             print(f"! {what}: {row['kernel']} in {row['case']}")
-    theirs, ours = (sum(row[name] for row in timed) / len(timed) for name in ("triton_us", "by_key_us"))
+    theirs, ours, least = (sum(row[name] for row in timed) / len(timed) for name in TIMES)
     facts = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -160,6 +177,7 @@ def main() -> int:
         "not_by_key": len(left),
         "triton_us": theirs,
         "by_key_us": ours,
+        "in_c_us": least,
     }
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     out.write_text(json.dumps({**facts, "rows": rows}, indent=1))

@@ -6,15 +6,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pytest
 
+from megascale.config import load
 from megascale.core.spans import SpanAxis, SpanKind
-from megascale.errors import DataError
+from megascale.errors import ConfigError, DataError
+from megascale.observe.store import parquet, span_sinks
 from megascale.observe.store.frames import CLOCK, CLOCKS, COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter
 from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.observe.store.spool import Segment, leave, segment_file, segments
 from megascale.observe.store.tables import SpanTables
 
@@ -290,3 +294,85 @@ def test_another_folder_and_another_question_name_the_remedy(out, tmp_path):
     ingest(out)
     with SpanTables(out.parent) as tables, pytest.raises(DataError, match="cannot be asked this"):
         tables.query("SELECT nothing FROM nowhere")
+
+
+def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
+    """One of another package is down for a while: it misses nothing, and the other is not told twice."""
+    got: list[int] = []
+    down = [True]
+
+    class Other:
+        def __init__(self, folder: Path) -> None: ...
+
+        def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
+            if down[0]:
+                raise RuntimeError("no route to host")
+            got.append(number)
+            return {}
+
+        def close(self) -> None: ...
+
+    span_sinks.register("other", Other, "counts")
+    try:
+        assert load(None, ["--observe.span_sinks=parquet,other"]).observe.span_sinks == ["parquet", "other"]
+        first, ring, now = ingest(out, sink=open_span_sinks(["parquet", "other"]), segment_seconds=1.0), SpanRing(), 1e9
+        for step in range(1, 4):
+            step_of(ring, step)
+            first.take(ring)
+            first.tick(now := now + 20.0)
+        assert "other: RuntimeError: no route to host" in first.error
+        assert counted(out) == expected(3)
+        down[0] = False
+        first.tick(now + 20.0)
+        assert got == [0, 1, 2]
+        assert counted(out) == expected(3)
+    finally:
+        span_sinks.KINDS.remove("other")
+        span_sinks.SPAN_SINKS.remove("other")
+    with pytest.raises(ConfigError, match=r"observe\.span_sinks"):
+        load(None, ["--observe.span_sinks=nothing"])
+
+
+def test_files_of_a_version_that_knew_less_are_read(out):
+    first, ring = ingest(out), SpanRing()
+    step_of(ring, 1)
+    first.take(ring)
+    first.close()
+    file, old = out / "rollups-000000.parquet", out / "rollups-000000.old"
+    duckdb.sql(f"COPY (SELECT * EXCLUDE (lost, host_ns) FROM read_parquet('{file}')) TO '{old}' (FORMAT parquet)")
+    old.rename(file)
+    with SpanTables(out.parent) as tables:
+        found = tables.query("SELECT action, total_ns, lost FROM rollups WHERE action = 'step'")
+        assert found["total_ns"].tolist() == [100]
+        assert np.ma.getmaskarray(found["lost"]).tolist() == [True]
+
+
+def test_small_files_are_merged_and_count_once(out, monkeypatch):
+    """Whenever somebody dies or looks: while both the merged file and those it was made of are there, too."""
+    monkeypatch.setattr(parquet, "_MERGED", 4)
+    first, ring, now, seen = ingest(out, segment_seconds=1.0), SpanRing(), 1e9, []
+    unlink = Path.unlink
+
+    def looking(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".parquet" and not seen:
+            seen.append(len(list(out.glob("rollups-*.parquet"))))
+            assert counted(out) == expected(step)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", looking)
+    for step in range(1, 20):
+        step_of(ring, step)
+        first.take(ring)
+        first.tick(now := now + 2.0)
+        assert counted(out) == expected(step)
+    assert seen == [6]  # four, the new one, and that of the segment which is still there
+    kept = sorted(path.name for path in out.glob("rollups-*.parquet"))
+    assert len(kept) <= 7
+    assert any(name.count("-") == 2 for name in kept)
+    left = out / "rollups-000001.parquet"
+    left.write_bytes((out / kept[-1]).read_bytes())  # as one that died before removing it leaves it
+    assert counted(out) == expected(19)
+    monkeypatch.undo()
+    ParquetWriter(out).close()
+    assert not left.exists()
+    assert counted(out) == expected(19)

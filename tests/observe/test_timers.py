@@ -145,7 +145,7 @@ def test_rollups_are_the_sums_of_any_spans():
     rows[:, 7] = rng.integers(10**18, 10**18 + 10**9, 500)
     rows[:, 8] = rows[:, 7] + rng.integers(0, 10**9, 500)
     rows[:, 9] = rng.integers(0, 10**9, 500)
-    found = {(int(r["kind"]), int(r["axis"])): r for r in roll_up(rows)}
+    found = {(int(r["kind"]), int(r["axis"])): r for r in roll_up([tuple(row) for row in rows.tolist()])}
     for kind in SpanKind:
         for axis in SpanAxis:
             mine = [row for row in rows.tolist() if row[0] == kind and row[1] == axis]

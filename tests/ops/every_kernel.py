@@ -7,11 +7,23 @@ from types import SimpleNamespace
 
 import torch
 
-from megascale.ops import activation, adamw, cross_entropy, dropout, fused_projection, lamb, norm, rope, segments
+from megascale.ops import (
+    activation,
+    adamw,
+    cross_entropy,
+    dispatch,
+    dropout,
+    fused_projection,
+    lamb,
+    norm,
+    rope,
+    segments,
+)
 from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format
 from megascale.ops.gradient_sink import GradientSink, attach
+from megascale.ops.known_amax import AmaxSlots
 from megascale.parallel.linear import PLAIN
 from megascale.parallel.tensor import linear_scatter
 
@@ -78,6 +90,20 @@ def add_norm(width: int) -> None:
     )
 
 
+def with_amax(call: Callable[[], None]) -> Callable[[], None]:
+    """The same call, whose kernels collect the largest magnitude of what they make."""
+
+    def told() -> None:
+        kernels = dispatch.CURRENT.get()
+        kernels.amaxes = AmaxSlots()
+        try:
+            call()
+        finally:
+            kernels.amaxes = None
+
+    return told
+
+
 def float8_casts(kind: Format) -> None:
     x, scale, counts = zeros(4096, 5120), torch.ones(()), torch.zeros(2, dtype=torch.long)
     cast.cast_by_scale(x, kind, scale)
@@ -101,6 +127,15 @@ CASES: dict[str, Callable[[], None]] = {
     "add norm, small": lambda: add_norm(768),
     "add norm, 6,144": lambda: add_norm(6144),
     "add norm, 12,288": lambda: add_norm(12288),
+    **{
+        f"add norm, {width:,}, with amax": with_amax(lambda width=width: add_norm(width))
+        for width in (768, 2048, 4096, 5120, 12288)
+    },
+    "layer norm, with amax": with_amax(
+        lambda: both_passes(lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120))
+    ),
+    "gelu, with amax": with_amax(lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480))),
+    "swiglu, with amax": with_amax(lambda: both_passes(activation.swiglu, zeros(8, 2, 28672))),
     "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
     "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),

@@ -26,7 +26,7 @@ from megascale.ops.norm import (
     rms_norm,
     rms_norm_reference,
 )
-from megascale.ops.reduce import column_sum
+from megascale.ops.reduce import accumulate_gradients, column_sum
 from tests.ops.tools import TOLERANCE, compare, distance
 
 FEW = settings(max_examples=6, deadline=None)
@@ -200,6 +200,23 @@ def test_gradients_go_straight_to_their_sinks(kind, dtype):
     assert torch.equal(dx, dx_again)
     for mine, theirs in zip(straight, returned, strict=True):
         assert distance(mine, theirs) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("with_sinks", [0, 1, 2, 4, 5, 6, 7])
+def test_sums_go_to_each_parameter_as_it_wants_its_gradient(count, with_sinks):
+    """One launch serves parameters with a sink and those without, side by side."""
+    sizes = (40, 24, 8)[:count]
+    used = [parameter(size, dtype=torch.float32, main=bool(with_sinks >> i & 1)) for i, size in enumerate(sizes)]
+    parts = random(7, sum(sizes), dtype=torch.float32)
+    found = accumulate_gradients(parts, *used)
+    for p, gradient, wanted in zip(used, found, parts.sum(0).split(sizes), strict=True):
+        if main_of(p) is None:
+            torch.testing.assert_close(gradient, wanted)
+        else:
+            assert gradient is None
+            assert p.told == [1]
+            torch.testing.assert_close(main_of(p), 3.0 + wanted)
 
 
 @FEW

@@ -20,13 +20,14 @@ import triton
 from triton import knobs
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from megascale import ops, torch_private
 from megascale.ops import launch
 from tests.ops.every_kernel import CASES
-from tests.ops.offline import compile_for_hopper
+from tests.ops.offline import _Hopper, compile_for_hopper
 
 DEVICE = -1  # what a tensor on the CPU calls its own
 
@@ -141,10 +142,19 @@ def launches() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         yield (*PLAIN, 1, wide), {}
 
 
+def key_of(arguments: tuple[Any, ...], meta: dict[str, Any], device: int = DEVICE) -> Any:
+    """What such a launch is remembered by: types of the positional arguments, and the key of their form."""
+    keys, types = [], tuple(map(type, arguments))
+    with mock.patch.dict(vars(torch_private), current_device=lambda: device, current_raw_stream=None):
+        form = launch.make_form(kernel.params, types, {}, lambda key, *_: keys.append(key))
+    form((1,), arguments, meta)
+    return types, *keys
+
+
 def test_launches_of_one_key_are_one_kernel_to_triton():
     bind, theirs = binder(kernel), {}
     for arguments, meta in launches():
-        key, _ = launch.make_split(kernel.params, tuple(map(type, arguments)))(arguments, meta, DEVICE)
+        key = key_of(arguments, meta)
         _, specialisation, options = bind(*arguments, **meta)
         told = repr((specialisation, options))
         assert theirs.setdefault(key, told) == told, (arguments, meta)
@@ -153,10 +163,9 @@ def test_launches_of_one_key_are_one_kernel_to_triton():
 
 def test_what_is_not_specialised_on_shares_a_key():
     """Else each step would find nothing: random words, learning rates, and other tensors of the same alignment."""
-    split = launch.make_split(kernel.params, (torch.Tensor, torch.Tensor, int, int, float, bool))
-    one = split((TENSORS[0], TENSORS[4], 7, 123456789, 0.1, True), {"WIDE": 1}, 0)[0]
-    assert one == split((TENSORS[0].clone(), TENSORS[4].clone(), 7, 987654321, 0.2, True), {"WIDE": 1}, 0)[0]
-    assert one != split((TENSORS[0], TENSORS[4], 7, 123456789, 0.1, True), {"WIDE": 1}, 1)[0]
+    one = key_of((TENSORS[0], TENSORS[4], 7, 123456789, 0.1, True), {"WIDE": 1})
+    assert one == key_of((TENSORS[0].clone(), TENSORS[4].clone(), 7, 987654321, 0.2, True), {"WIDE": 1})
+    assert one != key_of((TENSORS[0], TENSORS[4], 7, 123456789, 0.1, True), {"WIDE": 1}, 1)
 
 
 @given(st.data())
@@ -243,6 +252,44 @@ def test_every_operator_is_launched_by_key_the_second_time(name):
             and all(a == b or b is None for a, b in zip(launched[9:], plain, strict=True))
             for launched in again
         ), function
+
+
+class Launcher(CudaLauncher):
+    """Triton's own way from `run` to its launch in C, which is listened to."""
+
+    def __init__(self, launch: Any, /, **others: Any) -> None:
+        scratch = {f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in ("size", "align")}
+        vars(self).update(scratch, launch=launch, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True)
+        vars(self).update({"gsan_enabled": False, "arg_annotations": "annotations", "kernel_signature": b"signature"})
+        vars(self).update(others)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("others", [{}, {"gsan_enabled": True}, {"launch": 1}])
+def test_the_launch_in_c_gets_what_triton_s_launcher_passes_on(monkeypatch, count, others):
+    """And is not gone straight to where each launch needs something else."""
+    heard: list[tuple[Any, ...]] = []
+    compiled, told = Compiled(), tuple(range(100, 100 + count))
+    compiled.run = launcher = Launcher(lambda *passed: heard.append(passed), **others)
+    monkeypatch.setattr(triton.runtime.driver, "_active", _Hopper())
+    monkeypatch.setattr(launch, "STRAIGHT", True)
+    run, between, packed = launch.straight(compiled, count)
+    assert (run is launcher) == bool(others)
+    if others:
+        assert between == ("function", "metadata", None, None, None)
+        return
+    assert not heard
+    launcher(1, 2, 3, "stream", "function", "metadata", None, None, None, *told)
+    run(1, 2, 3, "stream", *between, *([told] if packed else told))
+    assert len(heard) == 2
+    assert heard[0] == heard[1]
+
+
+def test_a_kernel_that_needs_scratch_memory_is_launched_by_triton_s_launcher(monkeypatch):
+    monkeypatch.setattr(launch, "STRAIGHT", True)
+    compiled = Compiled()
+    compiled.run = launcher = Launcher(print, global_scratch_size=128)
+    assert launch.straight(compiled, 3)[0] is launcher
 
 
 def test_what_stands_in_the_way_is_said(monkeypatch):

@@ -8,6 +8,7 @@ PYTHONPATH; tests/forked.py runs it in processes that have the trainer loaded.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from importlib.abc import MetaPathFinder
@@ -16,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 ENGINE = "megascale.train.engine"
-REST = 0.03  # seconds
+REST = float(os.environ.get("MEGASCALE_TEST_REST", "0.03"))  # seconds
 
 
 def _pace(module: ModuleType) -> None:

@@ -56,7 +56,8 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     pids = [job.pid(0), job.pid(1)]
     job.start()  # at another address, which the agents are given
     job.until("driver_took_over")
-    job.until_step(losses(job.run)[-1][0] + 3)
+    seen = job.wait(lambda: losses(job.run), "a step since the trainers began anew")
+    job.until_step(seen[-1][0] + 3)
     assert [job.pid(0), job.pid(1)] == pids
 
     assert megascale("restart", job.run, "--lr.peak=0.005").returncode == 0
@@ -104,7 +105,8 @@ def test_faults_hangs_copies_and_plots_need_no_shared_folder(launch, megascale):
     job.until("first_step", attempt=2)
     (taken,) = (job.run / "faults").iterdir()
     assert taken.suffix == ".injected"
-    job.until_step(losses(job.run)[-1][0] + 3)  # once only
+    seen = job.wait(lambda: losses(job.run), "a step since the trainers began anew")
+    job.until_step(seen[-1][0] + 3)  # once only
 
     assert megascale("faults", "inject", "spin", "--run", job.run, "--rank=1").returncode == 0
     hang = job.until("hang")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
+import torch
 
+from megascale.config import load
+from megascale.core.grid import Grid
 from megascale.observe.store.span_messages import place, span_folder
 from megascale.observe.store.tables import SpanTables
+from megascale.parallel.runtime import Runtime
+from megascale.train.rank_info import RankInfo
+from megascale.train.rank_timers import RankTimers
 from tests.conftest import lines
 from tests.forked import Forked
 
@@ -91,6 +98,22 @@ def test_timers_can_be_off(megascale, tiny, tmp_path):
     told = megascale("spans", run)
     assert told.returncode == 4
     assert "observe.timers=true" in told.stderr
+
+
+def test_without_shared_memory_there_are_times_and_no_spans(monkeypatch, caplog):
+    def none(*words: object) -> int:
+        raise OSError(1, "not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", none)
+    runtime = Runtime()
+    timers = RankTimers(load(None, []), RankInfo(0, 1, 0, 1, torch.device("cpu")), runtime, Grid(1, 1, 1, 1), 0)
+    assert "keeps no spans" in caplog.text
+    runtime.recorder.step_begins(1)
+    runtime.recorder.step_ended()
+    assert timers.timers is not None
+    assert timers.timers.last is not None
+    assert timers.timers.last.step == 1
+    timers.close()
 
 
 @pytest.mark.parametrize("words", [["--steps", "2"]])

@@ -78,10 +78,10 @@ def show(tables: SpanTables, last: int) -> None:
     found = summary(tables, last)
     axes = sorted({axis for row in found for axis in row["waits"]})
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, head in enumerate(
-        ["rank", "steps", "step, s", "own, s", *(f"{axis} waits, s" for axis in axes), "lost"]
-    ):
-        table.add_column(head, justify="right" if number else "left", no_wrap=True)
+    # A word a line: a table of five axes fits a terminal of 80 columns.
+    heads = ["rank", "steps", "step,\ns", "own,\ns", *(f"{axis}\nwaits,\ns" for axis in axes), "lost"]
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in found:
         waits = [f"{row['waits'].get(axis, 0.0):.4f}" for axis in axes]
         table.add_row(
@@ -90,6 +90,27 @@ def show(tables: SpanTables, last: int) -> None:
     console.print(table)
     for file, why in tables.skipped.items():
         console.print(f"left out: {file}: {why}", markup=False)
+    for text in network(tables):
+        console.print(text, markup=False)
+
+
+def network(tables: SpanTables) -> list[str]:
+    """What of the hosts' network is set otherwise than advised, as their span services found it."""
+    from megascale.core import strict_json
+    from megascale.observe.store.ingest import STATE
+
+    found = []
+    for host in tables.hosts:
+        try:
+            settings = strict_json.loads((host / STATE).read_text())["network"]
+            found += [
+                f"{host.name} {one['device']} {one['name']}: {one['found']}; advised: {one['advised']}"
+                for one in settings
+                if one["good"] is False
+            ]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
 
 
 def summary(tables: SpanTables, last: int) -> list[dict[str, Any]]:
@@ -126,8 +147,8 @@ def write(tables: SpanTables, job: str, file: Path, steps: tuple[int, int] | Non
     """Write spans (of `steps`, from first to last, or all) as JSON lines; how many."""
     from megascale.core.spans import Span
 
-    names = ("attempt", "host", "rank", "step", "action", "chunk", "microbatch", "axis", "bytes", "start_ns", "end_ns")
-    names += ("waited_on",)
+    names = ["attempt", "host", "rank", "step", "action", "chunk", "microbatch", "axis", "bytes", "start_ns", "end_ns"]
+    names.append("waited_on")
     where, parameters = ("WHERE step BETWEEN ? AND ?", list(steps)) if steps else ("", [])
     found = tables.query(f"SELECT {', '.join(names)} FROM spans {where} ORDER BY start_ns, rank", parameters)
     columns = [found[name].tolist() for name in names]

@@ -88,6 +88,11 @@ LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
     home="megascale.parallel",
 )
 
+SPAN_SINKS: Registry[PartFacts] = Registry(
+    "observe.span_sinks",
+    {"parquet": PartFacts("Parquet files beside the spool, for DuckDB")},
+    home="megascale.observe.store",
+)
 SINKS: Registry[PartFacts] = Registry(
     "observe.sinks",
     {"tensorboard": PartFacts("scalars for TensorBoard"), "wandb": PartFacts("Weights & Biases, under the run's name")},

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 
 from megascale.config.base import MOST, Section
-from megascale.config.parts import SINKS
+from megascale.config.parts import SINKS, SPAN_SINKS
 from megascale.config.training_sections import OptimizerConfig
 
 # What of a run may change under way where a person says so: windows are then trained twice or never, or trained
@@ -163,6 +163,12 @@ class ObserveConfig(Section):
     )
     spans_mib: int = Field(
         512, ge=16, le=1_000_000, description="MiB that a host's spans and roll-ups may take; the oldest spans go first"
+    )
+    span_sinks: list[Annotated[str, AfterValidator(SPAN_SINKS.check)]] = Field(
+        default_factory=lambda: ["parquet"],
+        min_length=1,
+        description="where each host's spans go, by name; commands read parquet, packages register further ones "
+        "(observe/store/span_sinks.py)",
     )
     peak_tflops: float | None = Field(
         None,

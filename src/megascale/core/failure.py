@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def words_of(error: BaseException) -> str:
         if not isinstance(link, SystemExit):
             return f"{type(link).__name__}: {link}"[:1000]
     return ""
+
+
+def keep_no_bytecode() -> None:
+    """Have this process cache no module that it imports later: Python does not notice where a full disk cuts such a
+    file, and whoever imports the module next ends with EOFError."""
+    sys.dont_write_bytecode = True
 
 
 def reserve(descriptor: int, size: int) -> None:

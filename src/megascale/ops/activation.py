@@ -22,6 +22,7 @@ from megascale.config.registry import Registry
 from megascale.ops import dispatch
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import tracked
+from megascale.ops.known_amax import as_integers, collect, magnitudes, slot_for, tell
 from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]
@@ -76,6 +77,7 @@ def _gelu_kernel(
     out_ptr,
     recomputed_ptr,
     part_ptr,
+    amax_ptr,
     rows,
     width,
     stride,
@@ -88,6 +90,7 @@ def _gelu_kernel(
     ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
     RECOMPUTE: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -98,6 +101,7 @@ def _gelu_kernel(
         bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     if HAS_BIAS:
         d_bias = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    most = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for start in range(first, last, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         inside = (row[:, None] < last) & (column[None, :] < width)
@@ -114,6 +118,10 @@ def _gelu_kernel(
             if HAS_BIAS:
                 d_bias += value
         tl.store(out_ptr + row_64 * out_stride + column[None, :], value, mask=inside)
+        if AMAX:
+            most = tl.maximum(most, magnitudes(value, inside, out_ptr.dtype.element_ty))
+    if AMAX:
+        collect(amax_ptr, most)
     if BACKWARD and HAS_BIAS:
         tl.store(part_ptr + tl.program_id(1) * width + column, tl.sum(d_bias, 0), mask=column < width)
 
@@ -126,6 +134,7 @@ def _swiglu_kernel(
     out_ptr,
     recomputed_ptr,
     part_ptr,
+    amax_ptr,
     rows,
     width,
     stride,
@@ -136,6 +145,7 @@ def _swiglu_kernel(
     ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
     RECOMPUTE: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -149,6 +159,7 @@ def _swiglu_kernel(
     if HAS_BIAS:
         d_bias_g = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
         d_bias_u = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    most = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     for start in range(first, last, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
         inside = (row[:, None] < last) & (column[None, :] < width)
@@ -169,11 +180,19 @@ def _swiglu_kernel(
             to = out_ptr + row_64 * out_stride + column[None, :]
             tl.store(to, d_gate, mask=inside)
             tl.store(to + width, d_up, mask=inside)
+            if AMAX:
+                most = tl.maximum(most, magnitudes(d_gate, inside, out_ptr.dtype.element_ty))
+                most = tl.maximum(most, magnitudes(d_up, inside, out_ptr.dtype.element_ty))
             if HAS_BIAS:
                 d_bias_g += d_gate
                 d_bias_u += d_up
         else:
-            tl.store(out_ptr + row_64 * out_stride + column[None, :], gate * half * up, mask=inside)
+            value = gate * half * up
+            tl.store(out_ptr + row_64 * out_stride + column[None, :], value, mask=inside)
+            if AMAX:
+                most = tl.maximum(most, magnitudes(value, inside, out_ptr.dtype.element_ty))
+    if AMAX:
+        collect(amax_ptr, most)
     if BACKWARD and HAS_BIAS:
         to = part_ptr + tl.program_id(1) * 2 * width + column
         tl.store(to, tl.sum(d_bias_g, 0), mask=column < width)
@@ -200,6 +219,7 @@ def _run(
     added: bool,
     main: Tensor | None,
     recompute: Tensor | None,
+    amax: Tensor | None,
     **meta: Any,
 ) -> Tensor | None:
     """Launch over [T, width] tiles; returns the bias gradient where there is one and a dy, unless `main` takes it."""
@@ -209,12 +229,13 @@ def _run(
     if bias is not None and dy_TF is not None:
         partial = torch.empty((parts, x_TF.shape[1]), dtype=torch.float32, device=x_TF.device)
     kernel[(columns, parts)](
-        *(x_TF, bias, dy_TF, out_TF, recompute, partial, T, width, x_TF.stride(0)),
+        *(x_TF, bias, dy_TF, out_TF, recompute, partial, as_integers(amax), T, width, x_TF.stride(0)),
         *(0 if dy_TF is None else dy_TF.stride(0), out_TF.stride(0), a_part),
         HAS_BIAS=bias is not None,
         ADDED=added,
         BACKWARD=dy_TF is not None,
         RECOMPUTE=recompute is not None,
+        AMAX=amax is not None,
         BLOCK_R=rows,
         BLOCK_C=block,
         num_warps=warps,
@@ -229,7 +250,9 @@ def _run(
 
 
 # Arguments and result as of `run_activation`, without the kind.
-Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor, bool, Tensor | None, Tensor | None], Tensor | None]
+Run = Callable[
+    [Tensor, Tensor | None, Tensor | None, Tensor, bool, Tensor | None, Tensor | None, Tensor | None], Tensor | None
+]
 
 
 @dataclass(frozen=True)
@@ -255,8 +278,9 @@ def _run_swiglu(
     added: bool,
     main: Tensor | None,
     recompute: Tensor | None,
+    amax: Tensor | None,
 ) -> Tensor | None:
-    return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main, recompute)
+    return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main, recompute, amax)
 
 
 def _run_gelu(tanh: bool) -> Run:
@@ -268,10 +292,11 @@ def _run_gelu(tanh: bool) -> Run:
         added: bool,
         main: Tensor | None,
         recompute: Tensor | None,
+        amax: Tensor | None,
     ) -> Tensor | None:
         meta = {"TANH": tanh, "NARROW": x_TF.element_size() < 4}
         tile = TILE_WITHOUT_SUMS if dy_TF is None else TILE_GELU_BACKWARD
-        return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, recompute, **meta)
+        return _run(_gelu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1], tile, added, main, recompute, amax, **meta)
 
     return run
 
@@ -301,17 +326,19 @@ def run_activation(
     added: bool = False,
     main: Tensor | None = None,
     recompute: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor | None:
     """Fused activation (or, with dy, its gradient) of rows into rows, strided as they come; returns the bias gradient.
 
     x_TF: [T, F], or [T, 2F] for swiglu; out_TF: the result [T, F], or with dy_TF [T, F] the gradient of x. added: x has
     the bias in it, whose gradient alone is wanted. main: float32, as wide as x; the bias gradient is added to it.
-    recompute: with dy_TF, contiguous [T, F]: the result is written there as well. Only of a kind with kernels.
+    recompute: with dy_TF, contiguous [T, F]: the result is written there as well. amax: float32 [], which becomes the
+    larger of itself and that of what is written to out_TF. Only of a kind with kernels.
     """
     assert recompute is None or (dy_TF is not None and recompute.is_contiguous())
     run = KINDS[kind].run
     assert run is not None, kind
-    return run(x_TF, bias, dy_TF, out_TF, added, main, recompute)
+    return run(x_TF, bias, dy_TF, out_TF, added, main, recompute, amax)
 
 
 def fuses(kind: str, operator: str, *tensors: Tensor | None) -> bool:
@@ -342,16 +369,18 @@ class _Activation(torch.autograd.Function):
         ctx.shape = x.shape
         width = x.shape[-1] // 2 if ACTIVATIONS[kind].gated else x.shape[-1]
         y = torch.empty((flat.shape[0], width), dtype=x.dtype, device=x.device)
-        run_activation(kind, flat, bias, None, y, added)
-        return y.view(*x.shape[:-1], width)
+        amax = slot_for(x)
+        run_activation(kind, flat, bias, None, y, added, amax=amax)
+        return tell(y.view(*x.shape[:-1], width), amax)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (flat,) = ctx.saved_tensors
         bias, kind, added = ctx.told
         dx = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
-        d_bias = run_activation(kind, flat, bias, flat_rows(dy), dx, added)
-        return dx.view(ctx.shape), d_bias, None
+        amax = slot_for(dy)
+        d_bias = run_activation(kind, flat, bias, flat_rows(dy), dx, added, amax=amax)
+        return tell(dx.view(ctx.shape), amax), d_bias, None
 
 
 def activate(kind: str, x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor:

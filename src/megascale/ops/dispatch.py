@@ -65,6 +65,7 @@ class Kernels:
 
     Attributes:
         wide_gemm: whether torch's CUDA GEMM adds into float32 (ops/linear.py); None until the first.
+        amaxes: where operators collect the largest magnitude of what they make (ops/known_amax.py); None: nowhere.
 
     Raises ConfigError if "fused" is asked for on a machine without CUDA (or Triton's interpreter) or Triton.
     """
@@ -79,6 +80,7 @@ class Kernels:
         self.mode = mode
         self.choices: dict[str, str] = {}
         self.wide_gemm: bool | None = None
+        self.amaxes: Any = None
 
     def note(self, op: str, choice: str) -> None:
         """Record what `op` runs, for operators that are not a choice between Triton and reference."""

@@ -14,6 +14,7 @@ says why.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +33,9 @@ except ImportError:  # a CPU-only installation, or a Triton from before the rele
     knobs, JITFunction = None, object
 
 TESTED = ((3, 6), (3, 9))  # first and last
-MOST = 4096  # keys a kernel keeps: lengths of prompts are endless
+# Whether launches go round Triton's launcher too (`straight`). Not by itself until tests/gpu/launches.py has shown it.
+STRAIGHT = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES") == "1"
+MOST = 4096  # keys of launches of the same types: lengths of prompts are endless
 _ONES = ((), (1, 1), (1,), ())
 
 
@@ -79,21 +82,27 @@ def quick(function: Any) -> Any:
 def make_quick(function: Any) -> None:
     """Let `function` be a Kernel; to Triton it stays what it is, and other kernels may call it."""
     function.__class__ = Kernel
-    function.splits, function.known = {}, {}
+    function.forms = {}
 
 
-# (positional arguments, meta, device) -> (key, arguments with addresses for tensors)
-Split = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[tuple[Any, ...], tuple[Any, ...]]]
+# What a key knows: a function, what it takes between the stream and the kernel's arguments, the arguments behind the
+# positional ones, and whether it takes the kernel's arguments as one tuple.
+Found = tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]
+# (grid, positional arguments, meta)
+Form = Callable[[tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
-def make_split(parameters: Sequence[Any], types: tuple[type, ...]) -> Split:
-    """How launches whose positional arguments have these types are keyed, as code without a loop: it runs at each.
+def make_form(
+    parameters: Sequence[Any], types: tuple[type, ...], known: dict[Any, Found], first: Callable[..., None]
+) -> Form:
+    """How launches whose positional arguments have these types go, as code without a loop: it runs at each.
 
     Integers, booleans and constants are keyed as they are (integers that are not specialised on by whether they fit 32
     bits), tensors by dtype, device and alignment, floats and None by type alone. Raises TypeError for anything else.
+    first(key, grid, arguments, meta, device) is called for a key that is not `known`.
     """
     tensors: list[int] = []
-    key = ["device", *(f"t{i}" for i in range(len(types)))]
+    key = ["device"]
     given = [f"a{i}" for i in range(len(types))]
     for i, (parameter, kind) in enumerate(zip(parameters, types, strict=False)):
         if parameter.is_constexpr or kind is bool:
@@ -108,29 +117,76 @@ def make_split(parameters: Sequence[Any], types: tuple[type, ...]) -> Split:
             key.append(f"(None if a{i}.bit_length() < 32 else a{i})" if parameter.do_not_specialize else f"a{i}")
         elif kind is not float and kind is not type(None):
             raise TypeError(parameter.name)
-    lines = [f"{', '.join(f'a{i}' for i in range(len(types)))}, = arguments"] if types else []
-    lines += [f"p{i} = a{i}.data_ptr()" for i in tensors]
     # Most often all are aligned; else it counts which are not.
     away = [f"({' | '.join(f'p{i}' for i in tensors)}) & 15 and ({', '.join(f'p{i} & 15 == 0' for i in tensors)},)"]
     key += [*(away if tensors else []), "*meta", "*meta.values()", "*map(type, meta.values())"]
-    lines.append(f"return ({', '.join(key)},), ({''.join(f'{one}, ' for one in given)})")
-    names: dict[str, Any] = {f"t{i}": kind for i, kind in enumerate(types)}
-    exec("def split(arguments, meta, device):\n    " + "\n    ".join(lines), names)
-    made: Split = names["split"]
+    lines = [
+        *([f"{', '.join(f'a{i}' for i in range(len(types)))}, = arguments"] if types else []),
+        *(f"p{i} = a{i}.data_ptr()" for i in tensors),
+        "device = current_device()",
+        f"key = ({', '.join(key)},)",
+        "found = known.get(key)",
+        "if found is None:",
+        "    return first(key, grid, arguments, meta, device)",
+        "run, between, rest, packed = found",
+        "if packed:",
+        f"    run(*grid, *ones[len(grid)], stream(device), *between, ({''.join(f'{one}, ' for one in given)}*rest))",
+        "else:",
+        f"    run(*grid, *ones[len(grid)], stream(device), *between, {''.join(f'{one}, ' for one in given)}*rest)",
+    ]
+    names: dict[str, Any] = {
+        "current_device": torch_private.current_device,
+        "stream": torch_private.current_raw_stream,
+        "known": known,
+        "first": first,
+        "ones": _ONES,
+    }
+    exec("def form(grid, arguments, meta):\n    " + "\n    ".join(lines), names)
+    made: Form = names["form"]
     return made
+
+
+def straight(compiled: Any, count: int) -> tuple[Any, tuple[Any, ...], bool] | None:
+    """How a compiled kernel of `count` arguments is launched: a function, what it takes between stream and arguments,
+    and whether it takes these as one tuple. None if this is no kernel that can be.
+
+    `compiled.run` is a launcher that asks for scratch memory and goes on to `launch`, in C. What it would pass on is
+    found out by asking it, with a `launch` that only listens; it is gone round where all of that but grid, stream and
+    arguments is the same each time.
+    """
+    parts: list[Any] = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
+    if None in parts:
+        return None
+    launcher, *before = parts
+    usual = launcher, (*before, None, None, None), False
+    if not STRAIGHT:
+        return usual
+    sizes = [getattr(launcher, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+    if sizes != [0, 0] or getattr(launcher, "gsan_enabled", False) or not callable(getattr(launcher, "launch", None)):
+        return usual
+    heard: list[tuple[Any, ...]] = []
+    listening = copy.copy(launcher)
+    listening.launch = lambda *passed, **named: heard.append((*passed, named) if named else passed)
+    grid, stream, arguments = (3, 5, 7), 11, tuple(object() for _ in range(count))
+    listening(*grid, stream, *before, None, None, None, *arguments)
+    if len(heard) != 1 or heard[0][:4] != (*grid, stream):
+        return usual
+    rest = heard[0][4:]
+    if count and rest[len(rest) - count :] == arguments:
+        return launcher.launch, rest[: len(rest) - count], False
+    if rest and rest[-1] == arguments:
+        return launcher.launch, rest[:-1], True
+    return usual
 
 
 class Kernel(JITFunction):  # type: ignore[misc, valid-type]
     """A kernel of Triton, launched by key.
 
     Attributes:
-        splits: by types of the positional arguments; None for those that go Triton's way.
-        known: by key: the compiled kernel's `run`, `function` and `packed_metadata`, and the arguments behind the
-            positional ones.
+        forms: by types of the positional arguments; None for those that go Triton's way.
     """
 
-    splits: dict[tuple[type, ...], Split | None]
-    known: dict[Any, tuple[Any, Any, Any, tuple[Any, ...]]]
+    forms: dict[tuple[type, ...], Form | None]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         """What launches over `grid`."""
@@ -138,46 +194,47 @@ class Kernel(JITFunction):  # type: ignore[misc, valid-type]
 
     def launch(self, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
         """As Triton's."""
-        split = self.split(tuple(map(type, arguments)))
-        if split is None or self.pre_run_hooks or _watched():
-            self.run(*arguments, grid=grid, warmup=False, **meta)
-            return
-        device = torch_private.current_device()
-        key, given = split(arguments, meta, device)
-        found = self.known.get(key)
-        if found is None:
-            compiled = self.run(*arguments, grid=grid, warmup=False, **meta)
-            self._keep(key, compiled, arguments, meta, device)
-            return
-        run, function, metadata, rest = found
-        stream = torch_private.current_raw_stream(device)
-        run(*grid, *_ONES[len(grid)], stream, function, metadata, None, None, None, *given, *rest)
-
-    def split(self, types: tuple[type, ...]) -> Split | None:
-        """How launches with such arguments are keyed; None if they are not."""
+        types = tuple(map(type, arguments))
         try:
-            return self.splits[types]
+            form = self.forms[types]
         except KeyError:
-            pass
-        try:
-            self.splits[types] = make_split(self.params, types)
-        except TypeError:
-            self.splits[types] = None
-        return self.splits[types]
+            form = self._form(types)
+        if form is None or self.pre_run_hooks or _watched():
+            self.run(*arguments, grid=grid, warmup=False, **meta)
+        else:
+            form(grid, arguments, meta)
 
-    def _keep(self, key: Any, compiled: Any, arguments: tuple[Any, ...], meta: dict[str, Any], device: int) -> None:
-        """Remember a kernel that has been launched, if all of it is as the next launch takes it."""
-        rest: list[Any] = []
-        for parameter in self.params[len(arguments) :]:
-            if not parameter.is_constexpr:
-                return  # a value that no key has
-            rest.append(meta.get(parameter.name, parameter.default))
-        parts = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
-        if None in parts or any(isinstance(a, Tensor) and a.get_device() != device for a in arguments):
+    def _form(self, types: tuple[type, ...]) -> Form | None:
+        known: dict[Any, Found] = {}
+        try:
+            self.forms[types] = make_form(self.params, types, known, partial(self._first, known))
+        except TypeError:
+            self.forms[types] = None
+        return self.forms[types]
+
+    def _first(
+        self,
+        known: dict[Any, Found],
+        key: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        meta: dict[str, Any],
+        device: int,
+    ) -> None:
+        """Launch Triton's way, and remember the kernel if the next launch can take it as it is."""
+        compiled = self.run(*arguments, grid=grid, warmup=False, **meta)
+        rest = self.params[len(arguments) :]
+        if not all(parameter.is_constexpr for parameter in rest):
+            return  # a value that no key has
+        if any(isinstance(one, Tensor) and one.get_device() != device for one in arguments):
             return
-        if len(self.known) >= MOST:
-            self.known.clear()
-        self.known[key] = parts[0], parts[1], parts[2], tuple(rest)
+        way = straight(compiled, len(self.params))
+        if way is None:
+            return
+        if len(known) >= MOST:
+            known.clear()
+        run, between, packed = way
+        known[key] = run, between, tuple(meta.get(one.name, one.default) for one in rest), packed
 
 
 def _watched() -> bool:

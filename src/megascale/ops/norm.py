@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import tracked
+from megascale.ops.known_amax import as_integers, collect, magnitudes, slot_for, tell
 from megascale.ops.reduce import PARTS, accumulate_gradients, bias_gradient, flat_rows, split_rows
 
 NormKind = Literal["layernorm", "rmsnorm"]
@@ -57,6 +58,7 @@ def _forward_kernel(
     y_ptr,
     mean_ptr,
     rstd_ptr,
+    amax_ptr,
     rows,
     width,
     stride,
@@ -66,6 +68,7 @@ def _forward_kernel(
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     ADD_BIAS: tl.constexpr,
+    AMAX: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -92,6 +95,8 @@ def _forward_kernel(
     if HAS_BIAS:
         y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + row[:, None].to(tl.int64) * width + column[None, :], y, mask=inside)
+    if AMAX:
+        collect(amax_ptr, magnitudes(y, inside, y_ptr.dtype.element_ty))
 
 
 @jit
@@ -118,7 +123,7 @@ def _backward_kernel(
     rstd_ptr,
     dx_ptr,
     part_ptr,
-    add_part_ptr,
+    amax_ptr,
     rows,
     width,
     dy_stride,
@@ -129,6 +134,7 @@ def _backward_kernel(
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     ADD_BIAS: tl.constexpr,
+    AMAX: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -138,6 +144,7 @@ def _backward_kernel(
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     d_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     d_add_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    most = tl.zeros((ROWS,), tl.int32)  # a number a row: registers are full
     first = part * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
     # The next rows are on their way while these are reduced: a wide program has its SM to itself.
@@ -164,18 +171,22 @@ def _backward_kernel(
         if ADD:
             dx += d_total.to(tl.float32)
         tl.store(dx_ptr + at, dx, mask=inside)
+        if AMAX:
+            most = tl.maximum(most, tl.max(magnitudes(dx, inside, dx_ptr.dtype.element_ty), 1))
         if ADD_BIAS:
             d_add_bias += tl.where(inside, dx, 0.0)
         d_weight += dy * normed
         if HAS_BIAS:
             d_bias += dy
-    fields = 2 if HAS_BIAS else 1
+    fields = (2 if HAS_BIAS else 1) + (1 if ADD_BIAS else 0)
     to = part_ptr + part * fields * width + column
     tl.store(to, tl.sum(d_weight, 0), mask=column < width)
     if HAS_BIAS:
         tl.store(to + width, tl.sum(d_bias, 0), mask=column < width)
     if ADD_BIAS:
-        tl.store(add_part_ptr + part * width + column, tl.sum(d_add_bias, 0), mask=column < width)
+        tl.store(to + (fields - 1) * width, tl.sum(d_add_bias, 0), mask=column < width)
+    if AMAX:
+        collect(amax_ptr, most)
 
 
 @jit
@@ -189,6 +200,7 @@ def _forward_split_kernel(
     y_ptr,
     mean_ptr,
     rstd_ptr,
+    amax_ptr,
     width,
     stride,
     add_stride,
@@ -197,6 +209,7 @@ def _forward_split_kernel(
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     ADD_BIAS: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
@@ -231,6 +244,9 @@ def _forward_split_kernel(
         y_r += tl.load(bias_ptr + column_r, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * width + column, y)
     tl.store(y_ptr + row * width + column_r, y_r, mask=inside)
+    if AMAX:
+        most = tl.max(magnitudes(y, column >= 0, y_ptr.dtype.element_ty))
+        collect(amax_ptr, tl.maximum(magnitudes(y_r, inside, y_ptr.dtype.element_ty), most))
 
 
 @jit
@@ -243,7 +259,7 @@ def _backward_split_kernel(
     rstd_ptr,
     dx_ptr,
     part_ptr,
-    add_part_ptr,
+    amax_ptr,
     rows,
     width,
     dy_stride,
@@ -254,6 +270,7 @@ def _backward_split_kernel(
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     ADD_BIAS: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
@@ -274,6 +291,7 @@ def _backward_split_kernel(
         tl.zeros((REST,), tl.float32),
         tl.zeros((REST,), tl.float32),
     )
+    most, most_r = tl.zeros((BLOCK,), tl.int32), tl.zeros((REST,), tl.int32)
     first = part.to(tl.int64) * rows_a_part
     last = tl.minimum(first + rows_a_part, rows)
     dy = tl.load(dy_ptr + first * dy_stride + column)
@@ -312,6 +330,9 @@ def _backward_split_kernel(
             dx_r += d_total_r.to(tl.float32)
         tl.store(dx_ptr + row * width + column, dx)
         tl.store(dx_ptr + row * width + column_r, dx_r, mask=inside)
+        if AMAX:
+            most = tl.maximum(most, magnitudes(dx, column >= 0, dx_ptr.dtype.element_ty))
+            most_r = tl.maximum(most_r, magnitudes(dx_r, inside, dx_ptr.dtype.element_ty))
         if ADD_BIAS:
             d_add_bias += dx
             d_add_bias_r += dx_r
@@ -321,7 +342,7 @@ def _backward_split_kernel(
             d_bias += up
             d_bias_r += up_r
         dy, dy_r, x, x_r = dy_next, dy_next_r, x_next, x_next_r
-    fields = 2 if HAS_BIAS else 1
+    fields = (2 if HAS_BIAS else 1) + (1 if ADD_BIAS else 0)
     to = part_ptr + part * fields * width
     tl.store(to + column, d_weight)
     tl.store(to + column_r, d_weight_r, mask=inside)
@@ -329,8 +350,10 @@ def _backward_split_kernel(
         tl.store(to + width + column, d_bias)
         tl.store(to + width + column_r, d_bias_r, mask=inside)
     if ADD_BIAS:
-        tl.store(add_part_ptr + part * width + column, d_add_bias)
-        tl.store(add_part_ptr + part * width + column_r, d_add_bias_r, mask=inside)
+        tl.store(to + (fields - 1) * width + column, d_add_bias)
+        tl.store(to + (fields - 1) * width + column_r, d_add_bias_r, mask=inside)
+    if AMAX:
+        collect(amax_ptr, tl.maximum(most_r, tl.max(most)))
 
 
 @cache
@@ -370,16 +393,19 @@ def _forward(
     bias: Tensor | None,
     eps: float,
     centre: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch; returns what was normed (x itself, or the sum), the result and the statistics [2, T]."""
+    """Launch; returns what was normed (x itself, or the sum), the result and the statistics [2, T]. amax: float32 [],
+    which becomes the larger of itself and the result's."""
     T, H = x_TH.shape
     y = torch.empty((T, H), dtype=x_TH.dtype, device=x_TH.device)
     total = x_TH if add_TH is None else torch.empty_like(y)
     statistics = torch.empty((2, T), dtype=torch.float32, device=x_TH.device)
     block, rest, rows, warps = _tile(H)
-    tensors = (x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1])
+    tensors = (x_TH, add_TH, add_bias, total, weight, bias, y, statistics[0], statistics[1], as_integers(amax))
     numbers = (H, x_TH.stride(0), 0 if add_TH is None else add_TH.stride(0), eps)
     meta = {"CENTRE": centre, "HAS_BIAS": bias is not None, "ADD": add_TH is not None, "ADD_BIAS": add_bias is not None}
+    meta["AMAX"] = amax is not None
     if rest:
         _forward_split_kernel[(T,)](*tensors, *numbers, **meta, BLOCK=block, REST=rest, num_warps=warps)
     else:
@@ -396,28 +422,30 @@ def _backward(
     statistics: Tensor,
     centre: bool,
     add_bias: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Launch; returns the gradients of what was normed (plus d_total), and of weight, bias and the bias that was added
-    before, as `accumulate_gradients` does."""
+    before, as `accumulate_gradients` does. amax: float32 [], which becomes the larger of itself and the first's."""
     T, H = x_TH.shape
     dx = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     block, rest, rows, warps, within, a_part, parts = _backward_tile(T, H, bias is not None, add_bias is not None)
-    partial = torch.empty((parts, H if bias is None else 2 * H), dtype=torch.float32, device=x_TH.device)
-    added = torch.empty((parts, H), dtype=torch.float32, device=x_TH.device) if within else None
+    parameters = [p for p in (weight, bias, add_bias if within else None) if p is not None]
+    partial = torch.empty((parts, len(parameters) * H), dtype=torch.float32, device=x_TH.device)
     given = (
-        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, added, T, H),
+        *(dy_TH, d_total_TH, x_TH, weight, statistics[0], statistics[1], dx, partial, as_integers(amax), T, H),
         *(dy_TH.stride(0), 0 if d_total_TH is None else d_total_TH.stride(0), x_TH.stride(0), a_part),
     )
     meta = {"CENTRE": centre, "HAS_BIAS": bias is not None, "ADD": d_total_TH is not None, "ADD_BIAS": within}
+    meta["AMAX"] = amax is not None
     if rest:
         _backward_split_kernel[(parts,)](*given, **meta, BLOCK=block, REST=rest, num_warps=warps)
     else:
         _backward_kernel[(parts,)](*given, **meta, ROWS=rows, BLOCK=block, num_warps=warps)
-    if added is not None and add_bias is not None:
-        d_add_bias = accumulate_gradients(added, add_bias)[0]
-    else:
-        d_add_bias = bias_gradient(add_bias, dx)
-    return dx, *accumulate_gradients(partial, weight, bias), d_add_bias
+    d_add_bias = None if within else bias_gradient(add_bias, dx)
+    found = accumulate_gradients(partial, *parameters)
+    if within:
+        *found, d_add_bias = found
+    return dx, found[0], None if bias is None else found[1], d_add_bias
 
 
 @torch_private.called_directly
@@ -429,10 +457,11 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, tracked_weight: Tensor | None, tracked_bias: Tensor | None, told: tuple[Any, ...]
     ) -> Tensor:
         weight, bias, eps, centre = told
-        x_TH, y, statistics = _forward(flat_rows(x), None, None, weight, bias, eps, centre)
+        amax = slot_for(x)
+        x_TH, y, statistics = _forward(flat_rows(x), None, None, weight, bias, eps, centre, amax)
         ctx.save_for_backward(x_TH, statistics)
         ctx.told, ctx.shape = told, x.shape
-        return y.view(x.shape)
+        return tell(y.view(x.shape), amax)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -455,19 +484,21 @@ class _AddNorm(torch.autograd.Function):
         told: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
         weight, bias, x_bias, eps, centre = told
-        total, y, statistics = _forward(flat_rows(x), flat_rows(residual), x_bias, weight, bias, eps, centre)
+        amax = slot_for(x)
+        total, y, statistics = _forward(flat_rows(x), flat_rows(residual), x_bias, weight, bias, eps, centre, amax)
         ctx.save_for_backward(total, statistics)
         ctx.told, ctx.shape = told, x.shape
-        return total.view(x.shape), y.view(x.shape)
+        return total.view(x.shape), tell(y.view(x.shape), amax)
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         total, statistics = ctx.saved_tensors
         weight, bias, x_bias, _, centre = ctx.told
+        amax = slot_for(dy)
         dx, d_weight, d_bias, d_x_bias = _backward(
-            flat_rows(dy), flat_rows(d_total), total, weight, bias, statistics, centre, x_bias
+            flat_rows(dy), flat_rows(d_total), total, weight, bias, statistics, centre, x_bias, amax
         )
-        dx = dx.view(ctx.shape)
+        dx = tell(dx.view(ctx.shape), amax)
         return dx, dx, d_weight, d_bias, d_x_bias, None
 
 

@@ -5,13 +5,14 @@ gradients of parameters. `column_sum` does both for a plain matrix."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
-from megascale.ops.gradient_sink import sink_of
+from megascale.ops.gradient_sink import GradientSink, sink_of
 
 PARTS = 264  # most partial sums a backward kernel writes: two an SM of an H100 or H200
 
@@ -21,16 +22,19 @@ def _sum_parts_kernel(
     part_ptr,
     out_ptr,
     second_ptr,
+    third_ptr,
     parts,
     columns,
     split,
+    second_split,
     ACCUMULATE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    # Columns from `split` on belong to a second output.
+    # Columns from `split` on belong to a second output, those from `second_split` on to a third.
     to = tl.where(column < split, out_ptr + column, second_ptr + (column - split))
+    to = tl.where(column < second_split, to, third_ptr + (column - second_split))
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, parts, BLOCK_P):
         row = start + tl.arange(0, BLOCK_P)
@@ -81,42 +85,55 @@ def split_rows(rows: int, block: int, parts: int = PARTS) -> tuple[int, int]:
 def sum_parts(parts_PC: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of float32 partial sums over the first dimension, as `dtype`."""
     out = torch.empty(parts_PC.shape[1], dtype=dtype, device=parts_PC.device)
-    _sum(parts_PC, out, out, False)
+    _sum(parts_PC, [out], False)
     return out
 
 
 def add_parts(parts_PC: Tensor, out: Tensor) -> None:
     """Add the sum of float32 partial sums over the first dimension to `out` [C]."""
     assert parts_PC.shape[1] == out.numel(), (parts_PC.shape, out.shape)
-    _sum(parts_PC, out, out, True)
+    _sum(parts_PC, [out], True)
 
 
-def _sum(parts_PC: Tensor, out: Tensor, second: Tensor, accumulate: bool) -> None:
+def _sum(parts_PC: Tensor, outs: Sequence[Tensor], accumulate: bool) -> None:
+    """Into up to three outputs, side by side in the columns."""
     P, C = parts_PC.shape
+    first, second, third = outs[0], outs[min(1, len(outs) - 1)], outs[-1]
+    split = first.numel()
     # Few programs have little to do each, so what counts is how many loads follow each other.
     _sum_parts_kernel[(cdiv(C, 32),)](
-        *(parts_PC, out, second, P, C, out.numel()), ACCUMULATE=accumulate, BLOCK_P=128, BLOCK_C=32, num_warps=8
+        *(parts_PC, first, second, third, P, C, split, C if len(outs) < 3 else split + second.numel()),
+        ACCUMULATE=accumulate,
+        BLOCK_P=128,
+        BLOCK_C=32,
+        num_warps=8,
     )
 
 
-def accumulate_gradients(
-    parts_PC: Tensor, first: Tensor, second: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of one or two parameters from their partial sums, which lie side by side in float32.
+def accumulate_gradients(parts_PC: Tensor, *parameters: Tensor) -> list[Tensor | None]:
+    """The gradients of up to three parameters from their partial sums, which lie side by side in float32.
 
     Added to their sinks where they have one, and None returned for them; else returned in their type.
     """
-    sink = sink_of(first)
-    other = sink if second is None else sink_of(second)
-    if sink is not None and other is not None and _takes_sums(sink.main) and _takes_sums(other.main):
-        _sum(parts_PC, sink.main, other.main, True)
-        sink.ready()
-        if second is not None:
-            other.ready()
-        return None, None
-    sums = sum_parts(parts_PC, first.dtype)
-    n = first.numel()
-    return _gradient(first, sums[:n]), None if second is None else _gradient(second, sums[n:])
+    outs: list[Tensor] = []
+    sinks: list[GradientSink | None] = []  # those that take sums as they are
+    for parameter in parameters:
+        sink = sink_of(parameter)
+        if sink is None or not _takes_sums(sink.main):
+            sink = None
+            outs.append(torch.zeros(parameter.numel(), dtype=torch.float32, device=parts_PC.device))
+        else:
+            outs.append(sink.main)
+        sinks.append(sink)
+    _sum(parts_PC, outs, True)
+    found: list[Tensor | None] = []
+    for parameter, sink, out in zip(parameters, sinks, outs, strict=True):
+        if sink is None:
+            found.append(_gradient(parameter, out))
+        else:
+            sink.ready()
+            found.append(None)
+    return found
 
 
 def _takes_sums(main: Tensor) -> bool:
@@ -126,7 +143,7 @@ def _takes_sums(main: Tensor) -> bool:
 def _gradient(parameter: Tensor, found: Tensor) -> Tensor | None:
     """What autograd is told of a parameter's gradient: nothing where its sink takes it."""
     if (sink := sink_of(parameter)) is None:
-        return found
+        return found.to(parameter.dtype)
     sink.main.add_(found)
     sink.ready()
     return None

@@ -124,7 +124,7 @@ def gather_and_consume(
 
 
 def exchange_scatter(
-    make: Callable[[torch.Tensor], None], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
+    make: Callable[[torch.Tensor], object], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
 ) -> Pending:
     """Reduce-scatter of what make(out [size, *shape]) writes, by the axis's exchange, under what comes next."""
     assert axis.exchange is not None
@@ -133,7 +133,7 @@ def exchange_scatter(
 
 
 def scatter_now(
-    make: Callable[[torch.Tensor], None], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
+    make: Callable[[torch.Tensor], object], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
 ) -> torch.Tensor:
     """As exchange_scatter, done at once."""
     assert axis.exchange is not None

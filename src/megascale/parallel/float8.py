@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import ConfigError
-from megascale.ops import dispatch
+from megascale.ops import dispatch, known_amax
 from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_rows
 from megascale.ops.float8.formats import E4M3, E5M2, Float8, Format
@@ -109,6 +109,7 @@ class TensorWiseFloat8(_Float8Linears):
     """
 
     recipe = "one scale a matrix"
+    wants_amaxes = True
 
     def _agreed(self, amax: Tensor) -> Tensor:
         if self.axis.size == 1:
@@ -120,6 +121,7 @@ class TensorWiseFloat8(_Float8Linears):
         return cast_by_amax(weight, E4M3, self._agreed(amax_of(weight)))
 
     def _operand(self, x: Tensor, kind: Format, given: Tensor | None, travels: bool) -> Operand:
+        given = known_amax.known(x) if given is None else given
         x = x.detach()
         amax = self._agreed(amax_of(x) if given is None else given)
         travels = travels and self.axis.size > 1

@@ -18,7 +18,12 @@ class LinearPrecision(ComputeType):
 
     Args:
         axis: the tensor-parallel axis: ranks that share a tensor must agree on its scale. It carries the runtime.
+
+    Attributes:
+        wants_amaxes: whether operators are to collect the largest magnitude of what they make (ops/known_amax.py).
     """
+
+    wants_amaxes = False
 
     def __init__(self, axis: Axis = ALONE) -> None:
         self.axis = axis

@@ -79,7 +79,7 @@ def _gathered_gemm(
 
 
 # What writes the sum of some GEMMs into `out`: a second one that accumulates costs no concatenation.
-Sum = Callable[[torch.Tensor], object]
+Sum = Callable[[torch.Tensor], None]
 
 
 def _scattered(total: Sum, shape: tuple[int, ...], like: torch.Tensor, axis: Axis, followed: bool) -> Pending:

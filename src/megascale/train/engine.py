@@ -16,6 +16,7 @@ from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import launch
 from megascale.ops.dispatch import Kernels
+from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import TIED, Axes, FlatChunk
@@ -166,6 +167,8 @@ class Engine:
             tokens = config.model.sequence_length * config.train.micro_batch
             with runtime.kernels.in_force():
                 chunk.linears.check(chunk.matrices(), tokens, device)
+        if any(chunk.linears.wants_amaxes for chunk in self.chunks):
+            runtime.kernels.amaxes = AmaxSlots()
         self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype)
         self.optimizer = ShardedOptimizer(
             config.optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import torch
@@ -16,6 +17,8 @@ from megascale.observe.store.span_messages import span_folder
 from megascale.observe.store.span_ring import SpanRing
 from megascale.parallel.runtime import Runtime
 from megascale.train.rank_info import RankInfo
+
+log = logging.getLogger("megascale.train")
 
 
 def make_timers(device: torch.device, sink: SpanSink | None, every: int) -> Timers:
@@ -46,15 +49,30 @@ class RankTimers:
         observe = config.observe
         if not observe.timers:
             return
-        ring = SpanRing(rank=place.rank, attempt=attempt)
+        try:
+            ring = SpanRing(rank=place.rank, attempt=attempt)
+        except (OSError, AttributeError) as error:  # no shared memory is to be had here: metrics have the times alone
+            log.warning("rank %d keeps no spans: %s", place.rank, error)
+            runtime.recorder = self.timers = make_timers(place.device, None, 0)
+            return
         at = grid.coordinate(place.rank)
         host, hosts = (place.rank - place.local_rank) // place.local_world, -(-place.world // place.local_world)
         device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type
         facts = {"tensor": at.tensor, "pipeline": at.pipeline, "data": at.data, "hostname": socket.gethostname()}
         words = {name: str(value) for name, value in facts.items()} | {"device": device}
         run = config.run_folder
-        out, log = span_folder(run, host), run / "logs" / f"spans-{host}.log"
-        self._link = SpanLink(ring, out, config.train.name, host, words, observe.spans_mib, log, hosts=hosts)
+        out, log_file = span_folder(run, host), run / "logs" / f"spans-{host}.log"
+        self._link = SpanLink(
+            ring,
+            out,
+            config.train.name,
+            host,
+            words,
+            observe.spans_mib,
+            log_file,
+            hosts=hosts,
+            sinks=observe.span_sinks,
+        )
         runtime.recorder = self.timers = make_timers(place.device, ring, observe.spans)
 
     def read(self, step: int, status: StatusFile) -> dict[str, float]:

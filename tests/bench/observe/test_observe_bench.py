@@ -49,6 +49,15 @@ def test_killed_services_lose_nothing(tmp_path):
 
 
 def test_costs_over_their_bound_are_missed():
-    one = {"name": "a", "pairs": 200, "step": 0.1, "share": 0.001, "low": 0.0, "high": 0.003, "bound": 0.004}
+    one = {
+        "name": "a",
+        "by": "cpu_seconds",
+        "pairs": 200,
+        "step": 0.1,
+        "share": 0.001,
+        "low": 0.0,
+        "high": 0.003,
+        "bound": 0.004,
+    }
     assert _show_cost([one]) == []
     assert "0.50%" in _show_cost([one | {"high": 0.005}])[0]

@@ -499,3 +499,11 @@ def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
             done.result()
     assert most == 1
     assert not place.folder.exists()
+
+
+def test_a_service_that_is_not_to_linger_waits_for_its_first_visitor(tmp_path):
+    place = service_protocol.private_folder(tmp_path / "run")
+    with contextlib.closing(service.connect(place, linger=0.0)) as first:
+        with contextlib.closing(service.connect(place, linger=0.0)):
+            pass  # the same one: it is not alone yet
+        assert first is not None

@@ -70,7 +70,9 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
     assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "respawn", (0,)), verdict.evidence
 
 
-def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path):
+def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # what it imports, Python would leave a part of
+
     def fill(mine: Trainers) -> None:
         # As `faults inject full-disk` does it; ranks inherit it from their fork server.
         resource.prlimit(mine._server.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))

@@ -34,5 +34,9 @@ def test_an_address_that_other_machines_reach_is_told_with_what_keeps_it_and_how
     assert "token.act" in of_api
     assert "port 7001" in of_agents
     assert "not encrypted" in of_agents or "none is encrypted" in of_agents
+    (page,) = open_addresses(ResilienceConfig(agent_metrics="[::]:9100"), agents, api)
+    assert "resilience.agent_metrics=[::]:9100" in page
+    assert "without a token" in page
+    assert open_addresses(ResilienceConfig(agent_metrics="127.0.0.1:9100"), agents, api) == ()
     own = ResilienceConfig(listen="::", tls_certificate="a.crt", tls_key="a.key")
     assert "resilience.tls_certificate=a.crt" in open_addresses(own, agents, api)[0]

@@ -45,22 +45,23 @@ class Job:
 def rows_of_stage(schedule: Schedule, stage: int) -> Array:
     """A step of one rank of a stage as a recorder keeps it, int64 [spans, 10]: the actions of the schedule one after
     another, each compute with a wait in it, and what comes after them. Times from 0 on."""
-    rows, now = [], 0
+    rows: list[tuple[int, ...]] = []
+    now = 0
     lasts = {ActionKind.FORWARD: FORWARD_NS, ActionKind.BACKWARD: BACKWARD_NS}
     for kind, chunk, microbatch in schedule[stage]:
         took = lasts.get(kind, 20_000)
         rows.append((kind, 0, chunk, microbatch, -1, 0, -1, now, now + took, took))
         now += took
     after = ((SpanKind.FINISH_REDUCTIONS, 30_000_000), (SpanKind.OPTIMIZER, UPDATE_NS))
-    for kind, took in after:
-        rows.append((kind, 0, -1, -1, -1, 0, -1, now, now + took, took))
+    for last, took in after:
+        rows.append((last, 0, -1, -1, -1, 0, -1, now, now + took, took))
         now += took
     return np.array(rows, np.int64)
 
 
 def rollups_of_stage(rows: Array) -> Array:
     """Roll-ups of such a step with its waits and transfers."""
-    waits = []
+    waits: list[tuple[int, ...]] = []
     for axis, parent in ((SpanAxis.PIPELINE, SpanKind.FORWARD), (SpanAxis.TENSOR, SpanKind.BACKWARD)):
         for row in rows[rows[:, 0] == parent].tolist():
             start = row[7]
@@ -68,7 +69,7 @@ def rollups_of_stage(rows: Array) -> Array:
             waits.append((SpanKind.TRANSFER, axis, row[2], row[3], -1, 1 << 24, -1, start, start + TRANSFER_NS, 0))
     end = int(rows[-1, 8])
     step = (SpanKind.STEP, 0, -1, -1, -1, 0, -1, 0, end, end)
-    return roll_up(np.concatenate([rows, np.array([*waits, step], np.int64)]))
+    return roll_up([*map(tuple, rows.tolist()), *waits, step])  # type: ignore[list-item]
 
 
 def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int, int, Array]]:
@@ -78,7 +79,7 @@ def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int,
     pace = 1 + _SPREAD * random.standard_normal(job.world).clip(-3, 3)
     pace[7] += 0.1
     rows = [rows_of_stage(schedule, stage) for stage in range(job.stages)]
-    base = [spans_of(one) if full else rollups_of_stage(one) for one in rows]
+    base = [spans_of(one.tolist()) if full else rollups_of_stage(one) for one in rows]
     times = (
         ("start_ns", "end_ns") if full else ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
     )

@@ -38,10 +38,12 @@ SETTINGS = {
 
 @dataclass
 class Value:
-    """One value of the setting: seconds of its timed steps, their losses and gradient norms, peak memory in GiB."""
+    """One value of the setting: seconds of its timed steps, the processor's seconds of them in this process, their
+    losses and gradient norms, peak memory in GiB."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     memory_gib: float | None = None
@@ -140,10 +142,10 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
     set_to, made = change(engine, key), 0
     found = {value: Value(value) for value in values}
 
-    def step() -> tuple[float, float, float]:
+    def step() -> tuple[float, float, float, float]:
         nonlocal made
         made += 1
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         recorder = engine.runtime.recorder
         recorder.step_begins(made)
         engine.start_gather()
@@ -151,7 +153,7 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
         recorder.step_ended()
         garbage.after(made)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
-        return time.perf_counter() - began, loss, norm
+        return time.perf_counter() - began, time.process_time() - busy, loss, norm
 
     for value in values:  # loads kernels, and takes the memory that each needs
         set_to(value)
@@ -166,8 +168,9 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
                 torch.cuda.reset_peak_memory_stats(place.device)
             step()
             for _ in range(each):
-                seconds, loss, norm = step()
+                seconds, cpu_seconds, loss, norm = step()
                 one.seconds.append(seconds)
+                one.cpu_seconds.append(cpu_seconds)
                 one.losses.append(loss)
                 one.norms.append(norm)
             if cuda:
@@ -198,7 +201,13 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
         "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
         "gemm_flop_per_s": None if before is None or after is None else [before, after],
         "active": engine.active,
-        "differences": {one.name: difference(found[values[0]], one) for one in list(found.values())[1:]},
+        "differences": {
+            one.name: {
+                "seconds": difference(found[values[0]].seconds, one.seconds),
+                "cpu_seconds": difference(found[values[0]].cpu_seconds, one.cpu_seconds),
+            }
+            for one in list(found.values())[1:]
+        },
         "values": [vars(one) | {"mfu": share(one)} for one in found.values()],
     }
 
@@ -236,13 +245,13 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
     return set_to
 
 
-def difference(first: Value, other: Value) -> tuple[float, float, float]:
-    """How much longer steps of `other` are, in share of `first`'s: (median, lower and upper bound) over pairs.
+def difference(first: list[float], other: list[float]) -> tuple[float, float, float]:
+    """How much longer the steps of `other` are, in share of `first`'s: (median, lower and upper bound) over pairs.
 
     The i-th timed steps of both make a pair. Bounds are order statistics of the pairs' ratios, which hold the median
     with 95% confidence whatever its distribution: the k-th smallest and largest, k by the binomial law.
     """
-    ratios = sorted(b / a - 1 for a, b in zip(first.seconds, other.seconds, strict=True))
+    ratios = sorted(b / a - 1 for a, b in zip(first, other, strict=True))
     below, k = 0.5 ** len(ratios), 0
     total = below
     while total <= 0.025 and k < len(ratios) // 2:
@@ -283,11 +292,13 @@ def show(record: dict[str, Any]) -> None:
             f"{statistics.median(one['norms']):.5f}",
         )
     console.print(table)
-    for name, (middle, low, high) in record["differences"].items():
-        console.print(
-            f"{name} takes {middle:+.2%} more of a step than {record['values'][0]['name']} "
-            f"(median of {len(record['values'][0]['seconds'])} pairs; 95%: {low:+.2%} to {high:+.2%})"
-        )
+    for name, by in record["differences"].items():
+        for what, key in (("time", "seconds"), ("of this process's processor time", "cpu_seconds")):
+            middle, low, high = by[key]
+            console.print(
+                f"{name} takes {middle:+.2%} more {what} a step than {record['values'][0]['name']} "
+                f"(median of {len(record['values'][0]['seconds'])} pairs; 95%: {low:+.2%} to {high:+.2%})"
+            )
     if record["gemm_flop_per_s"] is not None:
         before, after = (x / 1e12 for x in record["gemm_flop_per_s"])
         console.print(f"sustained GEMM: {before:.0f} TFLOP/s before, {after:.0f} after, in the same run")

@@ -79,7 +79,9 @@ class CheckpointService:
 
     def _deserted(self) -> bool:
         """Whether no trainer has been here for longer than the service waits for one."""
-        return self.reception.deserted(self.linger)
+        # Whoever started it may take a while to come for the first time, however short it is to wait later.
+        known = self.reception.came or self.linger < 0
+        return self.reception.deserted(self.linger if known else max(self.linger, _COME_UP))
 
     def talk(self, sock: Conversation) -> None:
         """Serve one trainer until it leaves."""

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from typing import Any
 
-import numpy as np
 import torch
 
 from megascale.core.spans import SpanKind
@@ -157,7 +156,7 @@ class DeviceTimers(Timers):
             if (start := row[-2]).ns != _NEVER and (end := row[-1]).ns != _NEVER
         ]
         if made:
-            self._emit(told.block, np.array(made, dtype=np.int64), round(error))
+            self._emit(told.block, made, round(error))  # type: ignore[arg-type]
 
     def _recycle(self, mark: Mark) -> None:
         if mark.event is not None:

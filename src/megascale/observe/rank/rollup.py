@@ -1,7 +1,12 @@
-"""Roll-ups of a rank's spans: one row a kind and axis, made of the rows that a recorder kept."""
+"""Roll-ups of a rank's spans: one row a kind and axis, made of the rows that a recorder kept.
+
+Plain Python: a step has some dozen to some thousand rows, and functions that nothing else has called since the step
+before are slower than their work.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,62 +16,52 @@ from megascale.observe.store.frames import ROLLUP, SPAN
 
 Array = np.ndarray[Any, Any]
 
-# Columns of a recorder's rows, int64 [n, 10].
-KIND, AXIS, CHUNK, MICROBATCH, WAITED_ON, BYTES, PARENT, START, END, HOST = range(10)
-_AXES = len(SpanAxis)
-_KEYS = (max(SpanKind) + 1) * _AXES
-_STEP = SpanKind.STEP * _AXES
+# kind, axis, chunk, micro-batch, waited on, bytes, parent's kind (-1: none), start, end, the host's time; times in ns
+Row = tuple[int, int, int, int, int, int, int, int, int, int]
+
+_STEP = SpanKind.STEP << 8
 _OUTSIDE = (SpanKind.EVALUATE, SpanKind.CHECKPOINT_SAVE, SpanKind.GARBAGE)  # between steps
 
 
-def roll_up(rows: Array) -> Array:
-    """ROLLUP records of rows [n, 10]: a record for each kind and axis that there is, in their order.
+def roll_up(rows: Sequence[Row]) -> Array:
+    """ROLLUP records of rows: a record for each kind and axis that there is, in their order.
 
     A wait is in its own record, in `waited_ns` of the action that it lies in, and in that of the step. The three may be
     told in different calls: they add up.
     """
-    keys = rows[:, KIND] * _AXES + rows[:, AXIS]
-    lasted = rows[:, END] - rows[:, START]
-    count = np.bincount(keys, minlength=_KEYS)
+    sums: dict[int, list[int]] = {}  # count, total, longest, host's, bytes, first, last
+    waited: dict[int, int] = {}
+    for kind, axis, _, _, _, nbytes, parent, start, end, host in rows:
+        lasted, key = end - start, kind << 8 | axis
+        one = sums.get(key)
+        if one is None:
+            sums[key] = [1, lasted, lasted, host, nbytes, start, end]
+        else:
+            one[0] += 1
+            one[1] += lasted
+            one[3] += host
+            one[4] += nbytes
+            if lasted > one[2]:
+                one[2] = lasted
+            if start < one[5]:
+                one[5] = start
+            if end > one[6]:
+                one[6] = end
+        if kind in WAITS:
+            if parent >= 0:
+                waited[parent << 8] = waited.get(parent << 8, 0) + lasted
+            if parent not in _OUTSIDE:
+                waited[_STEP] = waited.get(_STEP, 0) + lasted
+    found = []
+    for key in sorted(sums.keys() | waited.keys()):
+        count, total, longest, host, nbytes, first, last = sums.get(key, (0,) * 7)
+        found.append((key >> 8, key & 255, 0, count, total, waited.get(key, 0), longest, host, nbytes, first, last))
+    return np.array(found, ROLLUP)
 
-    def summed(values: Array, by: Array = keys) -> Array:
-        return np.bincount(by, weights=values, minlength=_KEYS).astype(np.int64)
 
-    waits = np.isin(rows[:, KIND], WAITS)
-    inside = waits & (rows[:, PARENT] >= 0)
-    waited = summed(lasted[inside], rows[inside, PARENT] * _AXES)
-    waited[_STEP] += lasted[waits & ~np.isin(rows[:, PARENT], _OUTSIDE)].sum()
-    present = np.flatnonzero((count > 0) | (waited > 0))
-    longest, last = np.zeros(_KEYS, np.int64), np.zeros(_KEYS, np.int64)
-    first = np.full(_KEYS, np.iinfo(np.int64).max)
-    np.maximum.at(longest, keys, lasted)
-    np.minimum.at(first, keys, rows[:, START])
-    np.maximum.at(last, keys, rows[:, END])
-    first[count == 0] = 0
-    found = np.zeros(len(present), ROLLUP)
-    found["kind"], found["axis"] = present // _AXES, present % _AXES
-    found["count"], found["total_ns"], found["waited_ns"] = count[present], summed(lasted)[present], waited[present]
-    found["longest_ns"], found["host_ns"] = longest[present], summed(rows[:, HOST])[present]
-    found["bytes"] = summed(rows[:, BYTES])[present]
-    found["first_ns"], found["last_ns"] = first[present], last[present]
-    return found
-
-
-def spans_of(rows: Array) -> Array:
-    """SPAN records of rows [n, 10]."""
-    found = np.zeros(len(rows), SPAN)
-    for name, column in (
-        ("kind", KIND),
-        ("axis", AXIS),
-        ("chunk", CHUNK),
-        ("microbatch", MICROBATCH),
-        ("waited_on", WAITED_ON),
-        ("bytes", BYTES),
-        ("start_ns", START),
-        ("end_ns", END),
-    ):
-        found[name] = rows[:, column]
-    return found
+def spans_of(rows: Sequence[Row]) -> Array:
+    """SPAN records of rows."""
+    return np.array([(row[0], row[1], row[2], row[3], row[4], 0, row[5], row[7], row[8]) for row in rows], SPAN)
 
 
 class StepTotals:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.core.spans import SCHEMA
@@ -39,6 +40,7 @@ class SpanLink:
         log_file: of the service.
         wait: seconds before it begins.
         hosts: of the job.
+        sinks: of the service, by name.
     """
 
     def __init__(
@@ -52,12 +54,13 @@ class SpanLink:
         log_file: Path | None = None,
         wait: float = START_SECONDS,
         hosts: int = 1,
+        sinks: Sequence[str] = ("parquet",),
     ) -> None:
         self.ring, self.out, self._wait = ring, out, wait
         self._about = {"job": job, "host": host, "schema": SCHEMA, "clock_ns": time.time_ns() - time.monotonic_ns()}
         self._about["ranks"] = [{"attempt": ring.attempt, "rank": ring.rank, **facts}]
         self._follow = Follow(ring.rank, ring.attempt, facts)
-        self._place, self._launch = place(out), launch(out, job, host, hosts, limit_mib, log_file)
+        self._place, self._launch = place(out), launch(out, job, host, hosts, limit_mib, log_file, sinks)
         self._conversation: Conversation | None = None
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -73,7 +76,9 @@ class SpanLink:
             try:
                 self._hand_over()
             except (OSError, EOFError, ServiceFailed) as error:
-                log.warning("rank %d: the span service is not there: %s", self.ring.rank, error or "it ended")
+                if not self._closing.is_set():  # who hangs up is not told so
+                    why = str(error) or "it ended"
+                    log.warning("rank %d: the span service is not there: %s", self.ring.rank, why)
             pause = _AGAIN[0] if time.monotonic() - begun > _AGAIN[1] else min(2 * pause, _AGAIN[1])
             self._closing.wait(pause)
 

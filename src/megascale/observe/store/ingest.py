@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from megascale.core.spans import SCHEMA
 from megascale.observe.store.columns import TABLES
 from megascale.observe.store.frames import CLOCK, CLOCKS, COUNTERS, RECORDS, FrameHead, TornFrame, pack, scan
 from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.span_sinks import SegmentSink
 from megascale.observe.store.spool import (
     LEFT,
     RINGS,
-    Segment,
     Spool,
     adopt,
     last_numbers,
@@ -40,16 +40,6 @@ log = logging.getLogger("megascale.observe.spans")
 SEGMENT_BYTES = 16 << 20
 SEGMENT_SECONDS = 300.0
 STATE = "state.json"
-
-
-class SegmentSink(Protocol):
-    """Where segments go in the end; see ParquetWriter."""
-
-    def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
-        """Keep it; rows of each table. OSError if that cannot be done now: it is asked again later."""
-
-    def close(self) -> None:
-        """Let go."""
 
 
 class Ingest:
@@ -228,9 +218,9 @@ class Ingest:
         for path in self.folder.iterdir():
             size = _size(path)
             total += size
-            table, _, number = path.stem.rpartition("-")
+            table, _, numbers = path.stem.partition("-")
             if path.suffix == ".parquet" and table in tables:
-                tables[table].append((number, path, size))
+                tables[table].append((numbers, path, size))
         rollups = sorted(tables.pop("rollups"))
         others = sorted(one for found in tables.values() for one in found)
         share = sum(size for _, _, size in rollups)

@@ -3,25 +3,51 @@
     rollups-N.parquet   spans-N.parquet   counters-N.parquet   clocks-N.parquet
 
 All are written under other names, put on the disk, renamed, and then the segment is removed: who dies in between does
-it again. A sink of this kind takes a segment (`write_segment`); another database would be a class beside.
+it again. Small files of a table are merged, FIRST-LAST in place of the segment's number: where such a file is there,
+those that it was made of do not count.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from megascale.observe.store.columns import AXES, KINDS, TABLES, Frames, by_action, by_table, columns
-from megascale.observe.store.spool import Segment
+from megascale.observe.store.spool import Segment, segments
+
+log = logging.getLogger("megascale.observe.spans")
 
 MEMORY = "256MB"  # that DuckDB may take for a conversion
 _ROWS = 122_880  # of a part of a file: what a query skips or reads
+_MERGED = 32  # files that become one, none larger than
+_SMALL = 2 << 20  # bytes, and all together not more than
+_MERGED_BYTES = 8 << 20
 
 
 def table_file(folder: Path, table: str, number: int) -> Path:
     """The file of a table and segment."""
     return folder / f"{table}-{number:06d}.parquet"
+
+
+def span_of(path: Path, table: str) -> tuple[int, int] | None:
+    """The first and the last segment in a table's file; None if it is none of this table."""
+    first, _, last = path.stem.removeprefix(f"{table}-").partition("-")
+    if not path.name.startswith(f"{table}-") or not first.isdigit() or not (last or first).isdigit():
+        return None
+    return int(first), int(last or first)
+
+
+def standing(folder: Path, table: str) -> dict[Path, tuple[int, int]]:
+    """The files of a table that count, with their segments, in order: without those that a merged one is made of."""
+    found = {path: span for path in folder.glob(f"{table}-*.parquet") if (span := span_of(path, table)) is not None}
+    merged = [span for span in found.values() if span[0] < span[1]]
+    return {
+        path: (first, last)
+        for path, (first, last) in sorted(found.items(), key=lambda one: one[1])
+        if not any(a <= first and last <= b and (first, last) != (a, b) for a, b in merged)
+    }
 
 
 class ParquetWriter:
@@ -35,6 +61,9 @@ class ParquetWriter:
         import duckdb
 
         self.folder = folder
+        for table in TABLES:  # what a merge before a kill has left
+            for path in set(folder.glob(f"{table}-*.parquet")) - standing(folder, table).keys():
+                path.unlink(missing_ok=True)
         self._database: Any = duckdb.connect(
             config={
                 "threads": threads,
@@ -71,7 +100,50 @@ class ParquetWriter:
             for temporary, _ in made:
                 temporary.unlink(missing_ok=True)
             raise
+        for table in told:
+            self.merge(table)
         return told
+
+    def merge(self, table: str) -> Path | None:
+        """Make the oldest small files of a table into one, if there are many; the new file. Nothing is lost if it
+        cannot be done: it is tried again after another segment."""
+        spooled, total = set(segments(self.folder)), 0
+        small: list[tuple[Path, int, int]] = []
+        for path, (first, last) in standing(self.folder, table).items():
+            size = path.stat().st_size
+            if size > _SMALL or any(first <= number <= last for number in spooled) or total + size > _MERGED_BYTES:
+                if len(small) >= _MERGED:
+                    break
+                small, total = [], 0  # what is merged must be of consecutive segments
+                continue
+            small.append((path, first, last))
+            total += size
+            if len(small) == _MERGED:
+                break
+        if len(small) < _MERGED:
+            return None
+        file = self.folder / f"{table}-{small[0][1]:06d}-{small[-1][2]:06d}.parquet"
+        temporary = file.with_suffix(".tmp")
+        source = "read_parquet([{}], union_by_name = true, hive_partitioning = false)".format(
+            ", ".join(sql_text(str(path)) for path, _, _ in small)
+        )
+        order = {"rollups": "ORDER BY action, step, rank", "counters": "ORDER BY name, device, time_ns"}.get(table, "")
+        try:
+            self._database.execute(
+                f"COPY (SELECT * FROM {source} {order}) TO {sql_text(str(temporary))} "
+                f"(FORMAT parquet, COMPRESSION snappy, ROW_GROUP_SIZE {_ROWS})"
+            ).fetchall()
+            _on_disk(temporary)
+            os.replace(temporary, file)
+            _on_disk(self.folder)
+        except Exception as error:
+            log.warning("%d small files of %s are not merged: %s", len(small), table, error)
+            temporary.unlink(missing_ok=True)
+            return None
+        for path, _, _ in small:
+            if path != file:
+                path.unlink(missing_ok=True)
+        return file
 
     def _copy(self, table: str, found: dict[str, Any], file: Path, about: dict[str, Any], parts: bool) -> None:
         import duckdb

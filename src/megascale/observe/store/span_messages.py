@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megascale.services.conversation import Done, ErrorReply
@@ -39,8 +40,10 @@ def place(out: Path) -> Place:
     return Place(private_base() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
 
 
-def launch(out: Path, job: str, host: int, hosts: int, limit_mib: int, log: Path | None) -> Launch:
+def launch(
+    out: Path, job: str, host: int, hosts: int, limit_mib: int, log: Path | None, sinks: Sequence[str]
+) -> Launch:
     """How it is started, on one of the job's `hosts`."""
     words = [str(place(out).folder), "--out", str(out.absolute()), "--job", job, "--host", str(host)]
-    words += ["--hosts", str(hosts)]
+    words += ["--hosts", str(hosts), "--sinks", ",".join(sinks)]
     return Launch("megascale.observe.store.span_service", [*words, "--limit-mib", str(limit_mib)], log)

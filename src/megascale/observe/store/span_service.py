@@ -19,16 +19,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.observe.store import network_settings
 from megascale.observe.store.counters import HostCounters
 from megascale.observe.store.frames import COUNTERS
 from megascale.observe.store.host_clock import ClockServer, HostClock
-from megascale.observe.store.ingest import STATE, Ingest, SegmentSink
+from megascale.observe.store.ingest import STATE, Ingest
 from megascale.observe.store.span_messages import FROM_SPANS, NAME, TO_SPANS, Follow
 from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.observe.store.tables import RANKS
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
@@ -66,6 +69,7 @@ class SpanService:
         self._lock = threading.Lock()
         self._asked = (0, 0)
         self._lost: dict[int, tuple[int, int]] = {}
+        self._network = network_settings.check(os.environ)  # as the ranks have it, who start this
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._pump, name="megascale-spans")
 
@@ -127,6 +131,10 @@ class SpanService:
     def _pump(self) -> None:
         ingest = self._make()
         counters = HostCounters()
+        for setting in self._network:
+            if not setting.good:
+                level = logging.WARNING if setting.good is False else logging.INFO
+                log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.found, setting.advised)
         self._begin_clock(ingest)
         told = 0.0
         try:
@@ -216,6 +224,7 @@ class SpanService:
             "failures": ingest.failures,
             "damaged": ingest.damaged,
             "error": ingest.error,
+            "network": [asdict(setting) for setting in self._network],
         }
         temporary = self.out / f"{STATE}.tmp"
         with contextlib.suppress(OSError):
@@ -253,6 +262,7 @@ def main() -> None:
     parser.add_argument("--host", type=int, required=True)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--limit-mib", type=int, default=512)
+    parser.add_argument("--sinks", default="parquet", help="names of observe.span_sinks")
     parser.add_argument("--segment-seconds", type=float, default=300.0)
     parser.add_argument("--ready", type=int, help="open file to tell when ready")
     given = parser.parse_args()
@@ -267,18 +277,12 @@ def main() -> None:
             job=given.job,
             host=given.host,
             hostname=socket.gethostname(),
-            sink=_parquet,
+            sink=open_span_sinks(given.sinks.split(",")),
             limit=given.limit_mib << 20,
             segment_seconds=given.segment_seconds,
         )
 
     serve(given.folder, SpanService(given.out, ingest, given.host, given.hosts), Ready(given.ready, None))
-
-
-def _parquet(folder: Path) -> SegmentSink:
-    from megascale.observe.store.parquet import ParquetWriter
-
-    return ParquetWriter(folder)
 
 
 if __name__ == "__main__":

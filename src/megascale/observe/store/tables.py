@@ -18,7 +18,7 @@ import numpy as np
 from megascale.core import strict_json
 from megascale.errors import DataError
 from megascale.observe.store.columns import TABLES, by_table, columns
-from megascale.observe.store.parquet import select, sql_text
+from megascale.observe.store.parquet import select, sql_text, standing
 from megascale.observe.store.spool import Segment, held
 
 RANKS = "ranks.jsonl"
@@ -81,10 +81,9 @@ class SpanTables:
                     told += [one | {"host": number} for one in found.about.get("ranks", [])]
             told += [one | {"host": number} for one in rank_facts(host)]
             for table in TABLES:
-                for path in sorted(host.glob(f"{table}-*.parquet")):
-                    text = path.stem.rpartition("-")[2]
+                for path, (first, last) in standing(host, table).items():
                     # While a segment is there, it alone counts.
-                    if text.isdigit() and int(text) not in here and self._readable(path):
+                    if not any(first <= segment <= last for segment in here) and self._readable(path):
                         files[table].append(path)
         if any(not file.exists() for file in seen):
             raise FileNotFoundError
@@ -114,10 +113,14 @@ class SpanTables:
         parts = []
         if files:
             names = "[" + ", ".join(sql_text(str(path)) for path in files) + "]"
-            parts.append(
-                f"SELECT {listed}, CAST(host AS INTEGER) AS host FROM read_parquet({names}, hive_partitioning = true, "
-                "union_by_name = true)"
+            source = f"read_parquet({names}, hive_partitioning = true, union_by_name = true)"
+            # Files of a version that knew less have no such column.
+            there = {row[0] for row in self._database.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
+            known = ", ".join(
+                f"CAST({name} AS {kind}) AS {name}" if name in there else f"NULL::{kind} AS {name}"
+                for name, kind in kinds.items()
             )
+            parts.append(f"SELECT {known}, CAST(host AS INTEGER) AS host FROM {source}")
         for position, (host, segment) in enumerate(spooled):
             found = columns(by_table(segment.frames), table, int(segment.about.get("clock_ns", 0)))
             if not len(next(iter(found.values()))):

@@ -21,7 +21,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from megascale.core.failure import errno_of
+from megascale.core.failure import errno_of, keep_no_bytecode
 from megascale.core.ports import free_port
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--pod", default="")
     a = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    keep_no_bytecode()
     a.folder.mkdir(parents=True, exist_ok=True)
 
     async def serve() -> None:

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 
-from megascale.core.failure import errno_of, words_of
+from megascale.core.failure import errno_of, keep_no_bytecode, words_of
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
     FROM_FORK_SERVER,
@@ -107,6 +107,7 @@ def _fork(sock: socket.socket, order: Fork, pipes: tuple[int, ...], reports: int
     code = 1
     try:
         die_with_parent(server)
+        keep_no_bytecode()
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -16,6 +16,7 @@ from megascale.config import Config, load
 from megascale.config.plugins import load_plugins
 from megascale.core import run_lock
 from megascale.core.events import Event
+from megascale.core.failure import keep_no_bytecode
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
@@ -83,6 +84,7 @@ def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
     again from its newest checkpoint. Raises ConfigError if another driver runs it, or somebody trains without one.
     """
     run = config.run_folder.absolute()
+    keep_no_bytecode()
     try:
         lock = run_lock.take_for_driver(run, "megascale launch")
         try:

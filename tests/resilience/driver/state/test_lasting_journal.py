@@ -83,7 +83,7 @@ def test_a_full_disk_delays_what_is_written_and_ends_nobody(tmp_path, what):
     if what == "disk":
         done = on_a_small_disk(tmp_path, FULL, what)
     else:
-        words = [sys.executable, "-c", FULL, str(tmp_path), what]
+        words = [sys.executable, "-B", "-c", FULL, str(tmp_path), what]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     behind, behind_at_the_end, said, kinds, shown, attempt, nodes = json.loads(done.stdout)
@@ -98,11 +98,12 @@ def test_a_full_disk_delays_what_is_written_and_ends_nobody(tmp_path, what):
 @pytest.mark.parametrize("limit", [0, 4096])
 def test_a_start_on_a_full_disk_is_one_paragraph(limit, tiny, tmp_path, megascale):
     pytest.importorskip("fastapi")
+    # With -B: Python leaves half of a module's bytecode where a file may not grow, for others to stumble over.
     program = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
         "sys.argv = ['megascale', *sys.argv[2:]]; runpy.run_module('megascale.cli.main', run_name='__main__')"
     )
-    words = [sys.executable, "-c", program, str(limit), "launch", str(tiny)]
+    words = [sys.executable, "-B", "-c", program, str(limit), "launch", str(tiny)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: the disk of ")

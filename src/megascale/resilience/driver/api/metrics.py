@@ -61,12 +61,14 @@ def _steps(driver: Driver) -> list[Family]:
         compute.add(values[-1], over="slowest")
         slowest.add(own[-1][1])
     return [
-        Family("megascale_loss", "gauge", "Loss of the last step.").add(last and last.loss),
-        Family("megascale_grad_norm", "gauge", "Its gradient norm before clipping.").add(last and last.grad_norm),
+        Family("megascale_loss", "gauge", "Loss of the last step.").add(last.loss if last else None),
+        Family("megascale_grad_norm", "gauge", "Its gradient norm before clipping.").add(
+            last.grad_norm if last else None
+        ),
         Family("megascale_step_seconds", "gauge", "Seconds of a step, the median of the last 50.").add(
             statistics.median(recent) if recent else None
         ),
-        Family("megascale_last_step", "gauge", "The step of the loss.").add(last and last.step),
+        Family("megascale_last_step", "gauge", "The step of the loss.").add(last.step if last else None),
         compute,
         slowest,
     ]

@@ -157,9 +157,9 @@ class _StepLines:
                 if not piece.more:
                     there.truncate(at + len(known))
             else:
+                there.truncate(at)  # first: whoever reads meanwhile sees whole lines
                 there.seek(at)
                 there.write(piece.data)
-                there.truncate()
 
 
 def _position(there: BinaryIO, step: int | None, size: int) -> int:
