@@ -27,15 +27,17 @@ def test_a_run_is_replayed_asked_and_written_down(megascale, run, tmp_path):
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
     assert found["steps"] == 4
-    assert found["replayed_seconds"] == pytest.approx(found["recorded_seconds"], rel=1e-6)
+    assert found["replayed_seconds"] == pytest.approx(found["recorded_seconds"], rel=1e-3)
     assert 0 < found["ideal_seconds"] <= found["recorded_seconds"]
     assert found["original_seconds"] <= found["recorded_seconds"]
     assert set(found["stages"]) == set(found["ranks"]) == {"0", "1"}
-    # The replay is about the step that the metrics tell.
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    seconds = {record["step"]: record["seconds"] for record in records if "loss" in record}
-    # Which the host measures on a machine that does other things as well.
-    assert 0.3 < found["recorded_seconds"] / (sum(seconds[step] for step in (2, 3, 4, 5)) / 4) < 3
+    # The replay is about the steps that were timed, from the first rank's begin to the last one's end.
+    with SpanTables(run) as tables:
+        spans = tables.query(
+            "SELECT (max(end_ns) - min(start_ns)) / 1e9 AS s FROM spans "
+            "WHERE action = 'step' AND step > 1 GROUP BY step"
+        )
+    assert 0.5 * spans["s"].mean() < found["recorded_seconds"] <= spans["s"].mean() + 1e-6
     assert (tmp_path / "map.png").stat().st_size > 1000
     # What was written down tells the same, without the run.
     again = megascale("whatif", tmp_path / "trace.parquet", "--json")
@@ -63,7 +65,8 @@ def _a_timeline(megascale, run, tmp_path):
     for row in found["ranks"]:
         assert sum(row["seconds"].values()) == pytest.approx(length[row["rank"]] / 1e9, rel=1e-9)
         assert min(row["seconds"].values()) >= 0
-    assert 0 < found["planned_seconds"] <= found["pipeline_seconds"] <= found["seconds"]
+    assert found["planned_seconds"] > 0
+    assert 0 < found["pipeline_seconds"] <= found["seconds"]
     assert found["waits"]
     # Each stage waits for its neighbour.
     assert all(wait["on"] == 1 - wait["rank"] for wait in found["waits"] if wait["axis"] == "pipeline")

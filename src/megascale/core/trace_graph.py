@@ -66,7 +66,7 @@ class TraceGraph:
         kind, stage, chunk, microbatch, sequence: [nodes].
         start, duration: recorded, seconds, [nodes, steps, replicas, tensor]; starts from each step's first.
         own: duration once all who take part are there (of a compute: without waits for tensor peers).
-        gap: from the end of what a node awaits to its start.
+        gap: from the end of what a node awaits to its start; negative where a step's order was another for once.
         before: for each node the nodes whose end its start awaits.
         group: [nodes] nodes of one number end together.
         levels: nodes in topological order, whole groups at a time: (nodes sorted by group, [k, nodes] awaited nodes
@@ -234,7 +234,6 @@ def _graph(trace: OperationTrace, steps: tuple[int, ...], ranks: Array, rows: Ar
         took = end[nodes] - ready
         own[nodes[moves]] = np.where(took <= -_MOST_NEGATIVE, 0.0, took)[moves]
     gap = start - _latest(end, before)
-    gap[gap <= -_MOST_NEGATIVE] = 0.0
     return TraceGraph(
         steps, ranks, builder.kind, builder.stage, chunk, builder.microbatch, builder.sequence, start, duration, own,
         gap, tuple(map(tuple, before)), group, levels,
