@@ -58,7 +58,7 @@ def test_every_step_of_every_rank_is_told(megascale, tiny, tmp_path):
         assert who["attempt"].tolist() == [0, 0]
     told = megascale("spans", run, "--export", tmp_path / "spans.jsonl")
     assert told.returncode == 0, told.stderr
-    assert "pipeline waits" in told.stdout
+    assert {"pipeline", "waits,", "own,", "rank"} <= set(told.stdout.split())
     kept = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
     assert {span["step"] for span in kept} == {3, 6}
     assert {"forward", "backward", "optimizer", "wait", "step"} <= {span["action"] for span in kept}
