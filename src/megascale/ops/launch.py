@@ -42,7 +42,11 @@ _ONES = ((), (1, 1), (1,), ())
 def describe() -> str:
     """How kernels are launched, for people."""
     why = _why_not()
-    return f"each by Triton ({why})" if why else "by key, of what Triton compiled"
+    return (
+        f"each by Triton ({why})"
+        if why
+        else f"by key, of what Triton compiled{', round its launcher' if STRAIGHT else ''}"
+    )
 
 
 def _why_not() -> str:

@@ -12,6 +12,7 @@ activation is its transposed float8 copy, half of what bfloat16 would keep.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -28,13 +29,14 @@ from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.linear_precision import LinearPrecision
 
 
-class _Float8Linears(LinearPrecision):
+class _Float8Linears(LinearPrecision, ABC):
     """What the recipes share: weights cast once a step, logits as without float8, checks at the start.
 
     Only activations and gradients are counted, weights are not.
     """
 
     recipe = ""
+    of_gradients = E4M3
 
     def __init__(self, axis: Axis = ALONE) -> None:
         super().__init__(axis)
@@ -75,8 +77,46 @@ class _Float8Linears(LinearPrecision):
             known = self._weights[id(weight)] = weight, self.cast_weight(weight.detach())
         return known[1]
 
+    @abstractmethod
     def cast_weight(self, weight: Tensor) -> Float8:
-        raise NotImplementedError
+        """See `weight`."""
+
+    @abstractmethod
+    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+        """An operand's float8 rows [rows, N], of `kind`, and their scale or scales."""
+
+    def forward(
+        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """See Gemms."""
+        w = self.weight(weight)
+        return self._multiply(x, E4M3, w.rows, w.rows_scale, weight.dtype, out, add, fast=True, bias=bias)
+
+    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+        """See Gemms."""
+        w = self.weight(weight)
+        return self._multiply(dy, self.of_gradients, w.columns, w.columns_scale, weight.dtype, out, add)
+
+    def _multiply(
+        self,
+        x: Operand,
+        kind: Format,
+        w: Tensor | None,
+        w_scale: Tensor | None,
+        dtype: torch.dtype,
+        out: Tensor | None,
+        add: bool,
+        fast: bool = False,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """x @ w.T, into out if that is given."""
+        assert w is not None
+        assert w_scale is not None
+        rows, scale = self.rows(x, kind)
+        if out is None:
+            y = gemm.matmul(rows, scale, w, w_scale, dtype=dtype, fast=fast, bias=bias)
+            return y.view(*x[0].shape[:-1], -1)
+        return gemm.matmul_out(flat(out), rows, scale, w, w_scale, fast=fast, bias=bias, add=add)
 
     def count_casts(self, on: bool) -> None:
         """See LinearPrecision."""
@@ -109,6 +149,7 @@ class TensorWiseFloat8(_Float8Linears):
     """
 
     recipe = "one scale a matrix"
+    of_gradients = E5M2
     wants_amaxes = True
 
     def _agreed(self, amax: Tensor) -> Tensor:
@@ -152,29 +193,9 @@ class TensorWiseFloat8(_Float8Linears):
         """See LinearPrecision."""
         return (x[2], x[1]) if len(x) == 3 else x
 
-    def forward(
-        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
-    ) -> Tensor:
-        """See Gemms."""
-        w = self.weight(weight)
-        assert w.rows is not None
-        assert w.rows_scale is not None
-        rows = flat(x[0]).view(E4M3.dtype)
-        if out is None:
-            y = gemm.matmul(rows, x[1], w.rows, w.rows_scale, dtype=weight.dtype, fast=True, bias=bias)
-            return y.view(*x[0].shape[:-1], -1)
-        return gemm.matmul_out(flat(out), rows, x[1], w.rows, w.rows_scale, fast=True, bias=bias, add=add)
-
-    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-        """See Gemms."""
-        w = self.weight(weight)
-        assert w.columns is not None
-        assert w.columns_scale is not None
-        rows = flat(dy[0]).view(E5M2.dtype)
-        if out is None:
-            dx = gemm.matmul(rows, dy[1], w.columns, w.columns_scale, dtype=weight.dtype)
-            return dx.view(*dy[0].shape[:-1], -1)
-        return gemm.matmul_out(flat(out), rows, dy[1], w.columns, w.columns_scale, add=add)
+    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+        """See above."""
+        return flat(x[0]).view(kind.dtype), x[1]
 
     def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
@@ -223,27 +244,9 @@ class RowWiseFloat8(_Float8Linears):
         """See LinearPrecision."""
         return x[:1]
 
-    def forward(
-        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
-    ) -> Tensor:
-        """See Gemms."""
-        w = self.weight(weight)
-        assert w.rows is not None
-        assert w.rows_scale is not None
-        if out is None:
-            y = gemm.matmul(x[1], x[2], w.rows, w.rows_scale, dtype=weight.dtype, fast=True, bias=bias)
-            return y.view(*x[0].shape[:-1], -1)
-        return gemm.matmul_out(flat(out), x[1], x[2], w.rows, w.rows_scale, fast=True, bias=bias, add=add)
-
-    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-        """See Gemms."""
-        w = self.weight(weight)
-        assert w.columns is not None
-        assert w.columns_scale is not None
-        if out is None:
-            dx = gemm.matmul(dy[1], dy[2], w.columns, w.columns_scale, dtype=weight.dtype)
-            return dx.view(*dy[0].shape[:-1], -1)
-        return gemm.matmul_out(flat(out), dy[1], dy[2], w.columns, w.columns_scale, add=add)
+    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+        """See above."""
+        return x[1], x[2]
 
     def accumulate(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""

@@ -81,6 +81,10 @@ def test_a_tiny_comparison(tmp_path, tokens, megascale):
     assert done.exit_code == 0, done.output
     assert [p.name for p in (tmp_path / "elsewhere").glob("*/")] == ["float8-0.001-0"]
     assert "(one pair)" in done.output
+    again = CliRunner().invoke(app, [*command, "--earlier", str(tmp_path / "c.json"), "--model.layers=2"])
+    assert isinstance(again.exception, ConfigError)
+    assert "seed 0, was run with" in str(again.exception)
+    assert "--model.layers=2" in str(again.exception)
     record = json.loads((tmp_path / "c.json").read_text())
     assert [run["variant"] for run in record["runs"]] == ["serial", "lamb 0.01", "lamb 0.03", "float8"]
     float8 = record["runs"][-1]["held_out"][-1]
@@ -95,6 +99,13 @@ def test_differences_are_taken_seed_by_seed():
     assert (mean, error, count) == (pytest.approx(0.2), pytest.approx(0.1 / 3**0.5), 3)
     assert bench.paired(runs[:5], "float8", "serial")[1] is None
     assert bench.paired(runs[:4], "float8", "serial") is None
+
+
+def test_what_is_no_record_of_earlier_runs_is_refused(tmp_path):
+    for text in ("[]", '{"runs": [{"variant": "serial"}]}', "no JSON"):
+        (tmp_path / "e.json").write_text(text)
+        with pytest.raises(ConfigError, match="holds no metrics"):
+            bench._read_earlier([tmp_path / "e.json"], {}, lambda variant, seed: "")
 
 
 def test_an_unknown_variant_is_named():

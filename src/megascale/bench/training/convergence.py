@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -142,19 +142,21 @@ def convergence(
     length = _length(context.args, shape(preset))
     every = _variants(batch, times, peak, lamb_peak, window or max(1, length // 4))
     chosen = [variant for variant in every if variant.kind in variants]
-    before = [ConvergenceOutcome(**run) for file in earlier for run in strict_json.loads(file.read_text())["runs"]]
-    known = {outcome.key: outcome for outcome in before if outcome.key}
-    corpus, work = _fingerprint(data), []
-    for seed in range(first_seed, first_seed + seeds):  # a seed's runs side by side: pairs are there early
-        for variant in chosen:
-            steps = max(1, round(tokens / (variant.batch * length)))
-            words = list(context.args)
-            if variant.kind in ("lamb", "large") and lamb_micro_batch is not None:
-                words.append(f"--train.micro_batch={lamb_micro_batch}")
-            command = _command(folder, data, preset, variant, seed, steps, words)
-            key = _key(command, corpus)
-            if key not in known:
-                work.append((variant, seed, command, key))
+    corpus = _fingerprint(data)
+
+    def plan(variant: Variant, seed: int) -> tuple[list[str], str]:
+        steps = max(1, round(tokens / (variant.batch * length)))
+        words = list(context.args)
+        if variant.kind in ("lamb", "large") and lamb_micro_batch is not None:
+            words.append(f"--train.micro_batch={lamb_micro_batch}")
+        command = _command(folder, data, preset, variant, seed, steps, words)
+        return command, _key(command, corpus)
+
+    before = _read_earlier(earlier, {variant.name: variant for variant in every}, lambda v, seed: plan(v, seed)[1])
+    known = {outcome.key for outcome in before}
+    # A seed's runs side by side: pairs are there early.
+    planned = [(v, seed, *plan(v, seed)) for seed in range(first_seed, first_seed + seeds) for v in chosen]
+    work = [one for one in planned if one[3] not in known]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.toml").touch()
     devices = [str(i) for i in range(api.visible_gpus())] or [""]
@@ -274,6 +276,35 @@ def _key(command: list[str], corpus: str) -> str:
     """A run's settings without what says where it is; the data by its fingerprint."""
     places = ("--train.runs=", "--data.train=", "--data.valid=")
     return " ".join([*(w for w in command if w.startswith("--") and not w.startswith(places)), f"data={corpus}"])
+
+
+def _read_earlier(
+    files: Sequence[Path], variants: dict[str, Variant], key_of: Callable[[Variant, int], str]
+) -> list[ConvergenceOutcome]:
+    """The runs of earlier calls, each once. ConfigError for one of other settings or data than this call would give
+    it: a difference of losses would be that of the settings."""
+    from megascale.errors import ConfigError
+
+    found: dict[str, ConvergenceOutcome] = {}
+    for file in files:
+        try:
+            outcomes = [ConvergenceOutcome(**run) for run in strict_json.loads(file.read_text())["runs"]]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"--earlier={file} holds no metrics of bench convergence: {error}") from None
+        for outcome in outcomes:
+            if outcome.variant not in variants:
+                raise ConfigError(
+                    f"--earlier={file}: this call has no variant {outcome.variant!r}, but {', '.join(variants)}"
+                )
+            now, then = (set(key.split()) for key in (key_of(variants[outcome.variant], outcome.seed), outcome.key))
+            if now != then:
+                raise ConfigError(
+                    f"--earlier={file}: {outcome.variant}, seed {outcome.seed}, was run with "
+                    f"{' '.join(sorted(then - now)) or 'less'}, and this call would run it with "
+                    f"{' '.join(sorted(now - then)) or 'less'}; give this call the same settings, or leave the file out"
+                )
+            found.setdefault(outcome.key, outcome)
+    return list(found.values())
 
 
 def _run_all(
