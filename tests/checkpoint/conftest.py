@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megascale.checkpoint import TensorShard
 from megascale.core.tensors import Box, flat_boxes
 from tests.forked import context
+from tests.forked_services import fork_services, forked_services
 
 
 def _child(
@@ -25,6 +26,7 @@ def _child(
     # The server may have been started before a fixture set its variables.
     os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
+    fork_services()
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         value = function(rank, size, *args)
@@ -116,6 +118,12 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Zeros of the same shapes."""
     return {name: torch.zeros_like(t) for name, t in tensors.items()}
+
+
+@pytest.fixture(autouse=True)
+def _forked() -> Iterator[None]:
+    with forked_services():
+        yield
 
 
 @pytest.fixture

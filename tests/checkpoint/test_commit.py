@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
 from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group, whole
+from tests.forked import context
 
 
 def _load(folder: Path, **kwargs: object) -> tuple[dict[str, torch.Tensor], dict]:
@@ -206,35 +205,33 @@ def test_full_disk_keeps_the_previous(small_disk: Path, monkeypatch: pytest.Monk
     assert_same(got, logical_state(1))
 
 
-SAVER = """
-import sys, torch
-from pathlib import Path
-from megascale.checkpoint import TensorShard, load, latest, save
-folder = Path(sys.argv[1])
-torch.set_num_threads(1)
-step = latest(folder) or 0
-while True:
-    step += 1
-    w = torch.full((64, 4096), float(step))
-    b = torch.arange(1000) + step
-    shards = [TensorShard("w", (64, 4096), (0, 0), w), TensorShard("b", (1000,), (0,), b)]
-    save(folder, step, shards, {"step": step}, keep=2)
-    print(step, flush=True)
-"""
+def _save_on_and_on(folder: Path, reports: Connection) -> None:
+    torch.set_num_threads(1)
+    step = latest(folder) or 0
+    while True:
+        step += 1
+        w = torch.full((64, 4096), float(step))
+        b = torch.arange(1000) + step
+        shards = [TensorShard("w", (64, 4096), (0, 0), w), TensorShard("b", (1000,), (0,), b)]
+        save(folder, step, shards, {"step": step}, keep=2)
+        reports.send(step)
 
 
 def test_killed_at_random_points_of_saving(folder: Path) -> None:
     """SIGKILL five times: what was reported as saved is there, whole, and nothing else is in the way."""
     random.seed(11)
-    reported = 0
     for _ in range(5):
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        child = subprocess.Popen([sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
-        reported = int(child.stdout.readline())
+        reports, say = context.Pipe(duplex=False)
+        child = context.Process(target=_save_on_and_on, args=(folder, say))
+        child.start()
+        say.close()
+        reported = reports.recv()
         time.sleep(random.uniform(0, 0.06))  # not a wait for something: the random point of death
-        child.send_signal(signal.SIGKILL)
-        rest = child.communicate()[0].split()
-        reported = int(rest[-1]) if rest else reported
+        child.kill()
+        child.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                reported = reports.recv()
         newest = latest(folder)
         assert newest is not None
         assert newest >= reported

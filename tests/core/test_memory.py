@@ -336,6 +336,24 @@ def test_tensor_traffic_counts_collectives(block, norms, a_layer):
     assert of(7).embedding == of(0).embedding == pytest.approx(4 * 64000 / 8 * 12288)
 
 
+def test_matrices_gathered_as_float8_are_a_byte_each():
+    config = configure({"preset": "gpt-175b"}, {"tensor": 8, "pipeline": 8}, {"micro_batch": 1, "global_batch": 6144})
+    layout = lay_out(config, 12288)
+
+    def gathered(stage: int, linear: str, gather_precision: str = "auto", **changes) -> float:
+        parallel = config.parallel.model_copy(update={"gather_precision": gather_precision, **changes})
+        about = layout.grid, layout.schedule(), stage, 1, "bfloat16", linear
+        return stage_traffic(config.model, parallel, *about).data_gather / (191 / 192)
+
+    for stage in (0, 3):  # the first has the embedding too, which stays in bfloat16
+        count, matrices = stage_parameters(config.model, config.parallel, stage), 12 * 12 * 12288**2 // 8
+        assert gathered(stage, "float8") == pytest.approx(2 * count - matrices)
+        for plain in ("default", "float8_rowwise"):
+            assert gathered(stage, plain) == pytest.approx(2 * count)
+        assert gathered(stage, "float8", gather_precision="default") == pytest.approx(2 * count)
+        assert gathered(stage, "float8", zero=0) == 0
+
+
 SMALL = {"layers": 8, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128}
 
 

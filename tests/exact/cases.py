@@ -99,7 +99,7 @@ HARD = {
     "three chunks on one stage, one round": case(
         2,
         1,
-        4,
+        2,
         virtual=3,
         microbatches=3,
         model={"layers": 5},
@@ -118,20 +118,20 @@ HARD = {
     "uneven rounds, transfers exposed": case(
         1, 2, 2, virtual=2, microbatches=5, model={"layers": 5}, overlap={"pipeline": False}
     ),
-    "nothing overlapped": case(2, 2, 2, microbatches=4, overlap={"tensor": "off", "pipeline": False, "data": False}),
+    "nothing overlapped": case(2, 2, 2, microbatches=3, overlap={"tensor": "off", "pipeline": False, "data": False}),
     "fewer micro-batches than stages": case(1, 4, 2, microbatches=2, zero=2),
     "fewer micro-batches than stages, interleaved": case(1, 4, 2, virtual=2, microbatches=3, model={"layers": 8}),
     "one micro-batch": case(2, 2, 2, virtual=2, microbatches=1, zero=1),
     "one layer a stage": case(2, 4, 1, microbatches=4, model={"tied_embeddings": False}),
     "uneven split of layers": case(
-        2, 2, 2, virtual=2, microbatches=4, model={"layers": 7}, parallel={"layer_split": [1, 3, 1, 2]}
+        2, 2, 2, virtual=2, microbatches=2, model={"layers": 7}, parallel={"layer_split": [1, 3, 1, 2]}
     ),
     "embedding and logits in chunks of their own": case(
         1, 2, 2, virtual=2, microbatches=4, zero=2, parallel={"layer_split": [0, 2, 2, 0]}
     ),
     **{
         f"tied over stages, ZeRO-{zero}, {name}": case(
-            1, 2, 4, microbatches=3, zero=zero, parallel={"bucket_elements": 700}, optimizer={"name": name}
+            1, 2, 2, microbatches=3, zero=zero, parallel={"bucket_elements": 700}, optimizer={"name": name}
         )
         for zero in (0, 1, 2)
         for name in ("adamw", "lamb")
@@ -142,7 +142,7 @@ HARD = {
             2,
             2,
             virtual=2,
-            microbatches=4,
+            microbatches=2,
             zero=zero,
             parallel={"bucket_elements": 130, "recompute": recompute},
             model={"layers": 5, "block": "parallel", "dropout": 0.1, "window": 3, "kv_heads": 2},
@@ -168,15 +168,15 @@ HARD = {
         },
     ),
     "bias on one half of a parallel block": case(
-        2, 1, 4, microbatches=2, zero=2, model={"block": "parallel", "attention_bias": False, "positions": "rotary"}
+        2, 1, 2, microbatches=2, zero=2, model={"block": "parallel", "attention_bias": False, "positions": "rotary"}
     ),
     "parallel block with two norms": case(
-        4, 2, 1, microbatches=3, model={"block": "parallel", "parallel_norms": 2, "norm": "rmsnorm"}
+        2, 2, 1, microbatches=3, model={"block": "parallel", "parallel_norms": 2, "norm": "rmsnorm"}
     ),
     "one key/value head a rank, part of a head rotary": case(
         2,
         1,
-        4,
+        2,
         microbatches=1,
         model={"kv_heads": 2, "positions": "rotary", "rotary_fraction": 0.5, "activation": "swiglu", "window": 2},
     ),

@@ -66,8 +66,8 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     for state in engine.optimizer.states:
         for tensor in (state.master, *state.tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
-    assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
-    engine.loaded()
+    with engine.loading():
+        assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
     loaded.state = state_of(engine)
     observe(engine, told)
     run_step(engine, STEPS, told)

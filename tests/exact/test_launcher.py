@@ -83,7 +83,7 @@ def test_an_interruption_stops_every_rank_after_the_same_step_and_saves(tiny, tm
     assert [s.step for s in status if s is not None] == [last] * 4
 
 
-@pytest.mark.parametrize("started", [1, 2, 4])
+@pytest.mark.parametrize("started", [1, 4])
 def test_an_interruption_while_ranks_are_started_reaches_them_all(tiny, started):
     command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *FOUR]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:

@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 from megascale.config import from_tree
 from tests.exact.cases import HARD, Case, cases
 from tests.exact.compare import assert_equal
-from tests.exact.training import STEPS, late_gemms, train
+from tests.exact.training import FEW_STEPS, STEPS, late_gemms, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
 # A sample: `megascale bench soak --parts layouts` trains a hundred. More of them, or others, by these variables.
-EXAMPLES = int(os.environ.get("MEGASCALE_EXACT_EXAMPLES", "16"))
+EXAMPLES = int(os.environ.get("MEGASCALE_EXACT_EXAMPLES", "12"))
 SEED = int(os.environ.get("MEGASCALE_EXACT_SEED", "0"))
 PARTS = 4
 
 
-def check(case: Case, pool, one_process, late: bool = False) -> None:
+def check(case: Case, pool, one_process, steps: int, late: bool = False) -> None:
     config = from_tree(case.tree)
-    found = pool.run(train, case.world, case.tree, STEPS, late_gemms if late else nullcontext)
-    assert_equal(one_process(case.twin), found, config.model)
+    found = pool.run(train, case.world, case.tree, steps, late_gemms if late else nullcontext)
+    assert_equal(one_process(case.twin, steps), found, config.model)
 
 
 @pytest.mark.parametrize("name", HARD)
 def test_known_hard(name, pool, one_process):
-    check(HARD[name], pool, one_process)
+    check(HARD[name], pool, one_process, STEPS)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -47,6 +47,6 @@ def test_any_layout(part, pool, one_process):
     @given(cases(), st.booleans())
     def check_some(case, late):
         note(from_tree(case.tree).to_toml())
-        check(case, pool, one_process, late)
+        check(case, pool, one_process, FEW_STEPS, late)
 
     check_some()

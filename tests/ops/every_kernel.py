@@ -20,8 +20,8 @@ from megascale.ops import (
     segments,
 )
 from megascale.ops.embedding import add_rows
-from megascale.ops.float8 import cast
-from megascale.ops.float8.formats import E4M3, E5M2, Format
+from megascale.ops.float8 import cast, shards
+from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
 from megascale.ops.gradient_sink import GradientSink, attach
 from megascale.ops.known_amax import AmaxSlots
 from megascale.parallel.linear import PLAIN
@@ -114,6 +114,16 @@ def float8_casts(kind: Format) -> None:
     cast.cast_rows(x, kind, columns=True, counts=counts)
 
 
+def float8_shards() -> None:
+    flat, scales = zeros(100_000).detach(), scale_slots(2, torch.get_default_device())
+    table = segments.Segments([(0, 60_000, True, 0), (60_000, 99_001, True, 1)], 2, torch.get_default_device())
+    out, amax = torch.zeros(100_000, dtype=torch.uint8), torch.zeros(2)
+    shards.amaxes(flat, table, amax)
+    shards.scales_of(amax, E4M3, scales)
+    shards.cast_shard(flat, table, scales, E4M3, out)
+    shards.transposed(torch.zeros(512, 256, dtype=torch.uint8).view(E4M3.dtype))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "layer norm": lambda: both_passes(
         lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), zeros(8, 2, 5120), zeros(5120), zeros(5120)
@@ -179,6 +189,7 @@ CASES: dict[str, Callable[[], None]] = {
     "embedding": lambda: add_rows(torch.zeros(64, 5120), torch.tensor([3] * 40), torch.zeros(40, 5120, dtype=BF16)),
     "float8 casts, e4m3": lambda: float8_casts(E4M3),
     "float8 casts, e5m2": lambda: float8_casts(E5M2),
+    "float8 of shards": float8_shards,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),
 }

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch
 from megascale.ops.float8 import cast
 from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_by_scale, cast_rows
-from megascale.ops.float8.formats import E4M3, E5M2
+from megascale.ops.float8.formats import E4M3, E5M2, scale_slots
+from megascale.ops.float8.shards import amaxes, cast_shard, scales_of, transposed
+from megascale.ops.segments import Segments
 
 FEW = settings(max_examples=8, deadline=None)
 kinds = st.sampled_from([E4M3, E5M2])
@@ -145,3 +147,54 @@ def test_every_bfloat16_casts_as_the_reference_does():
                 lambda counts, k=kind, s=scale: cast_by_scale(every, k, torch.tensor(s), counts=counts),
                 torch.zeros(2, dtype=torch.int64),
             )
+
+
+@settings(max_examples=4, deadline=None)
+@given(dtypes, seeds, holes)
+def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
+    """Three ranks' shards of three matrices, with padding between and behind them; rank 2 has a part of one only."""
+    shapes, starts, ranks = [(70, 64), (3, 5), (64, 128)], [0, 4480, 4544], 3
+    part = -(-(4544 + 64 * 128) // (64 * ranks)) * 64
+    flat = torch.full((part * ranks,), 7e4, dtype=dtype)  # what lies between matters to no matrix
+    for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):
+        there = rows_of(shape, dtype, seed + i, hole if i == 1 else None)
+        flat[start : start + there.numel()] = there.reshape(-1)
+
+    def table(rank: int) -> Segments:
+        a, z = rank * part, (rank + 1) * part
+        sizes = [r * c for r, c in shapes]
+        found = [
+            (max(s, a) - a, min(s + n, z) - a, True, i) for i, (s, n) in enumerate(zip(starts, sizes, strict=True))
+        ]
+        return Segments([row for row in found if row[0] < row[1]], len(shapes), "cpu")
+
+    made = []
+    for mode in ("fused", "reference"):
+        with dispatch.Kernels(mode).in_force():
+            found, scales = torch.full((ranks, len(shapes)), 9.0), scale_slots(len(shapes))
+            for rank in range(ranks):
+                amaxes(flat[rank * part : (rank + 1) * part], table(rank), found[rank])
+            agreed = found.view(torch.int32).amax(0).view(torch.float32)
+            scales_of(agreed, E4M3, scales)
+            out = torch.full_like(flat, 3, dtype=torch.uint8)
+            for rank in range(ranks):
+                here = slice(rank * part, (rank + 1) * part)
+                cast_shard(flat[here], table(rank), scales, E4M3, out[here])
+        made.append(out)
+        assert (out[4480 + 15 : 4544] == 3).all()
+        for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):
+            stop = start + shape[0] * shape[1]
+            with dispatch.Kernels("reference").in_force():
+                whole = cast_by_amax(flat[start:stop].view(shape), E4M3, amax_of(flat[start:stop]))
+            same(out[start:stop].view(E4M3.dtype).view(shape), whole.rows)
+            assert torch.equal(scales[i], whole.rows_scale)
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (128, 132), (260, 64), (16, 300), (7, 12)])
+def test_a_transpose_has_every_byte_in_its_place(shape):
+    rows = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    out = torch.zeros(shape[::-1], dtype=torch.uint8)
+    assert transposed(rows.view(E4M3.dtype), out.view(E4M3.dtype)).data_ptr() == out.data_ptr()
+    assert torch.equal(out, rows.t())
+    assert torch.equal(transposed(rows.view(E4M3.dtype)).view(torch.uint8), rows.t())

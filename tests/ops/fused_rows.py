@@ -81,7 +81,7 @@ def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
 
 @FEW
 @given(
-    st.sampled_from([(1,), (7,), (2, 5)]),
+    st.sampled_from([(1,), (5,), (2, 2)]),
     st.sampled_from([4096, 4097, 4352, 5120, 6100, 6144, 6145, 12288]),
     dtypes,
     st.sampled_from(["layernorm", "rmsnorm"]),

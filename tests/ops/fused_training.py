@@ -22,11 +22,11 @@ def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, flo
     tree = {
         "model": SMALL | model,
         "parallel": {"recompute": recompute},
-        "train": {"micro_batch": 2, "global_batch": 4},
+        "train": {"micro_batch": 1, "global_batch": 2},
         "kernels": {"mode": mode, "attention": "sdpa"},
     }
     engine = Engine(lay_out(from_tree(tree), 1), None, torch.device("cpu"))
-    rows = torch.randint(0, 64, (5, 2), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(0, 64, (5, 1), generator=torch.Generator().manual_seed(0))
     told = [engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-3) for step in (1, 2)]
     return [(float(one.loss), float(one.grad_norm)) for one in told], engine.runtime.kernels.active()
 
@@ -35,21 +35,19 @@ def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, flo
     ("model", "recompute"),
     [
         ({}, "none"),
-        ({}, "selective"),
+        ({"dropout": 0.1}, "selective"),
         ({"block": "parallel"}, "none"),
         ({"block": "parallel"}, "activation"),
         ({"block": "parallel", "activation": "swiglu", "attention_bias": False}, "selective"),
         ({"block": "parallel", "parallel_norms": 2, "activation": "swiglu"}, "none"),
-        (LLAMA, "none"),
         (LLAMA, "activation"),
-        ({"dropout": 0.1}, "none"),
     ],
 )
 def test_fused_steps_are_the_plain_ones(model, recompute):
     plain, _ = steps("reference", model, recompute)
     fused, active = steps("fused", model, recompute)
     assert active["adamw"] == active["cross entropy"] == "triton"
-    if recompute == "none" and "dropout" not in model:
+    if recompute == "none":
         assert active["add norm"] == "triton"
     for mine, theirs in zip(fused, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megascale.parallel.buffer_layout import ALIGN, BufferMember, FlatLayout, lay_out
 
 sizes = st.one_of(st.integers(1, 300), st.sampled_from([ALIGN, 2 * ALIGN, 64 * ALIGN]))
-plain = st.builds(BufferMember, sizes, decay=st.booleans(), replicated=st.booleans())
+plain = st.builds(BufferMember, sizes, decay=st.booleans(), replicated=st.booleans(), apart=st.booleans())
 
 
 @st.composite
@@ -43,6 +43,12 @@ def test_each_member_lies_in_its_one_bucket_and_overlaps_no_other(members, ranks
 
 
 @cases
+def test_members_apart_share_buckets_with_none_but_themselves(members, ranks, bucket):
+    for span in lay_out(members, ranks, bucket).buckets:
+        assert len({members[i].apart for i in span.members}) == 1
+
+
+@cases
 def test_buckets_fill_the_buffer_and_ranks_own_equal_aligned_parts(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
     at = 0
@@ -64,7 +70,7 @@ def test_buckets_fill_the_buffer_and_ranks_own_equal_aligned_parts(members, rank
 def test_what_is_treated_alike_is_contiguous(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
     order = sorted(range(len(members)), key=layout.starts.__getitem__)
-    kinds = [(members[i].own_bucket, members[i].replicated, not members[i].decay) for i in order]
+    kinds = [(members[i].region, not members[i].decay) for i in order]
     assert kinds == sorted(kinds)
     for kind in set(kinds):
         inside = [i for i, k in zip(order, kinds, strict=True) if k == kind]
@@ -100,7 +106,7 @@ def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
 @settings(max_examples=200)
 def test_buckets_are_as_large_as_asked_for(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
-    regions = len({(m.own_bucket, m.replicated) for m in members})
+    regions = len({(m.own_bucket, m.replicated, m.apart) for m in members})
     if bucket is None:
         assert len(layout.buckets) == regions
         return
@@ -109,9 +115,6 @@ def test_buckets_are_as_large_as_asked_for(members, ranks, bucket):
     # A bucket was closed only because the next member would not have fitted, or because its region ended.
     for one, after in pairwise(layout.buckets):
         first = after.members[0]
-        same = (members[one.members[0]].own_bucket, members[one.members[0]].replicated) == (
-            members[first].own_bucket,
-            members[first].replicated,
-        )
+        same = members[one.members[0]].region == members[first].region
         lines = sum(-(-members[i].count // ALIGN) * ALIGN for i in one.members)
         assert not same or lines + members[first].count > bucket

@@ -22,6 +22,7 @@ from megascale.resilience.driver.state.job_state import JobState, NodeState
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.train import launcher
+from tests.forked import Forked
 
 LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2);"
 MAIN = "sys.argv[1:2] = []; from megascale.cli.main import main; main()"
@@ -128,13 +129,11 @@ def test_a_wave_ends_with_an_interruption_or_a_failure(monkeypatch):
         waves.close()
 
 
-def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path, monkeypatch):
-    from megascale.config import load
-
-    monkeypatch.setattr(launcher, "wave", lambda cores: 1)
-    monkeypatch.chdir(tmp_path)
+def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path):
+    before = "from megascale.train import launcher; launcher.wave = lambda cores: 1"
     words = ["--parallel.data=2", "--train.steps=2", "--train.micro_batch=1"]
-    assert launcher.launch(["train", str(tiny), *words], 2, load(tiny, words), keeps=True) == 0
+    command = Forked(["train", tiny, *words], before=before, cwd=tmp_path)
+    assert command.wait(120) == 0, command.communicate()
     assert (tmp_path / "runs" / "tiny" / "checkpoints").is_dir()
 
 

@@ -17,7 +17,7 @@ from megascale.parallel.runtime import Runtime
 from megascale.train.rank_info import RankInfo
 from megascale.train.rank_timers import RankTimers
 from tests.conftest import lines
-from tests.forked import Forked
+from tests.forked import PACED, Forked
 
 WORDS = ["--train.steps=6", "--observe.spans=3", "--checkpoint.interval=0", "--train.eval_interval=0"]
 
@@ -66,7 +66,7 @@ def test_every_step_of_every_rank_is_told(megascale, tiny, tmp_path):
 
 def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
     words = ["train", tiny, "--train.steps=100000", "--observe.spans=0", "--checkpoint.at_end=false"]
-    training = Forked([*words, "--train.device=cpu", "--train.eval_interval=0"], cwd=tmp_path)
+    training = Forked([*words, "--train.device=cpu", "--train.eval_interval=0"], cwd=tmp_path, before=PACED)
     try:
         run = tmp_path / "runs" / "tiny"
         deadline = time.monotonic() + 120

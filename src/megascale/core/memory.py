@@ -85,7 +85,8 @@ class MemoryEstimate:
 
     Attributes:
         weights: parameters in the training precision.
-        weight_copies: of matrices, as GEMMs read them, where train.linear_precision makes such.
+        weight_copies: of matrices, as GEMMs read them, where train.linear_precision makes such. Where data-parallel
+            ranks gather them as float8, one of the two is what they receive.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
             backward fills while the other is in flight.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on: the
@@ -95,6 +96,8 @@ class MemoryEstimate:
         workspace: gradients of activations inside one layer's backward, and what recompute restores of a layer.
         tensor_buffers: gathered input and gathered gradient of a GEMM, and the symmetric-memory copy.
         pipeline_buffers: sends under way, receives posted.
+        graph_buffers: what CUDA graphs (parallel/chunk_graphs.py) hold beyond that: temporaries of each micro-batch in
+            flight, inputs and outputs of their own, and one eager micro-batch's activations with data parallelism.
     """
 
     weights: int = 0
@@ -106,6 +109,7 @@ class MemoryEstimate:
     workspace: int = 0
     tensor_buffers: int = 0
     pipeline_buffers: int = 0
+    graph_buffers: int = 0
 
     @property
     def total(self) -> int:
@@ -156,6 +160,12 @@ def _tables(model: ModelConfig, chunk: int, chunks: int, tensor: int, stages: in
 def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Parameters of all chunks of a stage on one tensor-parallel rank."""
     return sum(_chunk_counts(model, parallel, stage))
+
+
+def stage_matrices(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+    """Of them those of the matrices that linear layers multiply with; the vocabulary's is none."""
+    layers = sum(len(r) for r in chunk_layers(model, parallel)[stage :: parallel.pipeline])
+    return layers * elements((one for one in layer_inventory(model) if one.gemm), parallel.tensor)
 
 
 def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
@@ -222,6 +232,7 @@ def stage_memory(
     side_stream: bool = False,
     optimizer: str = "adamw",
     linear_precision: str = "default",
+    graphs: bool = False,
 ) -> MemoryEstimate:
     """Memory of a rank of pipeline stage `stage` at its peak, in bytes by kind.
 
@@ -234,6 +245,7 @@ def stage_memory(
         side_stream: whether weights' gradients are made on a side stream (Config.gemms_on_side_stream).
         optimizer: its name; what it keeps is what it declares (config/optimizers.py).
         linear_precision: as train.linear_precision; what it means is in config/parts.py.
+        graphs: whether chunks are CUDA graphs (core/graph_choice.py).
     """
     t, a = grid.tensor, BYTES[precision]
     master = max(4, a)
@@ -263,15 +275,25 @@ def stage_memory(
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
     held = sum(len(chunk_layers(model, parallel)[g]) for g in range(stage, schedule.chunks, schedule.stages))
-    matrices = held * elements((one for one in layer if one.gemm), t)
+    logits = min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0
+    workspace = s * b * (inside + factors) * a + restored
+    held_by_graphs = 0
+    if graphs:
+        flying = _in_flight(schedule, stage)
+        held_by_graphs = (flying - 1) * (workspace + logits)
+        if schedule.chunks > 1:
+            held_by_graphs += 3 * flying * message  # input, gradient of the output, gradient of the input
+        if grid.data > 1:
+            one = -(-held // schedule.virtual) * sum(x.bytes for x in kept)
+            held_by_graphs += one + workspace + logits
     return MemoryEstimate(
         weights=a * count,
-        weight_copies=LINEAR_PRECISIONS[linear_precision].copies * matrices,
+        weight_copies=LINEAR_PRECISIONS[linear_precision].copies * stage_matrices(model, parallel, stage),
         gradients=gradients,
         optimizer=master * (state * shard // count if parallel.zero else state),
         activations=_peak(model, parallel, schedule, stage, micro_batch, precision, kept),
-        logits=min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0,
-        workspace=s * b * (inside + factors) * a + restored,
+        logits=logits,
+        workspace=workspace,
         tensor_buffers=3 * s * b * h * a if t > 1 else 0,
         # A received activation becomes the saved input; a gradient is in use while others are posted.
         pipeline_buffers=message
@@ -281,7 +303,15 @@ def stage_memory(
             + _posted(schedule, stage, ActionKind.RECV_BACKWARD)
             + moves[ActionKind.RECV_BACKWARD]
         ),
+        graph_buffers=held_by_graphs,
     )
+
+
+def _in_flight(schedule: Schedule, stage: int) -> int:
+    """Most micro-batches, over all chunks, between forward and backward."""
+    kind = schedule.table[stage][:, 0]
+    sign = np.where(kind == ActionKind.FORWARD, 1, np.where(kind == ActionKind.BACKWARD, -1, 0))
+    return int(sign.cumsum().max())
 
 
 def stage_moves(schedule: Schedule, stage: int) -> dict[ActionKind, bool]:

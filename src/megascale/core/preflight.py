@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megascale.config import Config
 from megascale.core.capacity import Capacity, free_disk
+from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import BYTES, MemoryEstimate, stage_memory
 from megascale.core.optimizer_state import checkpoint_elements
@@ -145,7 +146,8 @@ def _memory_faults(
     memory, schedule, train = {}, layout.schedule(), config.train
     for stage in stages:
         about = (layout.grid, schedule, stage, train.micro_batch, train.precision, config.gemms_on_side_stream)
-        kinds = (config.optimizer.name, train.linear_precision)
+        graphs = share.gpus > 0 and not why_no_graphs(config, layout.grid)
+        kinds = (config.optimizer.name, train.linear_precision, graphs)
         memory[stage] = stage_memory(config.model, config.parallel, *about, *kinds)
     faults = []
     fullest = max(memory.values(), key=lambda m: m.total)

@@ -37,6 +37,9 @@ class SpanKind(IntEnum):
     WAIT = 15  # within an action: for other ranks, along an axis
     TRANSFER = 16  # from the start of a collective or message until its result was awaited, along an axis
     DATA_WAIT = 17  # within an action: for samples
+    GARBAGE_PAUSE = 18  # within a step: garbage collections that Python began by itself; roll-ups only
+    ALLOCATOR_RETRY = 19  # within a step: times that the device's memory was full of cached blocks; roll-ups only
+    PROCESSOR_WAIT = 20  # within a step: its thread was ready to run and had no processor; roll-ups only
 
     @property
     def label(self) -> str:
@@ -146,6 +149,9 @@ class Recorder(Protocol):
     def landed(self, since: Mark, axis: int, nbytes: int, waited_on: int = -1) -> None:
         """A transfer that started at `since` has been awaited."""
 
+    def counted(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
+        """Within this step something happened so often, and took the host so long in all."""
+
 
 class NoRecorder:
     """Records nothing."""
@@ -167,3 +173,5 @@ class NoRecorder:
         return None
 
     def landed(self, since: Mark, axis: int, nbytes: int, waited_on: int = -1) -> None: ...
+
+    def counted(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None: ...

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from math import prod
 
 from megascale.config import ModelConfig, ParallelConfig
+from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix
 from megascale.core.layers import chunk_layers
-from megascale.core.memory import BYTES, stage_parameters
+from megascale.core.memory import BYTES, stage_matrices, stage_parameters
 from megascale.core.schedule import ActionKind, Schedule
 
 
@@ -22,7 +23,7 @@ class TrafficEstimate:
     Attributes:
         tensor: gathers and scatters of activations and their gradients.
         pipeline: activations and gradients to neighbouring stages.
-        data_gather: parameters (ZeRO-1 and 2).
+        data_gather: parameters (ZeRO-1 and 2), matrices in float8 where they travel so.
         data_reduce: float32 gradients.
         embedding: gradients of a tied embedding held by the first and the last stage.
     """
@@ -32,6 +33,23 @@ class TrafficEstimate:
     data_gather: float = 0.0
     data_reduce: float = 0.0
     embedding: float = 0.0
+
+
+def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
+    """Whether `data` data-parallel ranks gather matrices as float8: parallel.gather_precision with auto resolved."""
+    can = LINEAR_PRECISIONS[linear_precision].gathered is not None and parallel.zero > 0 and data > 1
+    return can and parallel.gather_precision != "default"
+
+
+def gathered_bytes(
+    model: ModelConfig, parallel: ParallelConfig, stage: int, precision: str, linear_precision: str, data: int
+) -> int:
+    """Bytes of a stage's parameters, on one tensor-parallel rank, as `data` data-parallel ranks gather them."""
+    count, width = stage_parameters(model, parallel, stage), BYTES[precision]
+    if not gathers_float8(parallel, linear_precision, data):
+        return width * count
+    matrices = stage_matrices(model, parallel, stage)
+    return width * (count - matrices) + (LINEAR_PRECISIONS[linear_precision].gathered or width) * matrices
 
 
 def layer_collectives(model: ModelConfig) -> tuple[int, int]:
@@ -51,6 +69,7 @@ def stage_traffic(
     stage: int,
     micro_batch: int,
     precision: str,
+    linear_precision: str = "default",
 ) -> TrafficEstimate:
     """What a rank of pipeline stage `stage` sends in a step; arguments as in memory.stage_memory."""
     t, d, a = grid.tensor, grid.data, BYTES[precision]
@@ -73,7 +92,9 @@ def stage_traffic(
     return TrafficEstimate(
         tensor=schedule.microbatches * moves * whole * (t - 1) / t,
         pipeline=sends * whole / t,
-        data_gather=share * a * count if parallel.zero else 0.0,
+        data_gather=share * gathered_bytes(model, parallel, stage, precision, linear_precision, d)
+        if parallel.zero
+        else 0.0,
         data_reduce=share * reduce_bytes * count * (2 if parallel.zero == 0 else reductions),
         embedding=float(master * prod(output_matrix(model).local(t))) if tied else 0.0,
     )

@@ -23,6 +23,10 @@ class AmaxSlots:
         self._pool: Tensor | None = None
         self._next = 0
 
+    def renew(self) -> None:
+        """From now on take zeros that are made now: a CUDA graph makes its own at each replay."""
+        self._pool = None
+
     def take(self, device: torch.device) -> Tensor:
         """One more, float32 []."""
         if self._pool is None or self._next == SLOTS or self._pool.device != device:

@@ -33,8 +33,8 @@ except ImportError:  # a CPU-only installation, or a Triton from before the rele
     knobs, JITFunction = None, object
 
 TESTED = ((3, 6), (3, 9))  # first and last
-# Whether launches go round Triton's launcher too (`straight`). Not by itself until tests/gpu/launches.py has shown it.
-STRAIGHT = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES") == "1"
+# Whether launches go round Triton's launcher too (`straight`); a way out for a Triton in which that goes wrong.
+STRAIGHT = os.environ.get("MEGASCALE_STRAIGHT_LAUNCHES", "1") != "0"
 MOST = 4096  # keys of launches of the same types: lengths of prompts are endless
 _ONES = ((), (1, 1), (1,), ())
 

@@ -1,7 +1,8 @@
 """How a chunk's parameters lie in one flat buffer, as a pure function of their sizes: no tensors here.
 
 Parameters are grouped into regions, so that what must be treated alike is contiguous: matrices in reverse order
-(the order in which backward finishes them), then the few small replicated or undecayed ones. A region boundary, not a
+(the order in which backward finishes them), then the few small replicated or undecayed ones. Matrices that may
+travel in another type than the rest come first, in buckets of nothing else. A region boundary, not a
 per-element mask, tells weight decay and double counting apart. The buffer is cut into buckets, the unit of
 communication; each bucket is padded so that every data-parallel rank owns an equal, aligned part of it.
 """
@@ -23,12 +24,19 @@ class BufferMember:
         decay: whether weight decay applies.
         replicated: the same on every tensor-parallel rank.
         own_bucket: has a bucket to itself (a tied embedding, whose shards another stage holds as well).
+        apart: in buckets where all are: what may be gathered as float8 (parallel/float8_gather.py).
     """
 
     count: int
     decay: bool
     replicated: bool
     own_bucket: bool = False
+    apart: bool = False
+
+    @property
+    def region(self) -> tuple[bool, bool, bool]:
+        """Members of one region share buckets; regions lie in this order."""
+        return self.own_bucket, self.replicated, not self.apart
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,7 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
         ranks: data-parallel ranks that share each bucket equally.
         bucket_elements: cut the matrices into buckets of about this many elements; None makes one bucket.
     """
-    order = sorted(
-        range(len(members)), key=lambda i: (members[i].own_bucket, members[i].replicated, not members[i].decay, -i)
-    )
+    order = sorted(range(len(members)), key=lambda i: (members[i].region, not members[i].decay, -i))
     starts = [0] * len(members)
     buckets: list[BucketSpan] = []
     at = begin = 0
@@ -90,9 +96,9 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
     replicated = [0, 0]
     for i in order:
         full = bucket_elements is not None and at - begin + members[i].count > bucket_elements
-        if full or (members[i].own_bucket, members[i].replicated) != region:
+        if full or members[i].region != region:
             close()
-        region = (members[i].own_bucket, members[i].replicated)
+        region = members[i].region
         starts[i] = at
         inside.append(i)
         at += -(-members[i].count // ALIGN) * ALIGN

@@ -61,12 +61,14 @@ class Axes:
             another communicator, so that neither waits behind the other.
         tensor: the tensor-parallel ranks.
         tied: first and last stage, which both hold the token embedding; of size 1 where one process holds it once.
+        stage: tensor- and data-parallel ranks of the stage together, which share the matrices.
     """
 
     data: Axis = ALONE
     reduce: Axis = ALONE
     tensor: Axis = ALONE
     tied: Axis = ALONE
+    stage: Axis = ALONE
 
 
 class FlatChunk:
@@ -78,6 +80,7 @@ class FlatChunk:
         axes: whom its buckets are shared with.
         zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too.
         bucket_elements: size of a bucket; None for one bucket a chunk.
+        apart: whether the matrices of linear layers lie in buckets of their own: they may be gathered as float8.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class FlatChunk:
         axes: Axes | None = None,
         zero: int = 1,
         bucket_elements: int | None = None,
+        apart: bool = False,
     ) -> None:
         self.module = module
         self.axes = axes = axes or Axes()
@@ -94,7 +98,8 @@ class FlatChunk:
         meta = list(module.parameters())
         specs = [spec_of(p) for p in meta]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
-        members = [self._member(p, spec) for p, spec in zip(meta, specs, strict=True)]
+        matrices = {id(p) for p in module.matrices().values()} if apart else set()  # type: ignore[operator]
+        members = [self._member(p, spec, id(p) in matrices) for p, spec in zip(meta, specs, strict=True)]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements)
         dtype = meta[0].dtype
         self.params = torch.zeros(self.layout.size, dtype=dtype, device=device)
@@ -123,9 +128,9 @@ class FlatChunk:
         self._overwritten: list[int] = []  # parameters whose gradients a step's first GEMM writes
         self._zeroed: list[torch.Tensor] | None = None  # the parts of the gradients that each step makes zero
 
-    def _member(self, p: nn.Parameter, spec: Spec) -> BufferMember:
+    def _member(self, p: nn.Parameter, spec: Spec, apart: bool) -> BufferMember:
         own_bucket = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
-        return BufferMember(p.numel(), any(piece.decay for piece in spec.pieces), spec.replicated, own_bucket)
+        return BufferMember(p.numel(), any(piece.decay for piece in spec.pieces), spec.replicated, own_bucket, apart)
 
     def aim(self, buffer: torch.Tensor) -> None:
         """Let gradients accumulate in `buffer`, as long as the parameters."""
@@ -177,6 +182,11 @@ class FlatChunk:
             if start > at:
                 self._zeroed.append(self.grads[at:start])
             at = stop
+
+    @property
+    def overwritten(self) -> frozenset[int]:
+        """Parameters whose gradients a step's first GEMM writes."""
+        return frozenset(self._overwritten)
 
     def zero_unwritten(self) -> None:
         """Make zero what no GEMM of this step has come to."""

@@ -4,12 +4,13 @@ The schedule says when (core/schedule.py), hooks only mark, and communication st
 REDUCE_GRADS *arms* its buckets: in the backward that follows, a bucket is reduced as soon as the last of its gradients
 is marked. A GATHER_PARAMS sends for the chunk's buckets in the order in which forward needs them; the list's first one
 is armed while the step before updates, and then each bucket leaves as soon as this rank's part of it is updated
-(MegaScale section 3.2). Without overlap both are waited for where they start.
+(MegaScale section 3.2). Without overlap both are waited for where they start. Matrices that linear layers read in
+float8 may be gathered as that (`float8_gather.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -22,13 +23,15 @@ from megascale.parallel.collectives import (
     reduce_scatter_in_place,
     reduce_scatter_rounded,
 )
+from megascale.parallel.float8_gather import Float8Gather
 
 
 class _Buckets:
     """What is under way for the buckets of one chunk, and which gradients of the present backward are there."""
 
-    def __init__(self, flat: FlatChunk) -> None:
+    def __init__(self, flat: FlatChunk, float8: bool) -> None:
         self.flat = flat
+        self.float8 = Float8Gather(flat) if float8 else None
         self.calls = [0] * len(flat.parameters)  # gradient contributions a micro-batch, learnt in the first one
         self.seen = [0] * len(flat.parameters)
         self.left: list[int] = []  # parameters of each bucket whose gradients are not complete
@@ -79,14 +82,20 @@ class DataParallel:
         flats: the chunks' buffers, in the order of the schedule's chunk numbers.
         overlap: reduce buckets as they fill and gather ahead; without it both wait for each other.
         reduce_dtype: communication dtype of gradients; None for their own.
+        float8: whether the buckets of linear layers' matrices are gathered as float8: the chunks compute with it.
     """
 
     def __init__(
-        self, flats: Sequence[FlatChunk], overlap: bool = True, reduce_dtype: torch.dtype | None = None
+        self,
+        flats: Sequence[FlatChunk],
+        overlap: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        float8: bool = False,
     ) -> None:
         self.flats, self.overlap, self.reduce_dtype = list(flats), overlap, reduce_dtype
         self._runtime = flats[0].axes.tensor.runtime
-        self._chunks = [_Buckets(flat) for flat in flats]
+        self._chunks = [_Buckets(flat, float8) for flat in flats]
+        self._measured: tuple[_Buckets, int] | None = None  # the bucket that leaves after the next one's update
         for buckets in self._chunks:
             buckets.flat.tell(partial(self._mark, buckets))
             if overlap and (units := buckets.flat.units()):
@@ -187,23 +196,47 @@ class DataParallel:
         buckets = self._chunks[chunk]
         if buckets.gathering:
             return
+        if buckets.float8 is not None:
+            buckets.float8.measure()
         for bucket in buckets.flat.by_use:
             self._gather(buckets, bucket)
         if not self.overlap:
             self._finish_gather(buckets)
 
+    def parameters_change(self) -> None:
+        """Shards are about to be updated or loaded: what was gathered of them is of no use any more."""
+        self.finish_gathers()
+        for buckets in self._chunks:
+            if buckets.float8 is not None:
+                buckets.float8.outdated()
+
     def gather_under_update(self, chunk: int) -> Callable[[FlatShard], None]:
-        """Arm the chunk's gather: what the update calls with each shard that is done, whose bucket leaves then."""
+        """Arm the chunk's gather: what the update calls with each shard that is done, whose bucket leaves then. One
+        that leaves as float8 does so after the next: meanwhile ranks agree on its scales. `end_update` sends the last.
+        """
         if not self.overlap:
             return lambda shard: None
         buckets = self._chunks[chunk]
         of = {id(shard): bucket for bucket, shard in enumerate(buckets.flat.shards)}
 
         def updated(shard: FlatShard) -> None:
-            if (bucket := of.get(id(shard))) is not None:
+            bucket = of.get(id(shard))
+            if bucket is None:
+                self.end_update()
+            elif buckets.float8 is not None and bucket in buckets.float8.buckets:
+                buckets.float8.measure(bucket)
+                self.end_update()
+                self._measured = buckets, bucket
+            else:
                 self._gather(buckets, bucket)
 
         return updated
+
+    def end_update(self) -> None:
+        """Send off what `gather_under_update` has left."""
+        if self._measured is not None:
+            (buckets, bucket), self._measured = self._measured, None
+            self._gather(buckets, bucket)
 
     def await_parameters(self, chunk: int) -> None:
         """A forward is next: wait now, unless the module says of each unit when it needs it."""
@@ -216,20 +249,46 @@ class DataParallel:
         return bool(self._chunks[chunk].gathering)
 
     def complete(self) -> None:
-        """Make all parameters whole on this rank."""
+        """Make all parameters whole on this rank, in their own type: what is there as float8 only is gathered."""
         for chunk, buckets in enumerate(self._chunks):
-            self.gather(chunk)
+            if buckets.float8 is None:
+                self.gather(chunk)
+                self._finish_gather(buckets)
+                continue
+            on_its_way = bool(buckets.gathering)
             self._finish_gather(buckets)
+            for bucket in buckets.flat.by_use:
+                if bucket in buckets.float8.buckets or not on_its_way:
+                    self._gather(buckets, bucket, whole=True)
+            self._finish_gather(buckets)
+            buckets.float8.whole()
+
+    def weights_in_use(self) -> Iterator[torch.Tensor]:
+        """What a step computes with, once it is gathered: the same on all data-parallel ranks."""
+        for buckets in self._chunks:
+            flat, float8 = buckets.flat, buckets.float8
+            if float8 is None:
+                yield flat.params
+                continue
+            for bucket, span in enumerate(flat.layout.buckets):
+                if bucket not in float8.buckets:
+                    yield flat.params[span.start : span.stop]
+            yield from float8.in_use()
 
     def finish_gathers(self) -> None:
         """Leave no gather under way."""
+        self.end_update()
         for buckets in self._chunks:
             self._finish_gather(buckets)
 
-    def _gather(self, buckets: _Buckets, bucket: int) -> None:
+    def _gather(self, buckets: _Buckets, bucket: int, whole: bool = False) -> None:
+        """whole: in the parameters' own type, whatever training gathers."""
         flat = buckets.flat
         data = flat.axes.data
         if flat.zero == 0 or data.size == 1 or bucket in buckets.gathering:
+            return
+        if buckets.float8 is not None and bucket in buckets.float8.buckets and not whole:
+            buckets.gathering[bucket] = buckets.float8.send(bucket)
             return
         # Under its own version counter: gloo writes while a forward saves parameters that are there already, and
         # backward would take those for changed.

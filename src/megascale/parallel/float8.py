@@ -6,24 +6,26 @@ at hand ("current"): nothing has to be remembered, saved or replayed, and what b
 cast it. Weights are cast once a step, by their first reader.
 
 Tensor-wise, ranks that share a tensor agree on its largest magnitude, so that numbers do not depend on the layout; what
-tensor parallelism gathers travels as bytes, half of bfloat16's, and is transposed on arrival. What backward keeps of an
-activation is its transposed float8 copy, half of what bfloat16 would keep.
+tensor parallelism gathers travels as bytes, half of bfloat16's, and is transposed on arrival, and so are weights that
+data-parallel ranks gather as bytes (parallel/float8_gather.py) instead of having each rank cast them. What backward
+keeps of an activation is its transposed float8 copy, half of what bfloat16 would keep.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, TrainingError
 from megascale.ops import dispatch, known_amax
 from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_rows
 from megascale.ops.float8.formats import E4M3, E5M2, Float8, Format
+from megascale.ops.float8.shards import transposed
 from megascale.ops.linear import Gemms, Operand, flat
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.linear_precision import LinearPrecision
@@ -42,6 +44,7 @@ class _Float8Linears(LinearPrecision, ABC):
         super().__init__(axis)
         self._logits = LinearPrecision(axis)
         self._weights: dict[int, tuple[Tensor, Float8]] = {}
+        self._placed: dict[int, Float8] = {}
         self._counts: Tensor | None = None
         self._counting = False
         self._looked_at = 0
@@ -54,6 +57,17 @@ class _Float8Linears(LinearPrecision, ABC):
     def weights_changed(self) -> None:
         """See LinearPrecision."""
         self._weights.clear()
+
+    def place_weights(self, weights: Iterable[Tensor]) -> None:
+        """See LinearPrecision."""
+        for weight in weights:
+            made = self.weight(weight)
+            placed = self._placed.setdefault(id(weight), made)
+            if placed is not made:
+                for name, to in vars(placed).items():
+                    if to is not None and to is not (new := getattr(made, name)):
+                        to.copy_(new)
+                self._weights[id(weight)] = weight, placed
 
     def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
         """See LinearPrecision."""
@@ -74,8 +88,12 @@ class _Float8Linears(LinearPrecision, ABC):
         """A weight [O, I] in float8, both ways round, as it is since `weights_changed`."""
         known = self._weights.get(id(weight))
         if known is None:
-            known = self._weights[id(weight)] = weight, self.cast_weight(weight.detach())
+            known = self._weights[id(weight)] = weight, self._made(weight)
         return known[1]
+
+    def _made(self, weight: Tensor) -> Float8:
+        """See `weight`, when nothing is known of it yet."""
+        return self.cast_weight(weight.detach())
 
     @abstractmethod
     def cast_weight(self, weight: Tensor) -> Float8:
@@ -151,6 +169,44 @@ class TensorWiseFloat8(_Float8Linears):
     recipe = "one scale a matrix"
     of_gradients = E5M2
     wants_amaxes = True
+
+    def __init__(self, axis: Axis = ALONE) -> None:
+        super().__init__(axis)
+        # Rows and scale of weights that are gathered; None while neither they nor the weight are whole on this rank.
+        self._arrived: dict[int, tuple[Tensor, Tensor] | None] = {}
+
+    def rows_arrived(self, weight: Tensor, rows: Tensor, scale: Tensor) -> None:
+        """The weight [O, I] is read as these rows (E4M3) and scale from now on, in place of being cast.
+
+        They must lie where they lay the time before: what CUDA graphs read is then there without a copy.
+        """
+        self._arrived[id(weight)] = rows, scale
+        self._weights.pop(id(weight), None)
+
+    def rows_outdated(self, weight: Tensor) -> None:
+        """Ranks have updated their parts of the weight: reading it is an error until it has been gathered."""
+        self._arrived[id(weight)] = None
+        self._weights.pop(id(weight), None)
+
+    def weight_whole(self, weight: Tensor) -> None:
+        """The weight itself has been gathered: where no rows have arrived it is cast."""
+        if self._arrived.get(id(weight)) is None:
+            self._arrived.pop(id(weight), None)
+
+    def _made(self, weight: Tensor) -> Float8:
+        if id(weight) not in self._arrived:
+            return super()._made(weight)
+        arrived = self._arrived[id(weight)]
+        if arrived is None:
+            raise TrainingError(
+                f"a weight {list(weight.shape)} is read after its update and before it was gathered; call "
+                "Engine.start_gather before a step, Engine.whole before anything else"
+            )
+        (rows, scale), placed = arrived, self._placed.get(id(weight))
+        if placed is None or placed.rows is not rows or placed.columns is None:
+            return Float8(rows, scale, transposed(rows), scale)
+        transposed(rows, placed.columns)
+        return placed
 
     def _agreed(self, amax: Tensor) -> Tensor:
         if self.axis.size == 1:

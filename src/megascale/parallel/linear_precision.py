@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -41,6 +41,10 @@ class LinearPrecision(ComputeType):
 
     def weights_changed(self) -> None:
         """What was made of weights is stale: an update, a checkpoint."""
+
+    def place_weights(self, weights: Iterable[Tensor]) -> None:
+        """What is made of these weights, as they are since `weights_changed`, lies where it has always lain from now on
+        until they change: CUDA graphs read it there."""
 
     def count_casts(self, on: bool) -> None:
         """Whether casts to a narrower type are counted from now on, from zero; it costs a share of their time."""

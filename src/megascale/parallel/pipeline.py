@@ -9,7 +9,6 @@ nothing computes a rank. On a single stage one chunk hands its results to the ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 from megascale.core.spans import SpanAxis
+from megascale.parallel.chunk_runner import ChunkRunner, Forward
 from megascale.parallel.collectives import Pending
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.runtime import Runtime, Transfer
@@ -45,11 +45,6 @@ class P2PStreams:
     recv_forward: P2PStream | None = None
     send_backward: P2PStream | None = None
     recv_backward: P2PStream | None = None
-
-
-# (chunk, micro-batch, input or None for the model's first chunk) -> output. On the model's last chunk the output is the
-# micro-batch's share of the loss, a scalar.
-Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 
 
 class PipelineExecutor:
@@ -86,15 +81,15 @@ class PipelineExecutor:
     def _is_last(self, chunk: int) -> bool:
         return self.schedule.global_chunk(self.stage, chunk) == self.schedule.chunks - 1
 
-    def run(self, forward: Forward, data: DataParallel) -> torch.Tensor | None:
+    def run(self, chunks: ChunkRunner, data: DataParallel) -> torch.Tensor | None:
         """One step over all micro-batches; returns the sum of losses (detached) on the last stage, else None.
 
         Args:
-            forward: runs a chunk.
+            chunks: run the micro-batches.
             data: gathers the chunks' parameters and reduces their gradients when the schedule says so.
         """
         received: dict[tuple[ActionKind, int, int], tuple[torch.Tensor, Any]] = {}
-        live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        outputs: dict[tuple[int, int], torch.Tensor] = {}
         grads: dict[tuple[int, int], torch.Tensor] = {}
         sending: dict[ActionKind, deque[tuple[torch.Tensor, Any]]] = {
             ActionKind.SEND_FORWARD: deque(),
@@ -117,16 +112,14 @@ class PipelineExecutor:
                 x = None
                 if not self._is_first(chunk):
                     if single_stage:
-                        x = live[chunk - 1, i][1].detach().requires_grad_()
+                        x = outputs[chunk - 1, i]
                     else:
-                        x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i).requires_grad_()
+                        x = self._arrived(received, ActionKind.RECV_FORWARD, chunk, i)
                 self._free(sending[ActionKind.SEND_FORWARD], SEND_SLOTS - 1)
-                y = forward(chunk, i, x)
-                live[chunk, i] = (x, y)
+                y = outputs[chunk, i] = chunks.forward(chunk, i, x)
                 if self._is_last(chunk):
-                    loss = y.detach() if loss is None else loss + y.detach()
+                    loss = y if loss is None else loss + y
             elif kind == ActionKind.BACKWARD:
-                x, y = live.pop((chunk, i))
                 grad = None
                 if not self._is_last(chunk):
                     if single_stage:
@@ -135,15 +128,15 @@ class PipelineExecutor:
                         grad = self._arrived(received, ActionKind.RECV_BACKWARD, chunk, i)
                 self._free(sending[ActionKind.SEND_BACKWARD], SEND_SLOTS - 1)
                 data.begin_backward(chunk)
-                torch.autograd.backward(y, grad)
+                x_grad = chunks.backward(chunk, i, grad)
                 data.end_backward(chunk)
-                if x is not None:
-                    assert x.grad is not None
-                    grads[chunk, i] = x.grad
+                del outputs[chunk, i]
+                if x_grad is not None:
+                    grads[chunk, i] = x_grad
             elif kind.is_receive:
                 received[kind, chunk, i] = self._receive(kind)
             elif kind == ActionKind.SEND_FORWARD:
-                sending[kind].append(self._send(kind, live[chunk, i][1].detach()))
+                sending[kind].append(self._send(kind, outputs[chunk, i]))
             elif kind == ActionKind.SEND_BACKWARD:
                 sending[kind].append(self._send(kind, grads.pop((chunk, i))))
             elif kind == ActionKind.GATHER_PARAMS:

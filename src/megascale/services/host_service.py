@@ -203,7 +203,7 @@ def connect(
 
     Raises ServiceFailed with what kept it from starting, TimeoutError if it does not come up in time.
     """
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.02
     while (left := deadline - time.monotonic()) > 0:
         try:
             with _locked(place.starting, left):
@@ -218,7 +218,8 @@ def connect(
                 raise
             with contextlib.suppress(FileExistsError):
                 os.mkdir(place.folder, 0o700)
-        time.sleep(0.02)
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        pause = min(2 * pause, 2.0)  # what ends without a word at every start is not started a thousand times
     raise TimeoutError(f"nothing answers on {str(place.address)!r} within {seconds:g} s")
 
 

@@ -27,6 +27,9 @@ def claim(config: Config) -> list[RunLock]:
     places, location = [config.run_folder], config.checkpoint.location
     if location is not None and "://" not in location:
         places.append(Path(location))
+    elif location is None and (shared := config.run_folder / "checkpoints").is_symlink():
+        # A node with a run folder of its own: what it shares with the others, cut off ones too, is this.
+        places.append(shared.resolve())
     with contextlib.ExitStack() as undo:
         locks = [undo.enter_context(run_lock.take(path, "megascale train", grace_period)) for path in places]
         undo.pop_all()

@@ -19,7 +19,7 @@ from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
-from megascale.model.huggingface.export import write_folder
+from megascale.model.huggingface.export import complete_folder, write_folder
 from megascale.model.huggingface.families import family_for
 from megascale.model.huggingface.import_model import read_folder
 from megascale.train.resume import tokenizer_hash, trained_config
@@ -157,9 +157,10 @@ def export_model(
 
     tokenizer, note = _tokenizer(run, config)
     end = tokenizer.end_of_document if tokenizer is not None else None
-    write_folder(out, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, end_of_text=end, progress=count)
-    if tokenizer is not None:
-        convert_tokenizer.give(tokenizer, tokenizer_path(config.data), out, model.sequence_length)
+    with complete_folder(out) as made:
+        write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, end_of_text=end, progress=count)
+        if tokenizer is not None:
+            convert_tokenizer.give(tokenizer, tokenizer_path(config.data), made, model.sequence_length)
     return Converted(out, chosen.name, parameters(model), tokenizer is not None, [note] if note else [])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
+from megascale.core.failure import NO_ROOM
 from megascale.core.status import FAILED_IN_STEP, StatusFile
 from megascale.errors import MegascaleError, TrainingError
 from megascale.rendezvous.groups import lost_peer
@@ -81,6 +82,12 @@ class Ending:
 
     def _explained(self, error: BaseException) -> BaseException:
         """What a person is told instead of a library's words."""
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            full = TrainingError(
+                f"rank {self._place.rank}: the disk is full ({error}); free room there and start the same command again"
+            )
+            full.errno = error.errno  # the driver's rules go by it
+            return full
         why = lost_peer(error) if isinstance(error, RuntimeError) else None
         if why is None:
             return error

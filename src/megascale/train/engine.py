@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout
 from megascale.core.spans import SpanAxis, SpanKind
+from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
@@ -20,6 +24,8 @@ from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import TIED, Axes, FlatChunk
+from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
+from megascale.parallel.chunk_runner import EagerChunks
 from megascale.parallel.collectives import ALONE, Axis, all_reduce
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.parameters import initialise
@@ -100,7 +106,7 @@ class Engine:
         # Autograd's own thread would wait for the interpreter's lock before each backward function in Python, and it
         # knows no kernels but the default ones (ops/dispatch.py).
         self.backward_apart = False
-        # Called with the step's number: before, weights and gradients are whole.
+        # Called with the step's number: before, gradients and weights are whole, those as training reads them.
         self.before_update: list[Callable[[int], None]] = []
         self.after_update: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}  # what was chosen at start, for the start-up print
@@ -136,7 +142,9 @@ class Engine:
             reduce=_axis(runtime, groups, "data_reduce", grid.data, at.data),
             tensor=self.tensor,
             tied=_axis(runtime, groups, "embedding", 2, int(self.last)) if tied else ALONE,
+            stage=self._stage_axis(groups, rank),
         )
+        float8 = self._gather_precision()
         dtype = DTYPES[config.train.precision]
         reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
         schedule = layout.schedule()
@@ -160,8 +168,10 @@ class Engine:
                     embedding=self.chunks[0].token_embedding if lent else None,
                 )
             bucket = config.parallel.bucket_elements if grid.data > 1 else None
+            # Apart also where they are gathered in their own type: sums over shards are then the same to the bit.
+            apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
             self.chunks.append(chunk)
-            self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket))
+            self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket, apart))
             initialise(chunk, config.train.seed)
         for chunk in self.chunks:
             tokens = config.model.sequence_length * config.train.micro_batch
@@ -169,7 +179,7 @@ class Engine:
                 chunk.linears.check(chunk.matrices(), tokens, device)
         if any(chunk.linears.wants_amaxes for chunk in self.chunks):
             runtime.kernels.amaxes = AmaxSlots()
-        self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype)
+        self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
             self.flats,
@@ -177,12 +187,14 @@ class Engine:
             # Without ZeRO the data-parallel ranks hold the same gradients, which count once.
             norm=self.world,
             norm_weight=1.0 / grid.data if config.parallel.zero == 0 else 1.0,
-            stage=self._stage_axis(groups, rank),
+            stage=axes.stage,
             duplicates=frozenset({TIED} if stages > 1 and self.last else ()),
         )
         train = config.train
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
         self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, runtime)
+        self._token_gradient = self._make_token_grad()
+        self.graphs = self._chunk_graphs(shape)
         if stages > 1 and device.type == "cuda":
             self.load_kernels()
 
@@ -192,6 +204,21 @@ class Engine:
             return self.tensor
         ranks = self.layout.grid.group(("tensor", "data"), rank)
         return _axis(self.runtime, groups, "stage", len(ranks), list(ranks).index(rank))
+
+    def _gather_precision(self) -> bool:
+        """Whether data-parallel ranks gather the matrices of linear layers as float8; said at start."""
+        config, data = self.config, self.layout.grid.data
+        float8 = gathers_float8(config.parallel, config.train.linear_precision, data)
+        wanted, rest = config.parallel.gather_precision, config.train.precision
+        if LINEAR_PRECISIONS[config.train.linear_precision].gathered is None:
+            return float8
+        if float8:
+            self.active["parameters gathered in"] = f"float8: linear layers' matrices; {rest}: all else"
+        elif data > 1 and config.parallel.zero:
+            self.active["parameters gathered in"] = f"{rest} (parallel.gather_precision={wanted})"
+        elif wanted == "float8":
+            self.active["parameters gathered in"] = "nothing is gathered: one data-parallel rank"
+        return float8
 
     def _tensor_axis(self, axis: Axis) -> Axis:
         """The tensor axis with the overlap that works here; ConfigError if the one asked for does not."""
@@ -216,14 +243,38 @@ class Engine:
         self.active["tensor overlap"] = f"async (not fused: {found})"
         return replace(axis, overlap="async")
 
+    def _chunk_graphs(self, shape: tuple[int, ...]) -> ChunkGraphs | None:
+        """CUDA graphs of the chunks where they can be had; ConfigError if they are asked for and cannot."""
+        why = why_no_graphs(self.config, self.layout.grid)
+        if self.device.type != "cuda" and self.config.kernels.graphs == "auto":
+            return None
+        if why and self.config.kernels.graphs == "on":
+            raise ConfigError(f"kernels.graphs=on cannot be had: {why}; set --kernels.graphs=auto or off")
+        if why:
+            self.active |= {"CUDA graphs": f"off ({why})"} if self.device.type == "cuda" else {}
+            return None
+        if self.device.type == "cuda":
+            self.active["CUDA graphs"] = f"of each chunk's forward and backward, from step {EAGER_STEPS + 1} on"
+        actions = self.pipeline.actions
+        return ChunkGraphs(self.flats, actions, self._compute_fixed, self.runtime, shape, self.device)
+
+    def use_graphs(self, on: bool) -> None:
+        """From the next step on, replay CUDA graphs of the chunks, or launch each operator."""
+        if self.graphs is not None:
+            self.graphs.use(on)
+
     def run_gemms_on_side_stream(self, on: bool) -> None:
         """From the next step on, run independent GEMMs on two streams, or one after another."""
+        if self.graphs is not None:
+            self.graphs.forget()
         self.runtime.use_side_stream(on, self.device)
         if self.tensor.exchange is not None:
             self.tensor.exchange.on_side_stream = on
 
     def recompute(self, what: str) -> None:
         """From the next step on, let backward recompute what parallel.recompute=`what` names."""
+        if self.graphs is not None:
+            self.graphs.forget()
         for chunk in self.chunks:
             chunk.recompute = what
             for block in chunk.blocks:
@@ -240,7 +291,7 @@ class Engine:
         self.runtime.calls.at(b"kernels")
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
-        where = ForwardContext(0, 0, self._token_grad())
+        where = ForwardContext(0, 0, self._token_gradient)
         for number, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.first:
@@ -255,7 +306,7 @@ class Engine:
             self.data.end_backward(number)
         self.data.finish_reductions()
 
-    def _token_grad(self) -> torch.Tensor | None:
+    def _make_token_grad(self) -> torch.Tensor | None:
         """The gradient of each token's loss, known before it: every token counts the same, so the loss can make its
         gradients while its logits are there. None under ZeRO-2, where gradients have no place before backward."""
         if self.flats[-1].zero == 2:
@@ -265,6 +316,7 @@ class Engine:
 
     # training ---------------------------------------------------------------------------------------------------
 
+    @with_own_kernels
     def start_gather(self) -> None:
         """Begin the schedule's first gather: called before the batch is read, so that both go on together."""
         self.runtime.recorder.begin(SpanKind.GATHER_PARAMS, self.pipeline.first_gather)
@@ -296,7 +348,6 @@ class Engine:
         """
         train = self.config.train
         first_sample = self.data_rank * (train.global_batch // self.layout.grid.data)
-        token_grad = self._token_grad()
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,20 +356,27 @@ class Engine:
                 read[i] = batches(i)
             return read[i]
 
+        def inputs(chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+            x = batch(i)[0] if x is None else x
+            return (x, batch(i)[1]) if self.chunks[chunk].last else (x,)
+
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
-            module = self.chunks[chunk]
-            where = ForwardContext(train.seed + step, first_sample + i * train.micro_batch, token_grad)
-            inputs = batch(i)[0] if x is None else x
-            if not module.last:
-                return module(inputs, None, where)
-            return (module(inputs, batch(i)[1], where) * (1 / self.tokens)).sum()
+            first = first_sample + i * train.micro_batch
+            return self._compute(
+                chunk, inputs(chunk, i, x), ForwardContext(train.seed + step, first, self._token_gradient)
+            )
 
         self._weights_changed()
         for chunk in self.chunks:
             chunk.linears.count_casts(count_casts)
         self.data.begin_step()
+        chunks = EagerChunks(forward)
+        if self.graphs is not None:
+            chunks = self.graphs.begin_step(forward, inputs, eagerly=count_casts or self.backward_apart)
         with torch.autograd.set_multithreading_enabled(self.backward_apart):
-            loss = self.pipeline.run(forward, self.data)
+            loss = self.pipeline.run(chunks, self.data)
+        if self.graphs is not None:
+            self.graphs.end_step()
         recorder = self.runtime.recorder
         self.runtime.calls.at(b"reduce")
         recorder.begin(SpanKind.FINISH_REDUCTIONS)
@@ -338,15 +396,26 @@ class Engine:
         before_update()
         recorder.end()
         self._weights_changed()  # what was made of them need not be there beside what the update needs
+        self.data.parameters_change()
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
         updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
         recorder.begin(SpanKind.OPTIMIZER)
         norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated)
+        self.data.end_update()
         recorder.end()
         assert summed is not None
         for look in self.after_update:
             look(step)
         return StepResult(summed[0], norm, summed[1], summed[2:])
+
+    def _compute(self, chunk: int, inputs: tuple[torch.Tensor, ...], where: ForwardContext) -> torch.Tensor:
+        module = self.chunks[chunk]
+        y: torch.Tensor = module(inputs[0], inputs[1] if module.last else None, where)
+        return (y * (1 / self.tokens)).sum() if module.last else y
+
+    def _compute_fixed(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """As every micro-batch is computed where there is no dropout."""
+        return self._compute(chunk, inputs, ForwardContext(token_grad=self._token_gradient))
 
     def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""
@@ -355,8 +424,15 @@ class Engine:
     # everything else --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def loaded(self) -> None:
-        """After a checkpoint has filled the master weights: make the weights in use from them."""
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around whatever fills the master weights (a checkpoint, say); afterwards the weights in use are theirs.
+
+        A gather under way would end while they are filled, and where master weights and weights in use are one memory
+        (float64, float32) gloo writes this rank's own part once more: the old one. So none is when the body begins.
+        """
+        self.data.parameters_change()
+        yield
         self.optimizer.copy_to_params()
         self._weights_changed()
 

@@ -24,6 +24,8 @@ from megascale.parallel.collectives import Axis, all_reduce
 from megascale.train.engine import Engine
 from megascale.train.rank_info import RankInfo
 
+_LEAK = 20_000  # objects a step
+
 
 class FaultyTrainer(Protocol):
     """What of a trainer (loop.py) the injector reaches into."""
@@ -40,6 +42,7 @@ class FaultInjector:
         self.folder, self.trainer = folder, trainer
         self.rank, self.node = trainer.place.rank, os.environ.get("MEGASCALE_NODE", "")
         self._slow = 0.0
+        self._leaked: list[Any] | None = None
 
     def step(self, step: int) -> None:
         """Inject what is due at the start of `step`."""
@@ -48,6 +51,8 @@ class FaultInjector:
                 self._consider(file, step)
         if self._slow:
             time.sleep(self._slow)
+        if self._leaked is not None:
+            self._leaked.append([[number] for number in range(_LEAK)])
 
     def _consider(self, file: Path, step: int) -> None:
         try:
@@ -102,12 +107,45 @@ class FaultInjector:
         """The highest mantissa bit of one weight: of the master weights at rest, or of the copy in use."""
         engine = self.trainer.engine
         if fault.get("copy"):
-            self._before_update(lambda: _flip(engine.flats[0].params))
+            self._before_update(lambda: _flip(next(engine.data.weights_in_use())))
         else:
             _flip(engine.optimizer.states[0].master)
 
     def _slow_rank(self, fault: dict[str, Any]) -> None:
         self._slow = float(fault.get("seconds") or 0.5)
+
+    def _leak_objects(self, fault: dict[str, Any]) -> None:
+        """Every step leaves objects behind that each collection of garbage looks through."""
+        self._leaked = []
+
+    def _slow_compute(self, fault: dict[str, Any]) -> None:
+        """GEMMs of so many seconds a step more, in equal parts behind the forwards."""
+        engine, device = self.trainer.engine, self.trainer.place.device
+        forwards = sum(kind == ActionKind.FORWARD for kind, _, _ in engine.pipeline.actions)
+        seconds = float(fault.get("seconds") or 0.5) / max(1, forwards)
+        size = 2048 if device.type == "cuda" else 64
+        a = torch.full((size, size), 1.0 / size, device=device)
+        out = torch.empty_like(a)
+        times = 0
+        if device.type == "cuda":  # the host does not see when they end: so many as take that long
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for mark in (begin, end):
+                for _once in range(50):
+                    torch.mm(a, a, out=out)
+                mark.record()
+            end.synchronize()
+            times = round(seconds / (begin.elapsed_time(end) / 50e3))
+
+        def more(*_: Any) -> None:
+            until = time.thread_time() + seconds  # of work: on a busy machine it takes longer
+            with torch.no_grad():
+                for _once in range(times):
+                    torch.mm(a, a, out=out)
+                while not times and time.thread_time() < until:
+                    torch.mm(a, a, out=out)
+
+        for chunk in engine.chunks:
+            chunk.register_forward_hook(more)
 
     def _half_checkpoint(self, fault: dict[str, Any]) -> None:
         """Die in the middle of the next save: when the first file is to be made lasting."""
@@ -203,6 +241,8 @@ KINDS = (
     "nan-gradient",
     "flip-weight",
     "slow-rank",
+    "slow-compute",
+    "leak-objects",
     "half-checkpoint",
     "mismatch",
     "missing-send",

@@ -31,6 +31,7 @@ from megascale.train.ending import Ending, Interrupts
 from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.garbage_collection import Garbage
+from megascale.train.host_pauses import HostPauses
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.rank_info import RankInfo, memory_gib
 from megascale.train.rank_timers import RankTimers
@@ -79,6 +80,7 @@ class Trainer:
         self._skipped = 0  # steps of this process whose gradient was not finite
         self._stopping = False  # agreed by all ranks
         self._told_active = False
+        self._told_graphs = False
         self.attempt = self.folder.attempt()  # rank 0's counts
         self.clock = StepClock(place.device)
         self._loss: float | None = None
@@ -148,6 +150,8 @@ class Trainer:
         life.callback(self.telemetry.close)
         self.timers = RankTimers(self.config, place, self.engine.runtime, self.grid, self.attempt)
         life.callback(self.timers.close)
+        self.pauses = HostPauses(place.device)
+        life.callback(self.pauses.close)
         life.callback(self._synchronize)  # what is under way is noted in the flight record, as long as that is open
         self.status = self.ending.status = self.telemetry.status
         self._resume()
@@ -210,6 +214,7 @@ class Trainer:
         recorder = self.engine.runtime.recorder
         self.telemetry.step_begins(step)
         recorder.step_begins(step)
+        self.pauses.step_begins()
         self.ending.in_step = True
         if self.faults is not None:
             self.faults.step(step)
@@ -226,6 +231,7 @@ class Trainer:
             count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
         )
         self.clock.stop()
+        self.pauses.tell(recorder)
         recorder.step_ended()
         self.telemetry.step_ended()
         self.ending.in_step = False
@@ -235,9 +241,14 @@ class Trainer:
             # After the first step it is known which overlaps and kernels run.
             self._told_active = True
             self.reporter.active(self.engine.active | self.engine.runtime.kernels.active())
+        if (graphs := self.engine.graphs) is not None and graphs.failed and not self._told_graphs:
+            self._told_graphs = True
+            self.reporter.say(f"CUDA graphs are off from here on: {graphs.failed}; --kernels.graphs=off does not try")
         if self.garbage.due(step):
             recorder.begin(SpanKind.GARBAGE)
+            self.pauses.planned = True
             self.garbage.after(step)
+            self.pauses.planned = False
             recorder.end()
         self.step = self.ending.step = step
         self.consumed = first + train.global_batch
@@ -326,11 +337,11 @@ class Trainer:
         self.status.update("load", 0)
         # Before the first step the optimizer's moments are zero: an imported model comes without them.
         weights = [s for s in self.checkpointer.shards if s.name.startswith("model.")]
-        state = self.checkpointer.load(initial=weights, accept=self.origin.check)
+        with self.engine.loading():
+            state = self.checkpointer.load(initial=weights, accept=self.origin.check)
         if state is None:
             self.origin.check_nothing()
             return
-        self.engine.loaded()
         self.step = self.ending.step = state["step"]
         self.consumed = state.get("samples", 0)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
-from megascale.observe.metrics import JsonLines, MetricSink, SinkRequest, Terminal, open_sinks
+from megascale.errors import remedy
+from megascale.observe.metrics import JsonLines, MetricSink, SinkRequest, Terminal, has_tensorboard, open_sinks
 from megascale.train.run_folder import RunFolder, append
 
 
@@ -32,6 +34,8 @@ class Reporter:
         self._sinks = [JsonLines(self.folder.metrics), self._terminal]
         for sink in open_sinks(SinkRequest(self.folder.path, config, step)):
             self._sinks.append(sink)  # one by one: those that are open are closed where the next cannot be had
+        if observe.tensorboard and not has_tensorboard():
+            self.say(f"no TensorBoard files: the package is not installed; {remedy('tensorboard')}")
 
     def close(self) -> None:
         """Let go of the sinks."""
@@ -59,7 +63,10 @@ class Reporter:
             self._terminal.say(text)
 
     def active(self, choices: dict[str, str]) -> None:
-        """Which overlaps and kernels run, and why not those that do not: nothing is off in silence."""
+        """Which overlaps and kernels run, why not those that do not, and what NCCL was told by its environment: nothing
+        is off in silence."""
+        told = " ".join(f"{name}={value[:200]}" for name, value in sorted(os.environ.items()) if name[:5] == "NCCL_")
+        choices = choices | ({"NCCL's settings": told} if told else {})
         self.event(Event.ACTIVE, **choices)
         by_choice: dict[str, list[str]] = {}
         for what, choice in choices.items():

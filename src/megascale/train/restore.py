@@ -31,8 +31,8 @@ def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tupl
     config = config.model_copy(update={"parallel": parallel, "train": train})
     engine = Engine(lay_out(config, 1), None, _device(device))
     shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
-    checkpoint.load(checkpoint_folder(run, config), shards, step=step, accept=same)
-    engine.loaded()
+    with engine.loading():
+        checkpoint.load(checkpoint_folder(run, config), shards, step=step, accept=same)
     return engine, config
 
 

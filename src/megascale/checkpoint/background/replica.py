@@ -19,10 +19,14 @@ from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Slot, StagingMemory
 from megascale.services.conversation import Conversation, prove
 from megascale.services.reception import PROOF_SECONDS, Reception
+from megascale.services.silence import notice_silence
 
 log = logging.getLogger("megascale.checkpoint.background.replica")
 
 _TIMEOUT = 60.0
+# A peer that acknowledges nothing for so long is gone. Whoever starts in its place waits for the memory that is being
+# copied, and a driver takes as long to call a node lost.
+_SILENCE = 5.0
 
 
 def partners(domains: Sequence[Any]) -> list[int]:
@@ -71,6 +75,7 @@ class Replicas:
             return int(self._listener.getsockname()[1])
 
     def _meet(self, sock: socket.socket) -> Conversation:
+        notice_silence(sock, _SILENCE)
         sender = Conversation(sock, COPIES, COPIES)
         with sender.within(PROOF_SECONDS):
             prove(sender, self._token, "replicas", "server")
@@ -134,7 +139,8 @@ def push(host: str, port: int, token: bytes, staged: Staged, slots: int, slot: S
 
     staged: where it lies in this host's service; slots: how many its process has there.
     """
-    with Conversation(socket.create_connection((host, port), timeout=_TIMEOUT), COPIES, COPIES) as peer:
+    with Conversation(socket.create_connection((host, port), timeout=_SILENCE), COPIES, COPIES) as peer:
+        notice_silence(peer.sock, _SILENCE)
         peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.timeout = _TIMEOUT
         prove(peer, token, "replicas", "client")

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -271,6 +272,8 @@ def main() -> None:
     parser.add_argument("--linger", type=float, default=60.0, help="seconds to wait for trainers before ending")
     parser.add_argument("--ready", type=int, help="open file to tell when ready")
     arguments = parser.parse_args()
+    # Slurm sends it to all processes of a job that is to end, whose trainers then save through this one.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     serve(arguments.folder, arguments.linger, Ready(arguments.ready, None))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import secrets
 import socket
@@ -396,4 +397,7 @@ def _tell_open_addresses(found: Sequence[tuple[str, int]]) -> None:
 
 
 def _address(setting: str) -> str:
-    return socket.gethostbyname(socket.gethostname()) if setting == "auto" else setting
+    if setting != "auto":
+        return setting
+    # An agent knows which network its node is reached on; a host's own name often means loopback, or nothing.
+    return os.environ.get("MEGASCALE_NODE_ADDRESS") or socket.gethostbyname(socket.gethostname())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,31 @@ from megascale.model.huggingface.tensor_names import Weight, join
 
 # Given logical names, the whole tensors, of any float type.
 Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]
+
+
+@contextmanager
+def complete_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into, which takes its name when the body ends; one that fails leaves nothing.
+
+    ConfigError if `out` holds anything, or cannot be made.
+    """
+    _refuse_what_is_there(out)
+    made = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+    try:
+        made.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be made: {error.strerror}") from None
+    try:
+        yield made
+        made.replace(out)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _refuse_what_is_there(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out={out} is there already and is not an empty folder; name a new one")
 
 
 def write_folder(
@@ -48,8 +76,7 @@ def write_folder(
     Returns the files. A tensor that the family has and the model has not (a bias) is written as zeros, which is the
     same function. config.json comes last, so that a folder cut short is not taken for a model.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out={out} is there already and is not an empty folder; name a new one")
+    _refuse_what_is_there(out)
     out.mkdir(parents=True, exist_ok=True)
     shapes = all_shapes(model)
     own = logical_shapes(model)

@@ -1,0 +1,44 @@
+"""Whether chunks are captured, from the configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megascale import config as configuration
+from megascale.config.parts import ACTIVATIONS
+from megascale.core.graph_choice import why_no_graphs
+from megascale.core.grid import Grid
+
+
+def why(*settings: str, data: int = 1, tensor: int = 1) -> str:
+    tree = configuration.load(None, ["model.preset=gpt2-124m", "train.global_batch=16", *settings])
+    return why_no_graphs(tree, Grid(tensor=tensor, data=data))
+
+
+def test_small_micro_batches_are_and_large_ones_gain_nothing():
+    assert why("train.micro_batch=4") == ""
+    large = ("model.preset=gpt-13b", "train.micro_batch=8")
+    assert "longer than launching" in why(*large)
+    assert why(*large, "kernels.graphs=on") == ""
+
+
+@pytest.mark.parametrize("graphs", ["auto", "on"])
+def test_what_cannot_be_captured(graphs):
+    asked = f"kernels.graphs={graphs}"
+    assert "tensor-parallel" in why(asked, tensor=2)
+    assert "dropout" in why(asked, "model.dropout=0.1")
+    assert "zero=2" in why(asked, "parallel.zero=2", data=2)
+    assert why(asked, "parallel.zero=2") == ""
+    assert why("kernels.graphs=off") == "kernels.graphs=off"
+
+
+def test_a_part_from_outside_is_not_captured_unless_its_user_says_so():
+    """It may draw random numbers, which a replay would repeat without a word."""
+    ACTIVATIONS.register("noisy", replace(ACTIVATIONS["gelu"]))
+    try:
+        assert "model.activation=noisy is a part from outside" in why("model.activation=noisy", "train.micro_batch=4")
+        assert why("model.activation=noisy", "train.micro_batch=4", "kernels.graphs=on") == ""
+    finally:
+        ACTIVATIONS.remove("noisy")

@@ -1,0 +1,223 @@
+"""Matrices gathered as float8 over data parallelism: to the bit what casts of gathered weights give, in every layout.
+
+Both are told the same story: steps, one of them skipped, evaluation between them, a checkpoint loaded over what was
+there, and a step after it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megascale import checkpoint
+from megascale.core import calls
+from megascale.errors import TrainingError
+from megascale.parallel import float8_gather
+from megascale.parallel.collectives import Pending
+from megascale.parallel.float8_gather import Float8Gather
+from megascale.train.engine import Engine
+from megascale.train.weights import bit_sums
+from tests.exact.cases import case
+from tests.exact.training import Boxed, make_engine, state_of, tokens
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+SERIAL: dict[str, Any] = {"train": {"linear_precision": "float8"}, "model": {"block": "serial"}}
+PARALLEL: dict[str, Any] = {**SERIAL, "model": {"block": "parallel"}}
+SMALL_BUCKETS = {"bucket_elements": 900}  # two matrices or one
+
+LAYOUTS = {
+    "data": case(1, 1, 2, microbatches=2, **SERIAL, parallel=SMALL_BUCKETS),
+    "data, ZeRO-2, recompute": case(
+        1, 1, 4, zero=2, microbatches=2, **PARALLEL, parallel={"bucket_elements": 500, "recompute": "full"}
+    ),
+    "pipeline, two chunks, LAMB": case(
+        1, 2, 2, virtual=2, microbatches=4, **SERIAL, optimizer={"name": "lamb"}, parallel=SMALL_BUCKETS
+    ),
+    "tensor, pipeline, recompute": case(
+        2, 2, 2, microbatches=2, **SERIAL, parallel={"recompute": "selective", **SMALL_BUCKETS}
+    ),
+    "tensor, Muon, ZeRO-2": case(2, 1, 2, zero=2, microbatches=2, **PARALLEL, optimizer={"name": "muon"}),
+    "three chunks, nothing overlapped": case(
+        1,
+        1,
+        2,
+        virtual=3,
+        microbatches=3,
+        train=SERIAL["train"],
+        model={"layers": 5, "tied_embeddings": False},
+        parallel={"micro_batch_group_size": 3},
+        overlap={"data": False},
+    ),
+}
+WITHOUT_LAYERS = "chunks without layers, graphs"
+LAYOUTS[WITHOUT_LAYERS] = case(
+    1, 2, 2, virtual=2, microbatches=6, **SERIAL, parallel={"layer_split": [0, 2, 2, 0], **SMALL_BUCKETS}
+)
+LAYOUTS[WITHOUT_LAYERS].tree["kernels"] = {"graphs": "on"}
+
+
+class Sizes(calls.NoCalls):
+    """Bytes of the gathers over data-parallel ranks, by step."""
+
+    def __init__(self) -> None:
+        self.gathers: list[int] = []
+
+    def begin(self, group: str, op: str, size: int) -> int:
+        if op == "all_gather" and "data" in group:
+            self.gathers.append(size)
+        return 0
+
+
+class Story(NamedTuple):
+    """What a rank tells: losses and norms of each step and evaluation, its state after some of them, bytes gathered in
+    the last step, and whether its weights were the whole model's before and after `Engine.whole`."""
+
+    numbers: list[float]
+    states: list[list[Boxed]]
+    sent: int
+    whole: list[bool]
+
+
+def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list[float]:
+    """A step on tokens of its own; bad: with a gradient that is not finite. Loss, norm, and whether all data-parallel
+    ranks had the same weights in use."""
+    config = engine.config
+    share, micro = config.train.global_batch // engine.layout.grid.data, config.train.micro_batch
+
+    def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = engine.data_rank * share + i * micro
+        rows = np.stack([tokens(config, step, first + k) for k in range(micro)])
+        columns = torch.from_numpy(rows).t().contiguous()
+        return columns[:-1], columns[1:]
+
+    same: list[bool] = []
+
+    def spoil(_: int) -> None:
+        engine.optimizer.states[0].shard.grads[0] = torch.nan
+
+    def compare(_: int) -> None:
+        same.append(same_on_copies(engine, bit_sums(engine.data.weights_in_use())))
+
+    engine.before_update[:] = [compare, spoil] if bad else [compare]
+    engine.start_gather()
+    result = engine.step(batch, step, 0.01, more=more)
+    return [float(result.loss), float(result.grad_norm), float(all(same))]
+
+
+def same_on_copies(engine: Engine, mine: torch.Tensor) -> bool:
+    every = [torch.empty_like(mine) for _ in range(engine.layout.grid.data)]
+    torch.distributed.all_gather(every, mine, group=engine.flats[0].axes.data.group)
+    return all(torch.equal(one, mine) for one in every)
+
+
+def evaluated(engine: Engine) -> float:
+    engine.whole()
+    rows = torch.from_numpy(np.stack([tokens(engine.config, 99, engine.data_rank)])).t().contiguous()
+    return float(engine.losses(rows[:-1], rows[1:]))
+
+
+def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path) -> Story:
+    engine = make_engine(rank, world, {**tree, "parallel": {**tree["parallel"], "gather_precision": gather}})
+    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical()]
+    engine.runtime.calls = sizes = Sizes()
+    numbers, states = run(engine, 1), [state_of(engine)]
+    numbers += [evaluated(engine), *run(engine, 2, more=False), *run(engine, 3, bad=True), evaluated(engine)]
+    numbers += run(engine, 4, more=False)
+    states.append(state_of(engine))
+    checkpoint.save(folder, 4, shards, {}, keep=1)
+    numbers += run(engine, 5)
+    with engine.loading():  # the gather of the step before is under way
+        assert not any(engine.data.gathering(chunk) for chunk in range(len(engine.chunks)))
+        checkpoint.load(folder, shards)
+    sizes.gathers.clear()
+    numbers += run(engine, 6, more=False)
+    sent = sum(sizes.gathers)
+    engine.start_gather()  # of the first chunk, under way when all is to be whole
+    before = [flat.params.clone() for flat in engine.flats]
+    numbers.append(evaluated(engine))
+    whole = [all(torch.equal(a, flat.params) for a, flat in zip(before, engine.flats, strict=True))]
+    states.append(state_of(engine))
+    engine.synchronize()
+    whole.append(same_on_copies(engine, torch.cat([flat.params for flat in engine.flats])))
+    return Story(numbers, states, sent, whole)
+
+
+def assert_same_bits(one: Story, other: Story) -> None:
+    np.testing.assert_array_equal(one.numbers, other.numbers)
+    for a, b in zip(one.states, other.states, strict=True):
+        for left, right in zip(a, b, strict=True):
+            assert left[:3] == right[:3]
+            assert np.array_equal(left.values, right.values), left.name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_gives_the_bits_of_casts_of_gathered_weights(name, pool, tmp_path):
+    layout = LAYOUTS[name]
+    theirs = pool.run(tell, layout.world, layout.tree, "default", tmp_path / "default")
+    mine = pool.run(tell, layout.world, layout.tree, "auto", tmp_path / "float8")
+    for one, other in zip(mine, theirs, strict=True):
+        assert_same_bits(one, other)
+        assert np.isnan(one.numbers).sum() == 1  # the norm of the step that was skipped
+        assert one.numbers[2] == one.numbers[-2] == 1.0  # the same weights in use
+        # An eighth of float64's bytes for most, and whole when asked for and not before.
+        assert one.sent < other.sent
+        assert one.whole[1]
+        assert other.whole[1]
+    if name != WITHOUT_LAYERS:
+        assert not all(one.whole[0] for one in mine)
+        assert all(sum(one.sent for one in mine) < 0.7 * other.sent * len(theirs) for other in theirs)
+
+
+DATA = LAYOUTS["data"]
+
+
+def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str) -> Story:
+    faults = {
+        "scales of own parts": (float8_gather, "all_reduce", lambda x, axis, op: Pending(x)),
+        "bytes of the step before": (Float8Gather, "outdated", lambda self: None),
+        "never sent": (float8_gather, "all_gather_into", lambda whole, part, axis: Pending(whole)),
+    }
+    owner, what, wrong = faults[fault]
+    if fault == "bytes of the step before":
+        send = Float8Gather.send
+
+        def late(self: Float8Gather, bucket: int) -> Pending:
+            part = self._parts[bucket]
+            first = not part.bytes.any()
+            return send(self, bucket) if first else Pending(part.bytes)
+
+        with mock.patch.object(Float8Gather, "send", late), mock.patch.object(owner, what, wrong):
+            return tell(rank, world, tree, "float8", folder)
+    with mock.patch.object(owner, what, wrong):
+        return tell(rank, world, tree, "float8", folder)
+
+
+@pytest.mark.parametrize("fault", ["scales of own parts", "bytes of the step before", "never sent"])
+def test_faults_are_found(fault, pool, tmp_path):
+    """The comparison can fail."""
+    right = pool.run(tell, DATA.world, DATA.tree, "float8", tmp_path / "right")
+    wrong = pool.run(faulty, DATA.world, DATA.tree, tmp_path / "wrong", fault)
+    with pytest.raises(AssertionError):
+        assert_same_bits(right[0], wrong[0])
+
+
+def not_gathered(rank: int, world: int, tree: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    engine = make_engine(rank, world, {**tree, "parallel": {**tree["parallel"], "gather_precision": "auto"}})
+    run(engine, 1, more=False)
+    try:
+        engine.losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
+    except TrainingError as error:
+        return str(error), engine.active
+    return "", engine.active
+
+
+def test_a_weight_that_is_not_whole_is_not_read(pool):
+    for told, active in pool.run(not_gathered, DATA.world, DATA.tree):
+        assert "before it was gathered" in told
+        assert active["parameters gathered in"] == "float8: linear layers' matrices; float64: all else"

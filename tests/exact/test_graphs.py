@@ -1,0 +1,133 @@
+"""Micro-batches that are replayed (kernels.graphs) give the bits that eager ones give, in every layout that has them.
+
+On a CPU a replay does the captured work again on the captured memory: which micro-batches are replayed, what lies where
+and who still reads it when it is written anew are as on a GPU. tests/gpu/graphs.py has the graphs themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.core.layout import lay_out
+from megascale.core.schedule import ActionKind
+from megascale.errors import ConfigError
+from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs, GraphedChunks, Microbatch, boundaries_of
+from megascale.train.engine import Engine
+from tests.exact.cases import case
+from tests.exact.training import Told, make_engine, observe, run_step, state_of
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+STEPS = EAGER_STEPS + 2  # in the first of them all is captured, in the second nothing is
+
+LAYOUTS = {
+    "one rank": (case(microbatches=3, model={"block": "parallel"}), 3),
+    "one micro-batch": (case(microbatches=1, train={"micro_batch": 2}), 1),
+    "two chunks, LAMB": (
+        case(virtual=2, microbatches=3, optimizer={"name": "lamb"}, parallel={"micro_batch_group_size": 3}),
+        6,
+    ),
+    "all recomputed": (case(microbatches=2, parallel={"recompute": "full"}), 2),
+    "float8": (case(microbatches=3, train={"linear_precision": "float8"}), 3),
+    # Between the first micro-batch, whose parameters arrive, and the last, whose gradients leave.
+    "data": (case(1, 1, 2, microbatches=4, parallel={"bucket_elements": 500}), 2),
+    "data, two micro-batches": (case(1, 1, 2, zero=0, microbatches=2), 0),
+    "pipeline": (case(1, 2, 1, microbatches=4), 4),
+    "pipeline, two chunks, data, float8": (
+        case(1, 2, 2, virtual=2, microbatches=4, train={"linear_precision": "float8"}),
+        4,
+    ),
+}
+
+
+def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Told, int]:
+    """What a rank tells of STEPS steps, and how many forwards of the last step were replayed."""
+    engine, told, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}), Told(), 0
+    observe(engine, told)
+    backward = GraphedChunks.backward
+
+    def count(self: GraphedChunks, chunk: int, i: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        nonlocal replayed
+        replayed += (chunk, i) in self._replayed
+        return backward(self, chunk, i, grad)
+
+    with mock.patch.object(GraphedChunks, "backward", count):
+        for step in range(1, STEPS + 1):
+            replayed = 0
+            run_step(engine, step, told)
+    told.state = state_of(engine)
+    return told, replayed
+
+
+def assert_same_bits(one: Told, other: Told) -> None:
+    """All that both tell is equal."""
+    assert (one.losses, one.norms) == (other.losses, other.norms)
+    for a, b in zip([*one.gradients, one.state], [*other.gradients, other.state], strict=True):
+        for left, right in zip(a, b, strict=True):
+            assert left.name == right.name
+            assert np.array_equal(left.values, right.values), left.name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replays_are_what_they_stand_for(name, pool):
+    layout, expected = LAYOUTS[name]
+    eager = pool.run(train, layout.world, layout.tree, "off")
+    graphs = pool.run(train, layout.world, layout.tree, "on")
+    for (one, none), (other, replayed) in zip(eager, graphs, strict=True):
+        assert (none, replayed) == (0, expected)
+        assert_same_bits(one, other)
+
+
+TWO_CHUNKS = LAYOUTS["two chunks, LAMB"][0].tree
+
+
+@pytest.mark.parametrize(
+    ("owner", "what", "wrong"),
+    [
+        pytest.param(Microbatch, "take", lambda self, inputs: None, id="all micro-batches read the first's tokens"),
+        pytest.param(GraphedChunks, "_free_slot", lambda self, chunk: 0, id="two in flight share memory"),
+    ],
+)
+def test_faults_are_found(owner, what, wrong):
+    """The comparison can fail."""
+    eager, _ = train(0, 1, TWO_CHUNKS, "off")
+    with mock.patch.object(owner, what, wrong), pytest.raises((AssertionError, IndexError)):
+        assert_same_bits(eager, train(0, 1, TWO_CHUNKS, "on")[0])
+
+
+def test_a_capture_that_fails_leaves_the_run_eager():
+    eager, _ = train(0, 1, TWO_CHUNKS, "off")
+    broken = mock.Mock(side_effect=RuntimeError("operation not permitted when stream is capturing\nmore"))
+    with mock.patch.object(ChunkGraphs, "_capture", broken):
+        told, replayed = train(0, 1, TWO_CHUNKS, "on")
+    assert replayed == 0
+    assert broken.call_count == 1
+    assert_same_bits(eager, told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"model": {"dropout": 0.1}}, "dropout"),
+        ({"data": 2, "zero": 2}, "zero=2"),
+        ({"tensor": 2}, "tensor-parallel"),
+    ],
+)
+def test_where_they_cannot_be_had(settings, why):
+    layout = case(microbatches=2, **settings)
+    layout = lay_out(from_tree({**layout.tree, "kernels": {"graphs": "on"}}), layout.world)
+    with pytest.raises(ConfigError, match=f"kernels.graphs=on cannot be had: .*{why}"):
+        Engine(layout, None, torch.device("cpu"))
+
+
+def test_turns():
+    forward, backward, reduce = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADS
+    actions = [(forward, 0, 0), (forward, 0, 1), (backward, 0, 1), (reduce, 0, 0), (backward, 0, 0)]
+    boundaries = boundaries_of(actions)[0]  # type: ignore[arg-type]
+    assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced)) == (0, 1, {0})

@@ -1,0 +1,115 @@
+"""CUDA graphs of chunks (parallel/chunk_graphs.py) beside eager launches, on a real GPU: bits, host and step time.
+
+    PYTHONPATH=src:. python tests/gpu/graphs.py
+
+Every case trains some steps of a small model twice from the same start, eagerly and replayed: losses, gradient norms
+and weights must be the same bits. Then the milliseconds of a step each way, until the host has launched it and until
+the device is done. It ends with 1 if anything differs or could not be captured.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from megascale import config as configuration
+from megascale.core.layout import lay_out
+from megascale.train.attention_choice import Choices
+from megascale.train.engine import Engine
+
+STEPS, TIMED = 6, 20
+SERIAL: dict[str, Any] = {"model": {"block": "serial"}}
+PARALLEL: dict[str, Any] = {"model": {"block": "parallel"}}
+FLOAT8: dict[str, Any] = {"train": {"linear_precision": "float8"}}
+CASES: dict[str, list[dict[str, Any]]] = {
+    "serial": [SERIAL],
+    "parallel": [PARALLEL],
+    "parallel, GEMMs on a side stream": [PARALLEL, {"overlap": {"gemms": "on"}}],
+    "recomputed norms": [SERIAL, {"parallel": {"recompute": "norms"}}],
+    "all recomputed": [SERIAL, {"parallel": {"recompute": "full"}}],
+    "rotary, SwiGLU, untied": [
+        SERIAL,
+        {"model": {"positions": "rotary", "activation": "swiglu", "norm": "rmsnorm", "tied_embeddings": False}},
+    ],
+    "two chunks, three in flight": [SERIAL, {"parallel": {"virtual_stages": 2, "micro_batch_group_size": 4}}],
+    "float8": [SERIAL, FLOAT8],
+    "float8, parallel": [PARALLEL, FLOAT8],
+    "float8, row-wise": [SERIAL, {"train": {"linear_precision": "float8_rowwise"}}],
+    "float8, recomputed": [SERIAL, FLOAT8, {"parallel": {"recompute": "full"}}],
+    "LAMB": [SERIAL, {"optimizer": {"name": "lamb"}}],
+}
+
+
+def tree_of(parts: list[dict[str, Any]], graphs: str) -> dict[str, Any]:
+    """The configuration of a case."""
+    tree: dict[str, Any] = {
+        "model": {"layers": 4, "hidden": 256, "heads": 4, "sequence_length": 256, "vocab_size": 1000},
+        "train": {"micro_batch": 2, "global_batch": 8, "precision": "bfloat16"},
+        "kernels": {"graphs": graphs},
+        "lr": {"peak": 1e-3, "warmup_steps": 2},
+    }
+    for part in parts:
+        for section, values in part.items():
+            tree[section] = {**tree.get(section, {}), **values}
+    return tree
+
+
+def run(
+    parts: list[dict[str, Any]], graphs: str, attention: Choices
+) -> tuple[list[torch.Tensor], str, float, float, Choices]:
+    """Losses, norms and weights; why nothing was captured; host and device milliseconds of a step; and the attention
+    kernels, which two engines might otherwise choose differently."""
+    engine = Engine(lay_out(configuration.from_tree(tree_of(parts, graphs)), 1), None, torch.device("cuda"), attention)
+    model = engine.config.model
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, model.vocab, (STEPS, 4, model.sequence_length + 1, 2), generator=draw).cuda()
+    told: list[torch.Tensor] = []
+
+    def step(number: int) -> None:
+        text = rows[number % STEPS]
+        engine.start_gather()
+        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, more=True)
+        told.extend((made.loss.clone(), made.grad_norm.clone()))
+
+    for number in range(STEPS):
+        step(number)
+    engine.synchronize()
+    told += [flat.params.clone() for flat in engine.flats]
+    result = list(told)
+    torch.cuda.synchronize()
+    host, began = 0.0, time.perf_counter()
+    for number in range(TIMED):
+        since = time.perf_counter()
+        step(STEPS + number)
+        host += time.perf_counter() - since
+    torch.cuda.synchronize()
+    whole = time.perf_counter() - began
+    why = engine.graphs.failed if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
+    return result, why, host / TIMED * 1e3, whole / TIMED * 1e3, engine.attention
+
+
+def main() -> int:
+    """The table; 1 if anything differs."""
+    wrong = 0
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'case':34} {'same bits':10} {'eager ms':>17} {'replayed ms':>17}")
+    for name, parts in CASES.items():
+        try:
+            eager, _, host, whole, attention = run(parts, "off", {})
+            graphs, why, host2, whole2, _ = run(parts, "auto", attention)
+        except Exception as error:  # the others are still of interest
+            print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            wrong += 1
+            continue
+        far = [i for i, (a, b) in enumerate(zip(eager, graphs, strict=True)) if not torch.equal(a, b)]
+        wrong += bool(far or why)
+        same = "yes" if not far else f"no, from {far[0]}"
+        print(f"{name:34} {same:10} {host:7.2f} of {whole:6.2f} {host2:7.2f} of {whole2:6.2f} {why}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
