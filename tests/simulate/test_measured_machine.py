@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -19,10 +20,13 @@ from tests.simulate.simulator_cases import GPT_13B, case
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """One measurement of this machine, two processes for the collectives."""
-    pytest.importorskip("torch")
+    start_processes = pytest.importorskip("torch.multiprocessing").start_processes
     folder = tmp_path_factory.mktemp("machine")
     words = ["simulate", "measure", "--device", "cpu", "--seconds", "0.02", "--processes", "2"]
-    done = CliRunner().invoke(app, [*words, "--out", str(folder), "--json"], catch_exceptions=False)
+    with pytest.MonkeyPatch.context() as patch:
+        # Its two processes fork from the suite's server, which has torch.
+        patch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
+        done = CliRunner().invoke(app, [*words, "--out", str(folder), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return folder, json.loads(done.stdout)
 

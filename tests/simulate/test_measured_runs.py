@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -342,11 +343,8 @@ def test_validate_prints_pass_or_miss():
         (["compare"], 2, "give two JSON files"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_exits_with_the_reason(words, code, says):
-    program = (
-        "import sys; from megascale.cli.main import main; sys.argv = ['megascale', 'simulate', *sys.argv[1:]]; main();"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120)
+def test_what_cannot_run_exits_with_the_reason(words, code, says, megascale):
+    done = megascale("simulate", *(Path(EXAMPLE).absolute() if word == EXAMPLE else word for word in words))
     assert done.returncode == code, done.stderr
     assert says in done.stderr
 

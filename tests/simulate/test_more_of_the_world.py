@@ -11,7 +11,7 @@ from megascale import config as configuration
 from megascale.errors import FitError
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import step_parts
+from megascale.simulate.closed import stage_times, step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.effective import FaultRates, first_order_share, simulate_run, young_daly
 from megascale.simulate.run_cost import run_cost
@@ -82,6 +82,18 @@ def scenario(*settings: str, **more) -> Scenario:
     return Scenario(
         config, 8, H200, Calibration("none", "h200-host"), own_software(config, stack("megascale-h200")), **more
     )
+
+
+def test_parameters_travel_as_the_configuration_gathers_them():
+    """In float8 almost half as long; gradients as before."""
+    float8 = "train.linear_precision=float8"
+    halved, plain = (scenario(float8, *more).case() for more in (("parallel.gather_precision=float8",), ()))
+    assert (halved.gather_bytes, plain.gather_bytes) == (1, 2)
+    short, long = (float(stage_times(H200, one).gather) for one in (halved, plain))
+    assert 0.5 * long < short < 0.55 * long
+    assert float(stage_times(H200, halved).scatter) == float(stage_times(H200, plain).scatter)
+    for other in (scenario(), scenario(float8, "parallel.zero=0"), scenario("train.linear_precision=float8_rowwise")):
+        assert other.case().gather_bytes == 2
 
 
 def test_a_scenario_says_what_is_not_counted_and_refuses_what_does_not_divide():

@@ -27,8 +27,10 @@ from megascale.simulate.validation.score import (
     affine_control,
     calibration_of,
     check_bands,
+    check_extrapolation,
+    check_headline,
+    check_left_out,
     check_mfu,
-    check_table,
     check_vtrain,
     column,
     fit_rows,
@@ -57,7 +59,8 @@ def test_the_table_is_the_paper_s():
 
 
 def test_table_checks_fit_on_development_rows_alone(cluster):
-    checks = {c.key: c for c in check_table(cluster)}
+    made = [check_left_out(cluster), check_extrapolation(cluster), check_headline(cluster)]
+    checks = {c.key: c for c in made}
     assert checks["A1"].passed, checks["A1"].figures
     assert checks["A3"].passed, checks["A3"].figures
     # Missed, and said so: docs/planning.md tells what bounds it. A change that makes it worse shows here.
@@ -125,7 +128,7 @@ def test_the_control_needs_no_physics():
 def test_a_worse_model_misses(cluster):
     """The checks can fail: with overlap residuals of one, MegaScale's rows are predicted too slow."""
     wrong = with_part(cluster, "overlap", tp_residual=1.0, slowdown=0.9)
-    assert not {c.key: c for c in check_table(wrong)}["A3"].passed
+    assert not check_headline(wrong).passed
 
 
 def test_peers_on_the_h200_host():

@@ -62,14 +62,10 @@ def _fabric(name: str, words: list[str], **more: Any) -> Topology:
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
+    from megascale.simulate.render import show_rows
+
+    show_rows(columns, rows, Console(highlight=False), title)
 
 
 def topology(
@@ -140,6 +136,25 @@ def _traffic(context: typer.Context, file: Path, gpus: int) -> StepTraffic:
     return step_traffic(load_command_line(file, list(context.args)), gpus)
 
 
+def _names(file: Path, hosts: int) -> list[str]:
+    """Names of the fabric's machines, in its order; ConfigError for too few, DataError for one that stands twice."""
+    from megascale.errors import ConfigError, DataError
+
+    try:
+        listed = file.read_text().split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--names={file}: {error}; give a text file of names, one a line") from None
+    if len(listed) < hosts:
+        raise ConfigError(
+            f"--names={file} has {len(listed)} names for {hosts} hosts of the fabric; name each, in the order of leaf "
+            f"switches, or make the fabric as large as the cluster (--set hosts={len(listed)})"
+        )
+    if len(set(listed)) < len(listed):
+        twice = next(name for i, name in enumerate(listed) if name in listed[:i])
+        raise DataError(f"--names={file} has {twice} twice; each machine stands there once")
+    return listed
+
+
 def placement(
     context: typer.Context,
     file: Path = FILE,
@@ -167,6 +182,9 @@ def placement(
     from megascale.simulate.fabric.placement import CROSSINGS, STRATEGIES, bytes_by_tier, place, step_flows, write
 
     built, sent = _fabric(fabric, changes), _traffic(context, file, gpus)
+    if names is not None and out is None:
+        raise ConfigError("--names is for the file that --out writes; add --out FILE.json")
+    listed = _names(names, built.spec.hosts) if names is not None else None
     kinds = list(dict.fromkeys([chosen, *STRATEGIES]))
     found: dict[str, Any] = {}
     for kind in kinds:
@@ -175,10 +193,10 @@ def placement(
         stages = bytes_by_tier(built, step_flows(laid, "pipeline", sent.pipeline))
         found[kind] = {"data": data.tolist(), "pipeline": stages.tolist()}
         if kind == chosen and out is not None:
-            listed = names.read_text().split() if names else None
-            if listed is not None and len(listed) < built.spec.hosts:
-                raise ConfigError(f"--names={names} has {len(listed)} names for {built.spec.hosts} hosts")
-            write(laid, out, listed)
+            try:
+                write(laid, out, listed)
+            except OSError as error:
+                raise ConfigError(f"--out={out} cannot be written: {error.strerror or error}") from None
     if as_json:
         typer.echo(strict_json.dumps({"tiers": CROSSINGS, "bytes": found}, indent=2))
     else:
@@ -274,6 +292,7 @@ def flows(
     queue_pairs: int = typer.Option(4, "--queue-pairs", min=1, help="Connections a pair of ranks spreads over."),
     algorithm: str = typer.Option("ring", "--algorithm", help="ring, tree, hierarchical, all-to-all."),
     polarised: bool = typer.Option(False, "--polarised", help="One hash seed in all switches."),
+    alone: bool = typer.Option(False, "--one-group", help="Rank 0's groups only, instead of all at once."),
     draws: int = typer.Option(1, "--draws", min=1, help="Hash seeds."),
     seed: int = SEED,
     as_json: bool = JSON,
@@ -294,32 +313,40 @@ def flows(
     from megascale.simulate.fabric.fabric_spec import parse_changes
     from megascale.simulate.fabric_study import Variant, vary_network
 
-    base = Variant(fabric, parse_changes(changes), chosen, queue_pairs, algorithm, polarised, draws, seed)
-    variants = {"this network": base}
+    base = Variant(fabric, parse_changes(changes), chosen, queue_pairs, algorithm, polarised, draws, seed, alone=alone)
+    variants, varied = {"this network": base}, ""
     if vary is not None:
         key, equals, values = vary.partition("=")
         if not equals:
             raise ConfigError(f"--vary={vary!r} must be KEY=A,B, such as leaf_oversubscription=1,2")
-        variants = {f"{key} {value}": base.with_key(key, value) for value in values.split(",")}
+        variants = {value: base.with_key(key, value) for value in values.split(",")}
+        varied = f", by {key}"
     from megascale.config import load_command_line
 
     config = load_command_line(file, list(context.args))
     rows = vary_network(config, gpus, variants)
+    whose = "rank 0's" if alone else "all"
     if as_json:
         typer.echo(strict_json.dumps(rows, indent=2))
     else:
         _table(
-            f"all groups at once, {gpus:,} GPUs: time over that at full NIC rate",
-            ["", "data", "with pipeline", "pipeline", "gradients, s", "parameters, s", "step, s", "took, s"],
+            f"{whose} groups at once, {gpus:,} GPUs{varied}",
+            ["", "data", "beside", "pipeline", "reduce, s", "gather, s", "step, s"],
             [
                 [
                     r["name"], f"{r['data']:.2f}", f"{r['data_busy']:.2f}", f"{r['pipeline']:.2f}",
                     f"{r['reduce_s']:.3f}", f"{r['gather_s']:.3f}",
-                    f"{r['step_s']:.3f} ({r['step_s'] / rows[0]['step_s'] - 1:+.1%})", f"{r['wall_s']:.1f}",
+                    f"{r['step_s']:.3f} ({r['step_s'] / rows[0]['step_s'] - 1:+.1%})",
                 ]
                 for r in rows
             ],
         )  # fmt: skip
+        typer.echo(
+            "data, beside, pipeline: the slowest group's time over that at full NIC rate, of\n"
+            "collectives alone, beside pipeline traffic, and of transfers between stages;\n"
+            "reduce, gather: of gradients and parameters, at that; "
+            f"the flow level took {sum(r['wall_s'] for r in rows):.1f} s"
+        )
     if plot is not None:
         from megascale.simulate.fabric.fabric_plots import bars
 
@@ -329,4 +356,5 @@ def flows(
             "pipeline, alone": [r["pipeline"] for r in rows],
         }
         title = f"{config.train.name} on {gpus:,} GPUs: " + ", ".join(f"{r['step_s']:.2f} s" for r in rows) + " a step"
-        bars([r["name"] for r in rows], series, plot, "time over that at full NIC rate", title)
+        key = vary.partition("=")[0] + " " if vary else ""
+        bars([key + r["name"] for r in rows], series, plot, "time over that at full NIC rate", title)

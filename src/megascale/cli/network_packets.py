@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from megascale.cli.common import write_text
 from megascale.core import strict_json
 
 
@@ -82,17 +83,20 @@ def packets(
 
 def _show(rows: dict[str, dict[str, float]], fluid: Any, title: str) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title)
-    columns = ("", "mean", "P99", "slowest, us", "GB/s", "largest queue, KB", "mean RTT, us", "pauses", "paused, us")
-    for column in (*columns, "drops"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, r in rows.items():
-        keys = ("mean_us", "p99_us", "max_us", "gbs", "queue_kb", "rtt_us", "pauses", "pause_us", "drops")
-        table.add_row(name, *(f"{r[k]:,.0f}" if k in r else "-" for k in keys))
-    table.add_row("max-min, no queues", f"{fluid.mean():,.0f}", "", f"{fluid.max():,.0f}")
-    Console(highlight=False).print(table)
+    from megascale.simulate.render import show_rows
+
+    columns = ("", "mean", "P99", "last", "GB/s", "queue", "RTT", "pauses", "paused", "drops")
+    keys = ("mean_us", "p99_us", "max_us", "gbs", "queue_kb", "rtt_us", "pauses", "pause_us", "drops")
+    cells = [[name, *(f"{r[k]:,.0f}" if k in r else "-" for k in keys)] for name, r in rows.items()]
+    cells.append(["max-min", f"{fluid.mean():,.0f}", "", f"{fluid.max():,.0f}", *[""] * 6])
+    console = Console(highlight=False)
+    show_rows(columns, cells, console, title)
+    console.print(
+        "[dim]us: finish of flows (mean, P99, last), mean round trip, time that links were paused by PFC; KB: largest "
+        "queue; max-min: the flow level, without queues[/dim]",
+        soft_wrap=True,
+    )
 
 
 def tune(
@@ -102,7 +106,9 @@ def tune(
     restart: float = typer.Option(600.0, "--restart", min=0, help="Seconds the job loses if NCCL gives up: assumed."),
     dead: float = typer.Option(0.02, "--dead", min=0, max=1, help="Share of losses that never come back: assumed."),
     adaptive: str = typer.Option("either", "--adaptive", help="NIC's adaptive retransmission: on, off or either."),
-    out: Path | None = typer.Option(None, "--out", metavar="FILE.env", help="Write the environment for launch."),
+    out: Path | None = typer.Option(
+        None, "--out", metavar="FILE.env", help="Write the file for launch's resilience.environment."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
     plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw it."),
 ) -> None:
@@ -114,7 +120,7 @@ def tune(
 
       megascale network tune --flaps 3 --per-day 1 --out network.env
 
-      set -a; . network.env; set +a; megascale launch examples/stdlib.toml
+      megascale launch examples/stdlib.toml --resilience.environment=network.env
     """
     from dataclasses import asdict
 
@@ -150,7 +156,7 @@ def tune(
             + ("" if not advice.flaps or advice.flaps >= 30 else f"; {advice.flaps} flaps are few, collect 30 or more")
         )
     if out is not None:
-        out.write_text(environment(best, about))
+        write_text(out, environment(best, about), "--out")
     if plot is not None:
         from megascale.simulate.fabric.fabric_plots import flap_timers
 
@@ -159,17 +165,18 @@ def tune(
 
 def _show_timers(advice: Any, retries: int, per_day: float) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=f"{retries} retries; seconds")
-    for column in ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up after", "cost a day"):
-        table.add_column(column, justify="right")
-    for t in advice.table:
-        table.add_row(
+    from megascale.simulate.render import show_rows
+
+    columns = ("NCCL_IB_TIMEOUT", "adaptive", "aborts", "idle after", "stalled", "gives up", "cost a day")
+    cells = [
+        [
             str(t.timeout), "on" if t.adaptive else "off", f"{t.abort:.1%}", f"{t.idle:.2f}", f"{t.stalled:.2f}",
             f"{t.gives_up:,.1f}", f"{per_day * t.cost:,.0f}",
-        )  # fmt: skip
-    Console(highlight=False).print(table)
+        ]
+        for t in advice.table
+    ]  # fmt: skip
+    show_rows(columns, cells, Console(highlight=False), f"{retries} retries; seconds")
 
 
 def validate(

@@ -61,6 +61,7 @@ class Case:
     recompute: Any
     gradient_bytes: Any
     reduce_bytes: Any
+    gather_bytes: Any = 2
     reduce_each: Any = False
     micro_batch_group_size: Any = 0
     launch_us: Any = 0.0
@@ -134,6 +135,7 @@ class Case:
             recompute=RECOMPUTE.index(software.recompute),
             gradient_bytes=software.gradient_bytes,
             reduce_bytes=software.reduce_bytes,
+            gather_bytes=software.gather_bytes,
             reduce_each=software.reduce_each,
             micro_batch_group_size=micro_batch_group_size,
             launch_us=software.launch_us,

@@ -185,7 +185,8 @@ def stage_times(
         return np.where(case.expert_parallel > 1, dense + fewer, whole)
 
     scatter = everywhere(case.reduce_bytes)
-    once = np.where(case.distributed_optimizer, everywhere(2.0), scatter)
+    narrower = (2 - case.gather_bytes) * (parameters - embedding) / parameters
+    once = np.where(case.distributed_optimizer, everywhere(2.0 - narrower), scatter)
     scatter = scatter * np.where(case.reduce_each, case.microbatches, 1)
     return StageTimes(
         forward=layers * layer_forward,

@@ -20,7 +20,7 @@ from megascale.simulate.calibration import Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import StageTimes, late_seconds, pieces_of, stage_times
 from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.network import Network
+from megascale.simulate.network import Network, UnevenNetwork
 
 # Passes of stretching: durations, what they overlap, longer durations; the second changes them by little.
 PASSES = 2
@@ -75,24 +75,30 @@ def simulate(
     blocking = float(times.exchanges) > 0
     if blocking:
         graph = graph.awaiting(blocking_waits(graph))
-    durations = _durations(cluster, case, times, graph, blocking, layers)
+    uneven = network if isinstance(network, UnevenNetwork) else None
+    stage_shares = np.ones(p) if uneven is None else np.broadcast_to(uneven.stage_shares(), (p,))
+    durations = _durations(cluster, case, times, graph, blocking, layers, stage_shares)
     if case.dp_overlap:
         durations = _stretched(cluster, graph, durations, times)
 
     slow = _slowness(cluster, case, slow_hosts or {})
     compute = graph.kind <= ActionKind.BACKWARD
     # Replicas whose hosts are alike run alike: replay one of each kind.
-    kinds, which = np.unique(slow, axis=0, return_inverse=True)
+    sends = np.ones(len(slow)) if uneven is None else np.broadcast_to(uneven.replica_shares(), (len(slow),))
+    kinds, which = np.unique(np.column_stack([slow, sends]), axis=0, return_inverse=True)
     which = np.asarray(which).reshape(-1)
     if jitter > 0:
-        kinds, which = slow, np.arange(len(slow))
+        kinds, which = np.column_stack([slow, sends]), np.arange(len(slow))
     each = np.repeat(durations[:, None], len(kinds), axis=1)
     each[compute] *= kinds.T[graph.stage[compute]]
+    if uneven is not None:
+        far = _between_hosts(cluster, case, graph)
+        each[far] *= kinds[:, -1]
     if jitter > 0:
         noise = np.random.default_rng(seed).normal(0.0, jitter, size=(int(compute.sum()), len(kinds)))
         each[compute] *= np.maximum(0.5, 1.0 + noise)
     timeline = replay(graph, each)
-    reduced = _reduced(graph, timeline, case, times)
+    reduced = _reduced(graph, timeline, case, times, stage_shares)
     makespan = timeline.makespan
     last = int(makespan.argmax())
     one = Timeline(graph, timeline.start[:, last], timeline.end[:, last], timeline.moving[:, last])
@@ -102,9 +108,15 @@ def simulate(
 
 
 def _durations(
-    cluster: ClusterSpec, case: Case, times: StageTimes, graph: Graph, blocking: bool, layers: np.ndarray | None
+    cluster: ClusterSpec,
+    case: Case,
+    times: StageTimes,
+    graph: Graph,
+    blocking: bool,
+    layers: np.ndarray | None,
+    shares: np.ndarray,
 ) -> np.ndarray:
-    """Seconds of each action of a replica of healthy hosts."""
+    """Seconds of each action of a replica of healthy hosts; shares: [stages] of collectives' times."""
     p, v = graph.schedule.stages, graph.schedule.virtual
     if layers is None:
         layers = np.full((p, v), float(case.middle) / v)
@@ -125,18 +137,30 @@ def _durations(
     reduce = float(times.scatter) / v if case.dp_overlap else 0.0
     if case.reduce_each:
         reduce /= int(case.microbatches)
-    durations = graph.durations(forward + share, backward + share, transfer, transfer, gather, reduce)
+    gathers, reduces = gather * shares[:, None], reduce * shares[:, None]
+    durations = graph.durations(forward + share, backward + share, transfer, transfer, gathers, reduces)
     if not blocking:
-        stride = int(case.tensor) * int(case.replicas)
-        host = np.arange(p) * stride // cluster.gpus_per_host
-        for kind, step in ((ActionKind.SEND_FORWARD, 1), (ActionKind.SEND_BACKWARD, -1)):
-            near = (graph.kind == kind) & (host[graph.stage] == host[(graph.stage + step) % p])
-            durations[near] = float(times.near_transfer)
+        durations[_sends(graph) & ~_between_hosts(cluster, case, graph)] = float(times.near_transfer)
     if case.dp_overlap and v == 1:
         # A single chunk's parameters come in buckets, all but the first behind the first forward.
         only = graph.kind == ActionKind.GATHER_PARAMS
-        durations[only] = gather - _rest(case) * min(gather, float(times.forward))
+        whole = gather * shares[graph.stage[only]]
+        durations[only] = whole - _rest(case) * np.minimum(whole, float(times.forward))
     return durations
+
+
+def _sends(graph: Graph) -> np.ndarray:
+    """[actions] whether each is a transfer to a neighbour stage."""
+    found: np.ndarray = (graph.kind == ActionKind.SEND_FORWARD) | (graph.kind == ActionKind.SEND_BACKWARD)
+    return found
+
+
+def _between_hosts(cluster: ClusterSpec, case: Case, graph: Graph) -> np.ndarray:
+    """[actions] whether each is a transfer to a stage on another host."""
+    p = graph.schedule.stages
+    host = np.arange(p) * int(case.tensor) * int(case.replicas) // cluster.gpus_per_host
+    step = np.where(graph.kind == ActionKind.SEND_FORWARD, 1, -1)
+    return _sends(graph) & (host[graph.stage] != host[(graph.stage + step) % p])
 
 
 def _rest(case: Case) -> float:
@@ -208,14 +232,14 @@ def draw_hosts(cluster: ClusterSpec, case: Case, seed: int, slow_by: float | Non
     return {int(h): 1.0 + by for h in chosen}
 
 
-def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes) -> np.ndarray:
+def _reduced(graph: Graph, timeline: Timeline, case: Case, times: StageTimes, shares: np.ndarray) -> np.ndarray:
     """When each stage's gradients are reduced: a reduction starts when the last replica has launched it."""
     stages = graph.schedule.stages
     done = np.zeros(stages)
     if not case.dp_overlap:
         compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
         np.maximum.at(done, graph.stage[compute], timeline.end[compute].max(axis=1))
-        return done + float(times.scatter)
+        return done + float(times.scatter) * shares
     reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
     launched = timeline.end[graph.before[reduces, 0]].max(axis=1)
     lengths = (timeline.end - timeline.moving)[reduces].max(axis=1)

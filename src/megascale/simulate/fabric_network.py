@@ -1,4 +1,4 @@
-"""The fabric inside the step model: ring times between hosts, longer by what sharing switches costs on a given fabric.
+"""The fabric inside the step model: transfers between hosts, longer by what sharing switches costs on a given fabric.
 
 The step model's bandwidth between hosts is calibrated on the paper's own cluster, whose switches are in it already. So
 what counts here is a fabric and placement relative to that one: `reference` slow-downs divide out.
@@ -14,23 +14,32 @@ import numpy as np
 from megascale.simulate.network import Network
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SharedFabricNetwork:
     """Attributes:
 
     base: times without sharing between groups.
-    data, pipeline: slow-down of collectives and of transfers between stages, relative to the reference; at least 0.
+    data: [stages] slow-down of each stage's collectives (its slowest group), relative to the reference.
+    pipeline: [replicas] slow-down of each replica's transfers between stages, likewise.
     """
 
     base: Network
-    data: float
-    pipeline: float
+    data: Any
+    pipeline: Any
 
     def collective(self, bytes: Any, ranks: Any, ranks_per_host: Any) -> Any:
-        """See Network.collective; only groups that span hosts are slowed."""
+        """See Network.collective, of the slowest stage; only groups that span hosts are slowed."""
         seconds = self.base.collective(bytes, ranks, ranks_per_host)
-        return np.where(np.asarray(ranks) > np.asarray(ranks_per_host), self.data, 1.0) * seconds
+        return np.where(np.asarray(ranks) > np.asarray(ranks_per_host), np.max(self.data), 1.0) * seconds
 
     def p2p(self, bytes: Any, inside: Any) -> Any:
-        """See Network.p2p."""
-        return np.where(inside, 1.0, self.pipeline) * self.base.p2p(bytes, inside)
+        """See Network.p2p, of the slowest replica."""
+        return np.where(inside, 1.0, np.max(self.pipeline)) * self.base.p2p(bytes, inside)
+
+    def stage_shares(self) -> Any:
+        """See Network.stage_shares."""
+        return np.asarray(self.data) / np.max(self.data)
+
+    def replica_shares(self) -> Any:
+        """See Network.replica_shares."""
+        return np.asarray(self.pipeline) / np.max(self.pipeline)

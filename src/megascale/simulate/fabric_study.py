@@ -1,10 +1,18 @@
-"""A step under variants of its network: slow-downs at the flow level, and what they make of the step model's time."""
+"""A step on a network: slow-downs of its transfers at the flow level, and what they make of the step model's time.
+
+The step model is calibrated on the paper's cluster, so its network is in the calibration. What lengthens transfers is a
+network's slow-down over that network's own, at data-near placement and four queue pairs (assumed), times how much
+slower its NICs are.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from megascale.config import Config
 from megascale.errors import ConfigError
@@ -12,18 +20,18 @@ from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.fabric.fabric_spec import FabricSpec, load_fabric
 from megascale.simulate.fabric.placement import place
-from megascale.simulate.fabric.step_traffic import step_traffic
-from megascale.simulate.fabric.topology import GIGABIT, build
-from megascale.simulate.fabric.transfer_times import FabricTimes
+from megascale.simulate.fabric.step_traffic import StepTraffic, step_traffic
+from megascale.simulate.fabric.topology import GIGABIT, Floats, build
+from megascale.simulate.fabric.transfer_times import FabricTimes, Outage
 from megascale.simulate.fabric_network import SharedFabricNetwork
-from megascale.simulate.network import RingNetwork
+from megascale.simulate.network import Network, RingNetwork
 from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, own_software, run
+from megascale.simulate.step import Level, Scenario, StepEstimate, own_software, run
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A network to try."""
+    """A network to try: a fabric, who runs where, and how connections are made. alone: only rank 0's groups."""
 
     fabric: str = "megascale"
     changes: dict[str, Any] = field(default_factory=dict)
@@ -33,6 +41,9 @@ class Variant:
     polarised: bool = False
     draws: int = 1
     seed: int = 0
+    outages: tuple[Outage, ...] = ()
+    at: float = 0.0
+    alone: bool = False
 
     @property
     def key(self) -> str:
@@ -65,50 +76,167 @@ class Variant:
         return replace(self, changes={**self.changes, key: value})
 
 
-def measure(config: Config, gpus: int, variant: Variant) -> dict[str, float]:
-    """Slow-downs of a step's transfers over full NIC rate, all groups at once; the slowest group, mean of draws."""
+@dataclass(frozen=True, eq=False)
+class AxisTimes:
+    """A step's transfers on a network, over their time at its NICs' full rate.
+
+    Attributes:
+        data: [draws, stages] the slowest data-parallel group of each stage, all groups at once, nothing beside them.
+        busy: the same beside the step's pipeline traffic.
+        pipeline: [draws, replicas] the slowest transfer between stages of each replica, all at once.
+        nic: bytes/s of a NIC. traffic: what a step sends. wall: seconds that this took.
+    """
+
+    data: Floats
+    busy: Floats
+    pipeline: Floats
+    nic: float
+    traffic: StepTraffic
+    wall: float
+
+    @staticmethod
+    def worst(values: Floats) -> Floats:
+        """[draws] the slowest of all."""
+        found: Floats = values.max(axis=1)
+        return found
+
+
+def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
+    """Slow-downs of a step's transfers, all groups at once, for each draw of the hash seeds."""
     start = time.perf_counter()
     sent = step_traffic(config, gpus)
+    grid = sent.grid
     topology = build(load_fabric(variant.fabric, variant.changes))
-    laid = place(sent.grid, topology, variant.placement, variant.seed)
-    times = FabricTimes(topology, laid, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm)
-    data = times.slowdown("data").worst
-    share = sent.pipeline / max(sent.reduce + sent.gather, 1.0)
-    busy = times.slowdown("data", concurrent=(("pipeline", share),)).worst if sent.pipeline else data
-    stages = times.slowdown("pipeline").worst if sent.pipeline else 1.0
-    nic = topology.spec.nic_gbps * GIGABIT
-    members = (sent.grid.data - 1) / sent.grid.data
-    return {
-        "data": data,
-        "data_busy": busy,
-        "pipeline": stages,
-        "reduce_s": data * sent.reduce * members / nic,
-        "gather_s": data * sent.gather * members / nic,
-        "wall_s": time.perf_counter() - start,
-    }
+    laid = place(grid, topology, variant.placement, variant.seed)
+    times = FabricTimes(
+        topology, laid, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
+        outages=variant.outages,
+    )  # fmt: skip
+
+    ranks = (0,) if variant.alone else None
+
+    def of_stages(concurrent: Sequence[tuple[str, float]] = ()) -> Floats:
+        found = times.slowdown("data", ranks, concurrent, variant.at).of_all(grid.pipeline * grid.tensor)
+        slowest: Floats = found.reshape(-1, grid.pipeline, grid.tensor).max(axis=2)
+        return slowest
+
+    data = of_stages()
+    busy, pipeline = data, np.ones((variant.draws, grid.data))
+    if sent.pipeline:
+        busy = of_stages((("pipeline", sent.pipeline / max(sent.reduce + sent.gather, 1.0)),))
+        between = times.slowdown("pipeline", ranks, at=variant.at).of_all(grid.data * grid.tensor)
+        pipeline = between.reshape(-1, grid.data, grid.tensor).max(axis=2)
+    return AxisTimes(data, busy, pipeline, topology.spec.nic_gbps * GIGABIT, sent, time.perf_counter() - start)
+
+
+def paper_network(gpus: int, gpus_per_host: int, like: Variant) -> Variant:
+    """What the calibration has in it: the paper's fabric for as many hosts, ranks laid data-near, four queue pairs."""
+    return Variant(changes={"hosts": -(-gpus // gpus_per_host)}, draws=like.draws, seed=like.seed)
+
+
+def networks(scenario: Scenario, base: Network, found: AxisTimes, reference: AxisTimes) -> list[SharedFabricNetwork]:
+    """The step model's network for each draw.
+
+    Collectives that the software overlaps with compute run while pipeline traffic does, others alone. What that traffic
+    costs them on the calibration's network is a NIC's two uses, which the step model has already: it is taken off.
+    """
+    slower = reference.nic / found.nic
+    alone, busy, stages = (
+        float(AxisTimes.worst(values).mean()) for values in (reference.data, reference.busy, reference.pipeline)
+    )
+    overlapped = np.maximum(found.data, found.busy - (busy - alone))
+    own = overlapped if scenario.software.dp_overlap else found.data
+    return [
+        SharedFabricNetwork(base, slower * data / alone, slower * pipeline / stages)
+        for data, pipeline in zip(own, found.pipeline, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class StepOnNetwork:
+    """A step on a network: a distribution over starts of the job, each with its own hash seeds.
+
+    Attributes:
+        plain: the step on the calibration's own network.
+        estimates: one for each draw.
+        found, reference: slow-downs of this network and of the calibration's.
+    """
+
+    plain: StepEstimate
+    estimates: list[StepEstimate]
+    found: AxisTimes
+    reference: AxisTimes
+
+    @property
+    def seconds(self) -> Floats:
+        """[draws] of the step."""
+        return np.array([e.seconds for e in self.estimates])
+
+    @property
+    def median(self) -> StepEstimate:
+        """The draw in the middle."""
+        return sorted(self.estimates, key=lambda e: e.seconds)[len(self.estimates) // 2]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        rows = {
+            kind: {
+                "slowest_mean": float(AxisTimes.worst(getattr(self.found, kind)).mean()),
+                "slowest_p90": float(np.quantile(AxisTimes.worst(getattr(self.found, kind)), 0.9)),
+                "groups_mean": float(getattr(self.found, kind).mean()),
+                "calibrated": float(AxisTimes.worst(getattr(self.reference, kind)).mean()),
+            }
+            for kind in ("data", "busy", "pipeline")
+        }
+        return {"slowdowns": rows, "seconds": self.seconds.tolist(), "seconds_calibrated": self.plain.seconds}
+
+
+def step_on_network(
+    scenarios: Sequence[Scenario], variant: Variant, level: Level = "closed", **options: Any
+) -> list[StepOnNetwork]:
+    """Each scenario's step on a network; `options` are those of step.run. The scenarios share one layout.
+
+    Raises:
+        ConfigError: sequences cut over ranks or experts, whose traffic the network's model does not know.
+        FitError: a layout that the fabric does not hold.
+    """
+    first = scenarios[0]
+    if any(s.beyond_training for s in scenarios):
+        raise ConfigError("--fabric knows data- and pipeline-parallel traffic only; leave out --context and experts")
+    found = measure(first.config, first.gpus, variant)
+    paper = paper_network(first.gpus, first.config.parallel.gpus_per_host, variant)
+    reference = found if paper.key == variant.key else measure(first.config, first.gpus, paper)
+    results = []
+    for scenario in scenarios:
+        base = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)
+        each = networks(scenario, base, found, reference)
+        estimates = [run(scenario, level, network=network, **options) for network in each]
+        results.append(StepOnNetwork(run(scenario, level, **options), estimates, found, reference))
+    return results
 
 
 def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> list[dict[str, Any]]:
-    """A row a variant, with the step's seconds.
-
-    The step model (cluster a100-roce, its shipped calibration) holds for the paper's network. What lengthens its
-    transfers is a variant's slow-down over that network's own, at data-near placement and four queue pairs (assumed).
-    """
+    """A row a variant, with the step's seconds (cluster a100-roce and its shipped calibration), mean of draws."""
     first = next(iter(variants.values()))
     cluster = load_cluster("a100-roce")
     calibration = load_calibration(None, cluster.name)
     scenario = Scenario(config, gpus, cluster, calibration, own_software(config, stack("megascale")), "megascale")
-    hosts = -(-gpus // config.parallel.gpus_per_host)
-    own = Variant(changes={"hosts": hosts}, draws=first.draws, seed=first.seed)
+    own = paper_network(gpus, config.parallel.gpus_per_host, first)
     measured = {own.key: measure(config, gpus, own)}
-    reference = measured[own.key]
     ring = RingNetwork(cluster, calibration.constants.dp_efficiency)
     rows = []
     for name, variant in variants.items():
         found = measured.get(variant.key) or measure(config, gpus, variant)
         measured[variant.key] = found
-        network = SharedFabricNetwork(
-            ring, found["data"] / reference["data"], found["pipeline"] / reference["pipeline"]
-        )
-        rows.append({"name": name, **found, "step_s": float(run(scenario, "closed", network=network).seconds)})
+        steps = [
+            run(scenario, "closed", network=network).seconds
+            for network in networks(scenario, ring, found, measured[own.key])
+        ]
+        data, busy, stages = (float(AxisTimes.worst(v).mean()) for v in (found.data, found.busy, found.pipeline))
+        sent, members = found.traffic, (found.traffic.grid.data - 1) / found.traffic.grid.data
+        rows.append({
+            "name": name, "data": data, "data_busy": busy, "pipeline": stages,
+            "reduce_s": data * sent.reduce * members / found.nic, "gather_s": data * sent.gather * members / found.nic,
+            "wall_s": found.wall, "step_s": float(np.mean(steps)),
+        })  # fmt: skip
     return rows

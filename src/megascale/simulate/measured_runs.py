@@ -65,8 +65,9 @@ class Prediction:
     high: float
 
     def config(self) -> Config:
-        """The configuration that the settings describe."""
-        return configuration.load(None, self.settings)
+        """The configuration that the settings describe; the stack says whether it replays graphs."""
+        graphs = any(one.startswith("--kernels.graphs=") for one in self.settings)
+        return configuration.load(None, [*self.settings, *([] if graphs else ["--kernels.graphs=off"])])
 
 
 def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:

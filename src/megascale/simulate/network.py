@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,17 @@ class Network(Protocol):
 
     def p2p(self, bytes: Any, inside: Any) -> Any:
         """Seconds to send `bytes` to a neighbour stage while receiving as much; `inside`: on the same host."""
+
+
+@runtime_checkable
+class UnevenNetwork(Network, Protocol):
+    """What a network may add whose groups are not alike: the event level gives each its own time."""
+
+    def stage_shares(self) -> Any:
+        """[stages] time of each stage's collectives between hosts over that of the slowest."""
+
+    def replica_shares(self) -> Any:
+        """[replicas] time of each replica's transfers between hosts over that of the slowest."""
 
 
 @dataclass(frozen=True)

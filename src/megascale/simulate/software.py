@@ -40,6 +40,7 @@ class Software:
         distributed_optimizer: gradients reduce-scattered and parameters gathered; False is an all-reduce.
         recompute: one of RECOMPUTE.
         gradient_bytes: bytes of a gradient in the accumulator; reduce_bytes: as communicated.
+        gather_bytes: bytes of a parameter of a layer as gathered; embeddings are gathered in 2.
         reduce_each: gradients reduced after every micro-batch (ZeRO-2) instead of once a step.
         launch_us: host time to launch one kernel; a layer takes at least this for each of its kernels.
         region_host_us: host time to enter or leave a tensor-parallel region, beside its kernels.
@@ -62,6 +63,7 @@ class Software:
     recompute: str = "none"
     gradient_bytes: int = 4
     reduce_bytes: int = 4
+    gather_bytes: int = 2
     reduce_each: bool = False
     launch_us: float = 15.0
     region_host_us: float = 60.0

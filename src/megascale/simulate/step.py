@@ -10,8 +10,10 @@ import numpy as np
 from megascale.config import Config
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
+from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import stage_memory
+from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
@@ -21,7 +23,7 @@ from megascale.simulate.event import SimulatedEvent, draw_hosts, simulate
 from megascale.simulate.network import Network
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
 from megascale.simulate.prediction_band import band_width, cautions
-from megascale.simulate.software import MEGATRON_2023, Software
+from megascale.simulate.software import MEGASCALE_H200, MEGASCALE_H200_GRAPHS, MEGATRON_2023, Software
 
 Level = Literal["closed", "event"]
 
@@ -100,6 +102,7 @@ class Scenario:
                 config.gemms_on_side_stream,
                 config.optimizer.name,
                 config.train.linear_precision,
+                self.software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us and not why_no_graphs(config, layout.grid),
             ).total
             for s in stages
         )
@@ -194,6 +197,9 @@ def own_software(config: Config, base: Software) -> Software:
     """
     model, parallel, overlap, kernels = config.model, config.parallel, config.overlap, config.kernels
     float8 = LINEAR_PRECISIONS[config.train.linear_precision].float8
+    if _launches(base) == _launches(MEGASCALE_H200) and not why_no_graphs(config):
+        graphs = MEGASCALE_H200_GRAPHS
+        base = replace(base, launch_us=graphs.launch_us, region_host_us=graphs.region_host_us)
     return replace(
         base,
         parallel_block=model.block == "parallel",
@@ -202,6 +208,7 @@ def own_software(config: Config, base: Software) -> Software:
         reduce_each=parallel.zero == 2,
         float8=base.float8 or float8 != "none",
         bf16_weight_gradients=float8 == "all but weight gradients",
+        gather_bytes=1 if gathers_float8(parallel, config.train.linear_precision, 2) else base.gather_bytes,
         reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else base.reduce_bytes,
         recompute=parallel.recompute,
         tp_overlap=base.tp_overlap and overlap.tensor in ("auto", "fused"),
@@ -210,6 +217,10 @@ def own_software(config: Config, base: Software) -> Software:
         fused_operators=base.fused_operators and kernels.mode != "reference",
         attention=ATTENTION.get(kernels.attention, base.attention),
     )
+
+
+def _launches(software: Software) -> tuple[float, float]:
+    return software.launch_us, software.region_host_us
 
 
 def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Software:

@@ -80,6 +80,15 @@ def test_tune_writes_the_environment(tmp_path):
         (["ecmp", "--queue-pairs", "many"], ConfigError),
         (["tune", "--flaps", "nothing.txt"], DataError),
         (["tune", "--flaps", "-1"], ConfigError),
+        (["tune", "--flaps", "nan"], ConfigError),
+        (["tune", "--flaps", "3", "--restart", "inf"], ConfigError),
+        (["tune", "--flaps", "3", "--out", "/nowhere/x.env"], ConfigError),
+        (["topology", "--set", "nic_gbps=inf"], ConfigError),
+        (["topology", "--set", "cable_ns=-1"], ConfigError),
+        (["validate", "--only", "nothing like this"], ConfigError),
+        (["placement", *MODEL, *SMALL, "--names", "none.txt"], ConfigError),
+        (["placement", *MODEL, *SMALL, "--names", "none.txt", "--out", "p.json"], ConfigError),
+        (["placement", *MODEL, *SMALL, "--out", "/nowhere/p.json"], ConfigError),
         (["tune", "--flaps", "3", "--adaptive", "maybe"], ConfigError),
         (["packets", "--control", "cubic"], ConfigError),
         (["packets", "--dcqcn", "mine"], ConfigError),
@@ -110,7 +119,7 @@ def test_traffic_is_the_models():
 def test_the_hook_tabulates_and_knows_what_is_concurrent_and_down():
     built = fabric()
     times = FabricTimes(built, place(Grid(2, 16, 4, ranks_per_host=2), built, "adversarial"), draws=3)
-    alone = times.slowdown("data", groups=[0])
+    alone = times.slowdown("data", ranks=[0, 1])
     together = times.slowdown("data")
     busy = times.slowdown("data", concurrent=(("pipeline", 1.0),))
     assert alone.worst * (1 + 1e-9) >= 1

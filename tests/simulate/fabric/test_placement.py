@@ -53,7 +53,7 @@ def test_a_file_gives_the_placement_back(tmp_path):
     tree = strict_json.loads(file.read_text())
     tree["hosts"][1] = tree["hosts"][0]
     file.write_text(strict_json.dumps(tree))
-    with pytest.raises(DataError, match="2 times"):
+    with pytest.raises(DataError, match="twice"):
         p.place(GRID, built, str(file))
     tree["hosts"][1] = 64
     file.write_text(strict_json.dumps(tree))

@@ -8,11 +8,9 @@ whether any is filled.
 from __future__ import annotations
 
 from megascale.simulate.fabric.jit import compiled
+from megascale.simulate.fabric.packet_tables import AFTER, BEFORE, SLOTS
 
-TICK = 1e-10
-SLOTS = 1 << 17  # 13.1 us: longer than a hop or an acknowledgement takes
 MASK = SLOTS - 1
-AFTER, BEFORE = 6, 7  # columns of the rows of packets and events
 
 
 @compiled

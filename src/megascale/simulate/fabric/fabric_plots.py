@@ -39,7 +39,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def draw_topology(topology: Topology, path: Path) -> None:
-    """Switches by tier, and the cables of one leaf switch of each pod; failed links in red."""
+    """Switches by tier, and the cables of one leaf switch of each pod; failed links black and dashed."""
     figure, axes = _figure(11, 4.6)
     counts = (topology.leaves, topology.aggregations, topology.cores)
     places = [(np.arange(n) + 0.5) / max(n, 1) for n in counts]
@@ -60,7 +60,7 @@ def draw_topology(topology: Topology, path: Path) -> None:
         a, b = topology.tail[link], topology.head[link]
         level = 1 if topology.tier[link] == 1 else 2
         ends = sorted((int(a), int(b)))
-        axes.plot(at_node[ends], [level, level + 1], color=RED, lw=1.2)
+        axes.plot(at_node[ends], [level, level + 1], color="#000000", ls="--", lw=0.9)
     for level, (x, name) in enumerate(zip(places, ("leaf", "aggregation", "core"), strict=True), 1):
         axes.scatter(x, np.full(len(x), level), s=9, color="#222222", zorder=3)
         if len(x):
@@ -73,7 +73,7 @@ def draw_topology(topology: Topology, path: Path) -> None:
     axes.text(-0.01, 0.44, f"{spec.hosts:,} hosts, {sets} sets", ha="right", va="center", fontsize=9)
     axes.set_title(
         f"{spec.name}: {spec.gpus:,} NICs of {spec.nic_gbps:g}G, {topology.pods} pods; cables of one leaf "
-        "switch of each pod, and of one aggregation switch",
+        "switch of each pod, and of one aggregation switch" + (f"; dashed: {len(dead) // 2} down" if len(dead) else ""),
         fontsize=10,
     )
     axes.set_xlim(-0.16, 1.01)
@@ -173,4 +173,15 @@ def flap_timers(advice: Advice, path: Path, restart: float) -> None:
     right.set_xlabel("NCCL_IB_TIMEOUT")
     right.set_ylabel(f"job seconds lost a flap (a restart: {restart:g} s)")
     right.legend(frameon=False, fontsize=8)
+    for axis, steps in ((left.xaxis, (1,)), (left.yaxis, (1,)), (right.yaxis, (1, 2, 5))):
+        _plain_log(axis, steps)
     _save(figure, path)
+
+
+def _plain_log(axis: Any, steps: tuple[int, ...]) -> None:
+    """Ticks of a logarithmic axis as plain numbers, at these multiples of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

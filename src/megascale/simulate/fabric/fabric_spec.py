@@ -16,7 +16,7 @@ from megascale.errors import ConfigError, FitError
 class FabricSpec(BaseModel):
     """A CLOS of equal switches over hosts whose NICs go to one leaf switch each (or one leaf switch for all)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     hosts: int = Field(ge=1, le=200_000)

@@ -149,10 +149,10 @@ def advise(
     With observed durations the sureness comes from resampling them; with a median only, from redrawing what is not
     known: the median within a factor of about 1.5 either way, the spread between 0.5 and 1.5.
     """
-    if restart < 0 or not 0 <= dead <= 1 or sigma < 0 or (median is not None and median <= 0):
+    if not (0 <= restart < np.inf and 0 <= dead <= 1 and 0 <= sigma < np.inf and (median is None or 0 < median < 1e6)):
         raise ConfigError(
             f"--restart={restart:g} is 0 or more, --dead={dead:g} lies in 0..1, --sigma={sigma:g} is 0 or more and the "
-            f"median of --flaps positive"
+            f"median of --flaps{'' if median is None else f'={median:g}'} positive and under 10^6 s"
         )
     rng = np.random.default_rng(seed)
     if observed is not None:
@@ -178,7 +178,7 @@ def advise(
 
 
 def environment(best: Timers, about: str) -> str:
-    """What `set -a; . FILE; set +a` before `megascale launch` hands to every trainer."""
+    """What `megascale launch --resilience.environment=FILE` hands to every trainer; a shell's `.` reads it too."""
     lines = [
         f"# {about}",
         f"# abort {best.abort:.2%} of flaps, {best.idle:.1f} s idle after the link is back, gives up after "

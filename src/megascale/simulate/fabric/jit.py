@@ -16,7 +16,10 @@ from typing import Any, TypeVar
 
 from megascale.errors import ConfigError, remedy
 
-KERNELS = ("dcqcn.py", "swift.py", "hybrid.py", "event_wheel.py", "packet_kernel.py", "control_settings.py", "jit.py")
+KERNELS = (
+    "dcqcn.py", "swift.py", "hybrid.py", "event_wheel.py", "packet_kernel.py", "packet_hops.py", "packet_nics.py",
+    "packet_tables.py", "packet_views.py", "control_settings.py", "jit.py",
+)  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -51,3 +54,32 @@ def _numba() -> Any:
 def compiled(function: Function) -> Function:
     """numba.njit with a cache on disk; ConfigError with the remedy if numba is not installed."""
     return _numba().njit(cache=True, nogil=True, error_model="numpy")(function)
+
+
+def inlined(function: Function) -> Function:
+    """A part of a compiled function: put into it before it is compiled, so that its arguments cost nothing.
+
+    A call with some twenty tables of six words each would cost more than most events do.
+    """
+    return _numba().njit(inline="always", nogil=True, error_model="numpy")(function)
+
+
+def memory_view() -> Any:
+    """(address, shape, dtype) -> an array over memory that it does not own, for compiled functions."""
+    numba = _numba()
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def pointer(typing: Any, address: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], cgutils.voidptr_t)
+
+        return numba.types.voidptr(address), build
+
+    carray = numba.carray
+
+    def view(address: Any, shape: Any, dtype: Any) -> Any:
+        return carray(pointer(address), shape, dtype)  # type: ignore[call-arg]
+
+    return inlined(view)

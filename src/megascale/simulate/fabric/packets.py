@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megascale.errors import ConfigError, FitError
+from megascale.simulate.fabric import packet_tables as tables
 from megascale.simulate.fabric.control_settings import SETS, DcqcnSettings, SwiftSettings, control_number
 from megascale.simulate.fabric.ecmp import Flows
 from megascale.simulate.fabric.topology import Floats, Ints, Topology
@@ -163,16 +164,21 @@ def simulate_packets(
     links, compact, hops = _compact(paths)
     if (topology.bandwidth[links] <= 0).any():
         raise FitError("a path crosses a failed link; route flows around it first")
-    arguments = _arguments(topology, flows, settings, links, compact, hops, starts, flaps)
+
+    def fresh() -> tuple[Any, ...]:
+        return _arguments(topology, flows, settings, links, compact, hops, starts, flaps)
+
     stop = min(NEVER, int(until / TICK))
     watched = int(np.searchsorted(links, watch)) if watch is not None else 0
     if not run.signatures:
-        run(*arguments, 0, 0, 0)  # compiled, or read from the cache, before the clock starts
+        run(*fresh(), 0, 0, 0)  # compiled, or read from the cache, before the clock starts
+    arguments = fresh()
     wall, cpu = time.perf_counter(), time.thread_time()
-    found = run(*arguments, stop, int(sample_every / TICK), watched)
+    samples, mean_rtt = run(*arguments, stop, int(sample_every / TICK), watched)
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    fl, lk, totals, samples, mean_rtt = found
-    done, failed = fl[:, packet_kernel.DONE], fl[:, packet_kernel.FAILED]
+    found: tables.Tables = arguments[0]
+    fl, lk, totals = found.fl, found.lk, found.totals
+    done, failed = fl[:, tables.DONE], fl[:, tables.FAILED]
     if totals[COUNTERS.index("full")]:
         raise FitError("more packets are under way than the pool holds; use a smaller window_mb or fewer flows")
 
@@ -186,11 +192,11 @@ def simulate_packets(
     return PacketResult(
         finish=np.where(done >= 0, done * TICK, np.nan),
         aborted=np.where(failed >= 0, failed * TICK, np.nan),
-        counts=dict(zip(COUNTERS, (int(x) for x in totals), strict=True)),
-        queue_most=spread(lk[:, packet_kernel.QUEUED_MOST], np.int64),
-        pause_seconds=spread(lk[:, packet_kernel.PAUSED_FOR] * TICK, np.float64),
-        pause_count=spread(lk[:, packet_kernel.PAUSE_COUNT], np.int64),
-        carried=spread(lk[:, packet_kernel.CARRIED], np.int64),
+        counts=dict(zip(COUNTERS, (int(x) for x in totals[: len(COUNTERS)]), strict=True)),
+        queue_most=spread(lk[:, tables.QUEUED_MOST], np.int64),
+        pause_seconds=spread(lk[:, tables.PAUSED_FOR] * TICK, np.float64),
+        pause_count=spread(lk[:, tables.PAUSE_COUNT], np.int64),
+        carried=spread(lk[:, tables.CARRIED], np.int64),
         samples=samples,
         mean_rtt=mean_rtt * TICK,
         wall=wall,
@@ -251,6 +257,7 @@ def _arguments(
         crosses = np.isin(path, at) & (np.arange(path.shape[1]) < hops[:, None])
         own = crosses.any(axis=1)
         flap_flow[own] = path[own, crosses[own].argmax(axis=1)]
+    outages = tables.Outages(down, up, flap_flow)
     by_nic = np.argsort(path[:, 0], kind="stable")
     nic_first = np.searchsorted(path[by_nic, 0], np.arange(nics + 1))
     window = max(1, int(settings.window_mb * 1e6 / settings.mtu))
@@ -259,18 +266,23 @@ def _arguments(
     cc, d, s, cnp = state_and_vectors(
         settings.dcqcn, settings.swift, settings.mtu + settings.header, line, hops, base_rtt.astype(float), window, TICK
     )
-    needs_each = settings.control not in ("none", "dcqcn")
     rto = round(4.096e-6 * 2**settings.timeout / TICK)
     first = round(settings.adaptive_us * 1e-6 / TICK) if settings.adaptive_us else rto
     pool = int(min(2 * np.minimum(packets, window).sum() + 1024, 1 << 23))
-    return (
+    on = settings.control not in ("none", "dcqcn")  # Swift or a hybrid: a window that follows each round trip
+    edges = tables.Links(
         nics, speed, delay, node, capacity, shared, settings.pfc_alpha if settings.pfc else 0.0,
         kmin * scale if marks else np.full(len(links), np.inf), kmax * scale, settings.dcqcn.pmax,
-        path.astype(np.int32), hops.astype(np.int64), packets, last, start, back, down, up, flap_flow,
-        by_nic, nic_first, control_number(settings.control), cc, d, s, cnp,
-        1 if needs_each else settings.ack_every, window, settings.mtu, settings.header,
-        min(first, rto), rto, settings.retries, bool(settings.adaptive_us), pool, settings.seed,
     )  # fmt: skip
+    ways = tables.Paths(
+        np.ascontiguousarray(path, np.int32), hops.astype(np.int64), packets, last, start, back, by_nic, nic_first
+    )
+    rules = tables.Rules(
+        control_number(settings.control), on, settings.control in ("dcqcn", "hybrid-both"), d, s, cnp,
+        1 if on else settings.ack_every, window, settings.mtu, settings.header, min(first, rto), rto,
+        settings.retries, bool(settings.adaptive_us),
+    )  # fmt: skip
+    return tables.new_tables(edges, ways, rules, cc, pool, settings.seed), edges, ways, outages, rules
 
 
 def _both_directions(topology: Topology, link: int) -> Ints:

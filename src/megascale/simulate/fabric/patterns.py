@@ -83,7 +83,7 @@ def traffic(topology: Topology, pattern: str, size: float, senders: int, seed: i
     """A named pattern, routed. ConfigError for an unknown name or a size that is not positive."""
     if pattern not in PATTERNS:
         raise ConfigError(f"--pattern={pattern!r} is unknown; {', '.join(PATTERNS)}")
-    if size <= 0:
+    if not 0 < size < np.inf:
         raise ConfigError(f"--mb={size / 1e6:g}: flows have more than 0 bytes")
     flows = PATTERNS[pattern](topology, size, seed, senders)
     return Traffic(topology, flows, route(topology, flows, five_tuple_keys(flows, seed), seed))

@@ -7,20 +7,19 @@ leaf switches already keep data-heavy groups together; the others are there to c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megascale.core import strict_json
 from megascale.core.grid import Grid
+from megascale.core.placement_file import PlacementFile, read_placement
 from megascale.errors import ConfigError, DataError, FitError
 from megascale.simulate.fabric.collective_flows import collective
 from megascale.simulate.fabric.ecmp import Flows
 from megascale.simulate.fabric.topology import Floats, Ints, Topology
 
-FORMAT = 1
 AXES_BETWEEN = ("data", "pipeline")
 
 
@@ -50,6 +49,17 @@ class Placement:
         ranks = np.arange(self.grid.world).reshape(self.grid.pipeline, self.grid.data, self.grid.tensor)
         moved = np.moveaxis(ranks, ("pipeline", "data", "tensor").index(axis), -1)
         return list(self.nic(moved.reshape(-1, self.grid.size(axis))))
+
+    def group_numbers(self, axis: str, ranks: Sequence[int]) -> Ints:
+        """[n] numbers, as `groups` counts, of the groups that these ranks are in; ConfigError for no such rank."""
+        asked = np.asarray(ranks, np.int64)
+        if asked.size and (asked.min() < 0 or asked.max() >= self.grid.world):
+            raise ConfigError(f"ranks {asked.min()} to {asked.max()}: the job has 0 to {self.grid.world - 1}")
+        order = ("pipeline", "data", "tensor")
+        shape = tuple(self.grid.size(a) for a in order)
+        at = dict(zip(order, np.unravel_index(asked, shape), strict=True))
+        left = [a for a in order if a != axis]
+        return np.unique(at[left[0]] * self.grid.size(left[1]) + at[left[1]])
 
 
 def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
@@ -114,7 +124,7 @@ def place(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0)
     if strategy in STRATEGIES:
         hosts = STRATEGIES[strategy](grid, topology, seed)
     elif strategy.endswith(".json"):
-        hosts = read(Path(strategy), grid)
+        hosts = np.array(read_placement(Path(strategy), grid, "--placement").hosts, np.int64)
     else:
         raise ConfigError(f"--placement={strategy!r} is neither {', '.join(STRATEGIES)} nor a .json file")
     return checked(Placement(strategy, grid, np.asarray(hosts, np.int64), spec.nics), topology)
@@ -141,34 +151,10 @@ def checked(placement: Placement, topology: Topology) -> Placement:
 
 
 def write(placement: Placement, path: Path, names: list[str] | None = None) -> None:
-    """A file for the driver: the machines in rank order, by name if there are names (format of docs/network.md)."""
-    grid = placement.grid
-    tree = {
-        "format": FORMAT,
-        "strategy": placement.name,
-        "grid": {a: grid.size(a) for a in ("tensor", "data", "pipeline")} | {"ranks_per_host": grid.ranks_per_host},
-        "hosts": placement.hosts.tolist(),
-        "nodes": [names[h] for h in placement.hosts] if names else None,
-    }
-    path.write_text(strict_json.dumps(tree, indent=1) + "\n")
-
-
-def read(path: Path, grid: Grid) -> Ints:
-    """The machines of a placement file; DataError if it is damaged or of another grid."""
-    try:
-        tree = strict_json.loads(path.read_text())
-        hosts, shape, version = tree["hosts"], tree["grid"], tree["format"]
-        found = np.array(hosts, np.int64)
-    except OSError as error:
-        raise ConfigError(f"--placement={path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, OverflowError):
-        raise DataError(f"{path} is not a placement file; write one with megascale network placement --out") from None
-    if version != FORMAT:
-        raise DataError(f"{path} has format {version}, this version reads {FORMAT}; write it anew")
-    mine = {a: grid.size(a) for a in ("tensor", "data", "pipeline")} | {"ranks_per_host": grid.ranks_per_host}
-    if shape != mine:
-        raise DataError(f"{path} is for the grid {shape}, the job's is {mine}; write it anew")
-    return found
+    """A file for the driver: the machines in rank order, by name if there are names (core/placement_file.py)."""
+    hosts = tuple(placement.hosts.tolist())
+    nodes = tuple(names[h] for h in hosts) if names else None
+    PlacementFile(placement.name, placement.grid, hosts, nodes).write(path)
 
 
 # what crosses what ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megascale.config import Config
 from megascale.core.grid import Grid
 from megascale.core.memory import BYTES, stage_parameters
+from megascale.core.traffic import gathered_bytes
 from megascale.errors import FitError
 from megascale.simulate.fabric.placement import Placement, step_flows
 from megascale.simulate.fabric.topology import Ints
@@ -50,7 +51,9 @@ def step_traffic(config: Config, gpus: int) -> StepTraffic:
     return StepTraffic(
         grid=grid,
         reduce=float(count * reduce_width) if grid.data > 1 else 0.0,
-        gather=float(count * width) if grid.data > 1 else 0.0,
+        gather=float(gathered_bytes(model, parallel, 0, train.precision, train.linear_precision, grid.data))
+        if grid.data > 1
+        else 0.0,
         activation=model.sequence_length * train.micro_batch * model.hidden * width / grid.tensor,
         transfers=micro_batches * parallel.virtual_stages if grid.pipeline > 1 else 0,
     )

@@ -17,7 +17,7 @@ from megascale.errors import ConfigError
 from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
 from megascale.simulate.fabric.max_min import finish_times
 from megascale.simulate.fabric.placement import AXES_BETWEEN, Placement, step_flows
-from megascale.simulate.fabric.topology import Floats, Topology, build
+from megascale.simulate.fabric.topology import Floats, Ints, Topology, build
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,31 @@ class Slowdown:
     """Attributes:
 
     values: [draws, groups] time of a group's transfer over that at full NIC rate; 1 is perfect.
+    groups: [groups] their numbers (Placement.groups); those that stay inside their hosts are not among them.
     """
 
     values: Floats
+    groups: Ints
+
+    def of_all(self, count: int) -> Floats:
+        """[draws, count] of all groups; 1 for those that stay inside their hosts."""
+        whole = np.ones((len(self.values), count))
+        whole[:, self.groups] = self.values
+        return whole
 
     @property
     def mean(self) -> float:
         """Over groups and draws."""
-        return float(self.values.mean())
+        return float(self.values.mean()) if self.values.size else 1.0
 
     @property
     def worst(self) -> float:
         """Of the slowest group, mean over draws: what a step waits for if every group is on its critical path."""
-        return float(self.values.max(axis=1).mean())
+        return float(self.values.max(axis=1, initial=1.0).mean())
 
     def quantile(self, share: float) -> float:
         """Of the slowest group over draws."""
-        return float(np.quantile(self.values.max(axis=1), share))
+        return float(np.quantile(self.values.max(axis=1, initial=1.0), share))
 
 
 @dataclass(frozen=True)
@@ -81,21 +89,22 @@ class FabricTimes:
     _fabrics: dict[tuple[str, ...], Topology] = field(default_factory=dict, repr=False)
 
     def slowdown(
-        self, axis: str, groups: Sequence[int] | None = None, concurrent: Sequence[tuple[str, float]] = (),
+        self, axis: str, ranks: Sequence[int] | None = None, concurrent: Sequence[tuple[str, float]] = (),
         at: float = 0.0,
     ) -> Slowdown:  # fmt: skip
         """Of the transfers of an axis.
 
         Args:
             axis: data (a collective in each group) or pipeline (both ways between stages).
-            groups: numbers of the groups that communicate; default all at once.
+            ranks: whose groups communicate; default all at once.
             concurrent: other axes under way, with their bytes a rank relative to this axis'.
             at: seconds of the run, for outages.
         """
         if at < 0:
             raise ConfigError(f"time {at:g} s: 0 or more")
         failed = tuple(o.part for o in self.outages if o.start <= at < o.end)
-        key = (axis, tuple(groups) if groups is not None else None, tuple(concurrent), failed)
+        groups = None if ranks is None else self.placement.group_numbers(axis, ranks)
+        key = (axis, None if groups is None else tuple(groups.tolist()), tuple(concurrent), failed)
         if key not in self._table:
             self._table[key] = self._measure(axis, groups, concurrent, self._fabric(failed))
         return self._table[key]
@@ -109,7 +118,7 @@ class FabricTimes:
         return self._fabrics[failed]
 
     def _measure(
-        self, axis: str, groups: Sequence[int] | None, concurrent: Sequence[tuple[str, float]], topology: Topology
+        self, axis: str, groups: Ints | None, concurrent: Sequence[tuple[str, float]], topology: Topology
     ) -> Slowdown:
         own = step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
         count = len(self.placement.groups(axis))
@@ -117,7 +126,7 @@ class FabricTimes:
             keep = np.isin(own.group, groups)
             own = Flows(own.source[keep], own.target[keep], own.size[keep], own.group[keep])
         if not len(own):
-            return Slowdown(np.ones((self.draws, 1)))
+            return Slowdown(np.ones((self.draws, 0)), np.zeros(0, np.int64))
         parts = [own]
         for other, share in concurrent:
             if other not in AXES_BETWEEN or share < 0:
@@ -145,4 +154,4 @@ class FabricTimes:
             last = np.zeros(count)
             np.maximum.at(last, cut.group[: len(mine)], mine)
             values[draw] = last[seen] / ideal[seen]
-        return Slowdown(values)
+        return Slowdown(values, seen)

@@ -10,6 +10,7 @@ import numpy as np
 
 from megascale.config import Config
 from megascale.core import flops, inventory
+from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import MemoryEstimate, stage_memory, stage_parameters
 from megascale.core.replay import Graph, Timeline, replay
@@ -98,6 +99,7 @@ class LayoutCost:
                 config.gemms_on_side_stream,
                 config.optimizer.name,
                 config.train.linear_precision,
+                not why_no_graphs(config, grid),
             )
             for s in range(grid.pipeline)
         ]
@@ -105,9 +107,8 @@ class LayoutCost:
     def traffic(self, stage: int) -> TrafficEstimate:
         """Bytes that a rank of `stage` sends in a step."""
         config, grid, train = self.config, self.layout.grid, self.config.train
-        return stage_traffic(
-            config.model, config.parallel, grid, self.schedule, stage, train.micro_batch, train.precision
-        )
+        kinds = train.precision, train.linear_precision
+        return stage_traffic(config.model, config.parallel, grid, self.schedule, stage, train.micro_batch, *kinds)
 
     @property
     def needed_gib(self) -> float:

@@ -1,0 +1,215 @@
+"""What happens to a packet where it arrives (a switch, its receiver, as an acknowledgement its sender), and
+how a switch's port sends it on.
+
+Functions of the packet kernel's loop (packet_kernel.py), put into it by the compiler. t: Tables; what is constant comes
+in the other tuples of packet_tables.
+"""
+# The compiler gives types here: numbers are machine words, whichever name they have.
+# mypy: disable-error-code="no-untyped-def,assignment"
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from megascale.simulate.fabric import dcqcn, hybrid, swift
+from megascale.simulate.fabric import packet_tables as col
+from megascale.simulate.fabric.control_settings import CUT as USE_CUT
+from megascale.simulate.fabric.event_wheel import insert
+from megascale.simulate.fabric.jit import inlined
+from megascale.simulate.fabric.packet_tables import MANY, SLOTS
+
+dcqcn_cut, RTT = dcqcn.on_notification, dcqcn.RTT
+swift_delay, swift_loss, window_cut = swift.on_delay, swift.on_loss, hybrid.cut_window
+NOT_SENT = -1
+
+
+@inlined
+def release(t, i):
+    """The packet's row is free again."""
+    t.pk[i, col.AFTER] = t.totals[col.FREE]
+    t.totals[col.FREE] = i
+
+
+@inlined
+def is_down(outages, link, now):
+    """Whether a link loses what crosses it."""
+    return outages.down[link] <= now < outages.up[link]
+
+
+@inlined
+def at_sender(t, rules, paths, i, now):
+    """An acknowledgement: windows and rates follow; the NIC that may now send more, or -1."""
+    pk, fl, cc = t.pk, t.fl, t.cc
+    f = pk[i, col.FLOW]
+    flags = pk[i, col.FLAGS]
+    got = pk[i, col.NUMBER] - fl[f, col.DONE_TO]
+    if got > 0:
+        fl[f, col.DONE_TO] += got
+        fl[f, col.FOLLOWING] = max(fl[f, col.FOLLOWING], fl[f, col.DONE_TO])
+        fl[f, col.PROGRESS] = fl[f, col.ANSWERED] = now
+        fl[f, col.TRIES] = 0
+        fl[f, col.RTO] = rules.rto_first
+    rtt = (now - np.int64(pk[i, col.SENT_AT])) & col.CLOCK
+    if got >= 0:
+        cc[f, RTT] = rtt
+        t.rtt[0] += rtt
+        t.rtt[1] += 1.0
+    if rules.windowed:
+        if flags & col.IS_GO_BACK:
+            swift_loss(cc, f, now, rules.s)
+        elif got > 0:
+            swift_delay(cc, f, now, np.float64(rtt), np.float64(got), rules.s)
+    if flags & col.IS_CNP:
+        if rules.control == USE_CUT:
+            window_cut(cc, f, now, rules.d, rules.s)
+        elif rules.paced:
+            dcqcn_cut(cc, f, now, rules.d)
+    if flags & col.IS_GO_BACK:
+        fl[f, col.FOLLOWING] = fl[f, col.DONE_TO]
+    release(t, i)
+    kick = NOT_SENT
+    if fl[f, col.DONE_TO] < paths.packets[f]:
+        kick = paths.path[f, 0]
+    return kick
+
+
+@inlined
+def at_receiver(t, far, rules, paths, outages, flapping, i, now):
+    """The next in order is taken, a gap asks once for going back; the answer carries a CNP where marks say so."""
+    pk, fl, totals = t.pk, t.fl, t.totals
+    f = pk[i, col.FLOW]
+    n = pk[i, col.NUMBER]
+    flags = col.IS_ANSWER
+    answer = False
+    if n == fl[f, col.EXPECTED]:
+        fl[f, col.EXPECTED] += 1
+        totals[col.DELIVERED] += 1
+        fl[f, col.ASKED_AGAIN] = 0
+        if fl[f, col.EXPECTED] == paths.packets[f]:
+            fl[f, col.DONE] = now
+            totals[col.LEFT] -= 1
+            answer = True
+        elif fl[f, col.EXPECTED] % rules.ack_every == 0:
+            answer = True
+    elif n > fl[f, col.EXPECTED]:
+        totals[col.OUT_OF_ORDER] += 1
+        if not fl[f, col.ASKED_AGAIN]:
+            fl[f, col.ASKED_AGAIN] = 1
+            flags |= col.IS_GO_BACK
+            answer = True
+    else:
+        totals[col.DUPLICATE] += 1
+        answer = True
+    if pk[i, col.FLAGS] & col.IS_MARKED and now - fl[f, col.LAST_CNP] >= rules.cnp_gap:
+        fl[f, col.LAST_CNP] = now
+        totals[col.NOTIFIED] += 1
+        flags |= col.IS_CNP
+        answer = True
+    if answer and flapping and outages.flow[f] >= 0 and is_down(outages, outages.flow[f], now):
+        answer = False  # the acknowledgement is lost on its way back
+    if answer:
+        pk[i, col.FLAGS] = flags
+        pk[i, col.NUMBER] = fl[f, col.EXPECTED]
+        if paths.back[f] < SLOTS:
+            insert(t.head, pk, t.count, now + paths.back[f], i)
+        else:
+            heapq.heappush(far, (now + paths.back[f], np.int64(i)))
+    else:
+        release(t, i)
+
+
+@inlined
+def most_of_link(t, links, rules, at):
+    """Bytes that may lie in a switch from one link before it is paused: the dynamic threshold."""
+    return max(np.float64(2 * rules.mtu), links.pfc_alpha * (links.shared[at] - t.used[at]))
+
+
+@inlined
+def mark(t, links, i, e):
+    """RED on the queue of port e as the packet finds it."""
+    queued = t.lk[e, col.QUEUED]
+    if queued > links.kmin[e]:
+        if queued >= links.kmax[e]:
+            t.pk[i, col.FLAGS] |= col.IS_MARKED
+            t.totals[col.MARKED] += 1
+        else:
+            t.random[0] = t.random[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+            draw = np.float64(t.random[0] >> np.uint64(11)) * 1.1102230246251565e-16
+            if draw < links.pmax * (queued - links.kmin[e]) / (links.kmax[e] - links.kmin[e]):
+                t.pk[i, col.FLAGS] |= col.IS_MARKED
+                t.totals[col.MARKED] += 1
+
+
+@inlined
+def wait_in_queue(t, i, e, now):
+    """Behind what port e has."""
+    pk, lk = t.pk, t.lk
+    pk[i, col.AFTER] = -1
+    if lk[e, col.FIRST] < 0:
+        lk[e, col.FIRST] = i
+    else:
+        pk[lk[e, col.LAST], col.AFTER] = i
+    lk[e, col.LAST] = i
+    lk[e, col.QUEUED] += pk[i, col.SIZE]
+    lk[e, col.QUEUED_MOST] = max(lk[e, col.QUEUED_MOST], lk[e, col.QUEUED])
+    if lk[e, col.WAKE_AT] == MANY and not lk[e, col.PAUSED]:
+        lk[e, col.WAKE_AT] = max(lk[e, col.FREE_AT], now + 1)
+        insert(t.head, pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)
+
+
+@inlined
+def at_switch(t, links, rules, paths, i, now):
+    """Dropped, queued, or, with the port that takes it free, sent on at once: that port, else -1."""
+    pk, lk = t.pk, t.lk
+    f, hop = pk[i, col.FLOW], pk[i, col.HOP]
+    came, e = paths.path[f, hop], paths.path[f, hop + 1]
+    size, at = pk[i, col.SIZE], links.node[e]
+    out = NOT_SENT
+    if t.used[at] + size > links.capacity[at]:
+        t.totals[col.DROPPED] += 1
+        release(t, i)
+    else:
+        t.used[at] += size
+        lk[came, col.ARRIVED] += size
+        may_pause = links.pfc_alpha > 0.0 and not lk[came, col.ASKED] and not lk[came, col.PAUSE_SENT]
+        if may_pause and lk[came, col.ARRIVED] > most_of_link(t, links, rules, at):
+            lk[came, col.ASKED] = 1
+            lk[came, col.PAUSE_SENT] = 1
+            t.totals[col.PAUSES] += 1
+            lk[came, col.PAUSE_COUNT] += 1
+            insert(t.head, pk, t.count, now + links.delay[came] + 1, t.pauses + came)
+        mark(t, links, i, e)
+        pk[i, col.HOP] += 1
+        if lk[e, col.FIRST] < 0 and lk[e, col.FREE_AT] <= now and not lk[e, col.PAUSED]:
+            out = e
+        else:
+            wait_in_queue(t, i, e, now)
+    return out
+
+
+@inlined
+def send_from_switch(t, links, rules, paths, e, packet, now):
+    """Port e sends `packet`, which found it free, or (-1) the head of its queue."""
+    pk, lk = t.pk, t.lk
+    i = packet
+    if i < 0:
+        i = lk[e, col.FIRST]
+        lk[e, col.FIRST] = pk[i, col.AFTER]
+        lk[e, col.QUEUED] -= pk[i, col.SIZE]
+    size, at, came = pk[i, col.SIZE], links.node[e], paths.path[pk[i, col.FLOW], pk[i, col.HOP] - 1]
+    t.used[at] -= size
+    lk[came, col.ARRIVED] -= size
+    may_resume = lk[came, col.ASKED] and not lk[came, col.RESUME_SENT]
+    if may_resume and lk[came, col.ARRIVED] <= most_of_link(t, links, rules, at) - rules.mtu:
+        lk[came, col.ASKED] = 0
+        lk[came, col.RESUME_SENT] = 1
+        insert(t.head, pk, t.count, now + links.delay[came] + 2, t.resumes + came)
+    took = np.int64(size / links.speed[e] + 0.5)
+    lk[e, col.FREE_AT] = now + took
+    lk[e, col.CARRIED] += size
+    insert(t.head, pk, t.count, now + took + links.delay[e], i)
+    if lk[e, col.FIRST] >= 0:
+        lk[e, col.WAKE_AT] = lk[e, col.FREE_AT]
+        insert(t.head, pk, t.count, lk[e, col.WAKE_AT], t.wakes + e)

@@ -1,0 +1,66 @@
+"""The plan of a run that is there: what `megascale plan` and `megascale simulate step` say of its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megascale import config as configuration
+from megascale.core.schedule import ActionKind
+from megascale.errors import ConfigError, MegascaleError
+from megascale.simulate.calibration import load_calibration
+from megascale.simulate.cluster import load_cluster, shipped
+from megascale.simulate.planner.layout_cost import DEVICES, make_plan
+from megascale.simulate.software import stack
+from megascale.simulate.step import Scenario, own_software
+from megascale.simulate.step import run as price
+
+_DEVICE = "A100"  # for memory, where no cluster is named
+_MOST_BARS = 6000  # of a schedule's picture
+
+
+def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
+    """As `LayoutCost.to_dict`, with the schedule's replay and what the step model predicts.
+
+    `bars` are [stage, backward, chunk, micro-batch, begin, end] in units of a mean layer's forward; none where they are
+    too many to draw. `predicted` is of the step on `cluster`, None where none is named or it cannot be predicted
+    (`not_predicted` says why).
+
+    Args:
+        world: ranks.
+        cluster: one of those shipped with the simulator, or "".
+
+    Raises MegascaleError for a configuration that cannot be planned or a cluster that is not known.
+    """
+    if cluster and cluster not in shipped():
+        raise ConfigError(f"cluster={cluster[:60]}: none of that name; there are {', '.join(shipped())}")
+    config = configuration.load(run / "config.toml")
+    machine = load_cluster(cluster) if cluster else None
+    memory = machine.gpu.memory_gib if machine is not None else DEVICES[_DEVICE]
+    plan = make_plan(config, world, memory)
+    graph, timeline = plan.timeline.graph, plan.timeline
+    bars = []
+    if int((graph.kind <= ActionKind.BACKWARD).sum()) <= _MOST_BARS:
+        bars = [
+            [
+                int(graph.stage[n]), int(graph.kind[n] == ActionKind.BACKWARD), int(graph.chunk[n]),
+                int(graph.microbatch[n]), round(float(timeline.start[n]), 3), round(float(timeline.end[n]), 3),
+            ]
+            for n in range(graph.actions) if graph.kind[n] <= ActionKind.BACKWARD
+        ]  # fmt: skip
+    found = plan.to_dict() | {"bars": bars, "makespan": float(timeline.makespan), "precision": config.train.precision}
+    predicted, why = None, ""
+    if machine is not None:
+        try:
+            software = own_software(
+                config, stack("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
+            )
+            scenario = Scenario(config, world, machine, load_calibration(None, machine.name), software, "megascale")
+            told = price(scenario, check_memory=False)
+            predicted = {
+                "seconds": told.seconds, "low": told.low, "high": told.high, "mfu": told.mfu,
+                "tokens_per_second": told.tokens_per_second, "parts": dict(told.parts), "cautions": list(told.cautions),
+            }  # fmt: skip
+        except MegascaleError as error:
+            why = str(error)
+    return found | {"predicted": predicted, "not_predicted": why, "cluster": cluster, "clusters": shipped()}

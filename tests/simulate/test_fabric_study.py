@@ -1,0 +1,106 @@
+"""A step on a simulated network: what is the calibration's own changes nothing, what is worse shows, and where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megascale.cli.main import app
+from megascale.config import load_command_line
+from megascale.core import strict_json
+from megascale.errors import ConfigError
+from megascale.simulate.calibration import load_calibration
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.fabric_network import SharedFabricNetwork
+from megascale.simulate.fabric_study import Variant, step_on_network
+from megascale.simulate.network import RingNetwork
+from megascale.simulate.software import stack
+from megascale.simulate.step import Scenario, own_software, run
+
+GPUS = 256
+WORDS = ["examples/gpt-175b.toml", "--train.global_batch=256", "--parallel.virtual_stages=2"]
+SMALL = {"hosts": 32, "hosts_per_set": 8, "switch_ports": 16}
+
+
+@pytest.fixture(scope="module")
+def scenario():
+    config = load_command_line(WORDS[0], WORDS[1:])
+    cluster = load_cluster("a100-roce")
+    constants = load_calibration(None, cluster.name)
+    return Scenario(config, GPUS, cluster, constants, own_software(config, stack("megascale")), "megascale")
+
+
+def test_the_calibrations_own_network_changes_nothing(scenario):
+    (found,) = step_on_network([scenario], Variant(changes={"hosts": GPUS // 8}, draws=2))
+    assert found.seconds == pytest.approx(found.plain.seconds, rel=1e-3)
+
+
+def test_what_is_worse_takes_longer(scenario):
+    """Neighbours far apart; NICs of half the rate on the calibration's own switches, which double every transfer."""
+    (far,) = step_on_network([scenario], Variant(changes=SMALL, placement="adversarial", draws=3))
+    assert (far.seconds > 1.01 * far.plain.seconds).all()
+    assert far.seconds.min() < far.seconds.max()  # another start, other hashes
+    assert far.seconds.min() <= far.median.seconds <= far.seconds.max()
+    slow = Variant(changes={"hosts": GPUS // 8, "nic_gbps": 100.0, "port_gbps": 200.0})
+    (half,) = step_on_network([scenario], slow)
+    ring = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)
+    twice = run(scenario, network=SharedFabricNetwork(ring, np.array([2.0]), np.array([2.0])))
+    assert half.seconds[0] == pytest.approx(twice.seconds, rel=0.01)
+
+
+def test_a_part_that_is_down_counts_while_it_is(scenario):
+    from megascale.simulate.fabric.transfer_times import Outage
+
+    down = Variant(changes=SMALL, placement="adversarial", outages=(Outage("agg0", 10, 20), Outage("agg1", 10, 20)))
+    before, during = (step_on_network([scenario], replace(down, at=at))[0] for at in (5.0, 15.0))
+    assert during.seconds[0] > before.seconds[0]
+
+
+def test_the_event_level_slows_the_stage_and_the_replica_that_are_slow(scenario):
+    """One slow group costs something, all of them more."""
+    ring = RingNetwork(scenario.cluster, scenario.calibration.constants.dp_efficiency)
+
+    def seconds(data, pipeline):
+        network = SharedFabricNetwork(ring, np.array(data), np.array(pipeline))
+        return run(scenario, "event", network=network, jitter=False).seconds
+
+    stages, replicas = scenario.config.parallel.pipeline, scenario.layout.grid.data
+    calm = seconds([1.0] * stages, [1.0] * replicas)
+    assert calm == pytest.approx(run(scenario, "event", jitter=False).seconds, rel=1e-9)
+    last = seconds([1.0] * (stages - 1) + [20.0], [1.0] * replicas)
+    every = seconds([20.0] * stages, [1.0] * replicas)
+    assert calm < last < every
+    one = seconds([1.0] * stages, [20.0] + [1.0] * (replicas - 1))
+    assert calm < one <= seconds([1.0] * stages, [20.0] * replicas)
+
+
+def test_the_command_shows_both_networks():
+    words = ["simulate", "step", *WORDS, "--gpus", str(GPUS), "--fabric", "megascale", "--starts", "2"]
+    words += [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    shown = CliRunner().invoke(app, [*words, "--placement", "random", "--outage", "core0@0:60", "--against", "none"])
+    assert shown.exit_code == 0, shown.output
+    assert "down: core0" in shown.output
+    assert "calibrated" in shown.output
+    record = strict_json.loads(CliRunner().invoke(app, [*words, "--against", "none", "--json"]).output)[0]
+    assert len(record["network"]["seconds"]) == 2
+    assert record["network"]["slowdowns"]["pipeline"]["calibrated"] >= 1
+    assert record["seconds"] in record["network"]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--placement", "random"], "add --fabric"),
+        (["--fabric", "megascale", "--outage", "core0"], "--outage='core0' must be PART@FROM:TO"),
+        (["--fabric", "megascale", "--outage", "core0@5:1"], "0 <= start <= end"),
+        (["--fabric", "megascale", "--outage", "core7777@0:60"], "core7777"),
+        (["--fabric", "megascale", "--context", "2"], "leave out --context"),
+    ],
+)
+def test_bad_options_name_the_remedy(words, told):
+    found = CliRunner().invoke(app, ["simulate", "step", *WORDS, "--gpus", str(GPUS), *words])
+    assert isinstance(found.exception, ConfigError)
+    assert told in str(found.exception)
