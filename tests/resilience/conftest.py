@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megascale.core.status import read_status
-from megascale.resilience.driver.state.journal import Entry, events_of
 from megascale.resilience.process_birth import born
 from tests.forked import COMMAND, PACED, Forked
+from tests.resilience.job_events import JobEvents
 
 WAIT = 120.0  # seconds; only a broken test takes them
 
@@ -29,15 +30,16 @@ QUICK = [
 ]
 
 
-class Launched:
+class Launched(JobEvents):
     """`megascale launch` of a tiny model, whose trainers rest between steps.
 
-    new: its processes are new ones, as a person's would be; else they are forked where torch is loaded already.
+    new: its processes are new ones, as a person's would be; else they are forked where torch is loaded already, and
+    the driver runs `before`, Python, first.
     """
 
-    def __init__(self, file: Path, name: str, *words: str, cwd: Path, new: bool) -> None:
+    def __init__(self, file: Path, name: str, *words: str, cwd: Path, new: bool, before: str) -> None:
         self.run = cwd / "runs" / name
-        self.cwd, self.new = cwd, new
+        self.cwd, self.new, self.before = cwd, new, f"{PACED}\n{before}"
         self.words = ["launch", str(file), f"--train.name={name}", *QUICK, *words]
         self.seen = 0
         self.output = cwd / f"{name}.out"
@@ -55,7 +57,8 @@ class Launched:
     def start(self) -> subprocess.Popen[bytes] | Forked:
         """The driver, for the first time or again."""
         if not self.new:
-            self.process = Forked(self.words, cwd=self.cwd, env=self.environment, before=PACED, output=self.output)
+            more: dict[str, Any] = {"env": self.environment, "before": self.before, "output": self.output}
+            self.process = Forked(self.words, cwd=self.cwd, **more)
             return self.process
         command = [sys.executable, "-m", COMMAND, *self.words]
         with open(self.output, "ab") as out:
@@ -63,21 +66,6 @@ class Launched:
                 command, cwd=self.cwd, env=self.environment, stdout=out, stderr=out, start_new_session=True
             )
         return self.process
-
-    def events(self, after: int = 0) -> list[Entry]:
-        return events_of(self.run, after)
-
-    def until(self, kind: str, **about: object) -> Entry:
-        """The next event of a kind (after the one waited for before) whose fields are as given."""
-
-        def find() -> Entry | None:
-            for entry in self.events(self.seen):
-                if entry.kind == kind and all(getattr(entry, name) == value for name, value in about.items()):
-                    self.seen = entry.id
-                    return entry
-            return None
-
-        return self.wait(find, f"{kind} {about}")
 
     def wait(self, find: Callable[[], object], what: str):
         deadline = time.monotonic() + WAIT
@@ -141,8 +129,8 @@ def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     pytest.importorskip("fastapi")
     started: list[Launched] = []
 
-    def begin(name: str, *words: str, new: bool = False) -> Launched:
-        started.append(Launched(tiny, name, *words, cwd=tmp_path, new=new))
+    def begin(name: str, *words: str, new: bool = False, before: str = "") -> Launched:
+        started.append(Launched(tiny, name, *words, cwd=tmp_path, new=new, before=before))
         return started[-1]
 
     yield begin

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megascale.checkpoint import latest
+from megascale.observe.store.tables import SpanTables
 from tests.conftest import lines
 from tests.resilience.conftest import Launched
 from tests.resilience.test_launch import losses, same
@@ -76,6 +77,11 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     assert f"step {last} is saved" in (job.run / "logs" / "rank-0.log").read_text()
     for name in ("metrics.tmp", "flight"):
         assert not (job.run / name).exists()
+    with SpanTables(job.run) as tables:
+        known = tables.query("SELECT DISTINCT rank FROM rollups WHERE action = 'step' ORDER BY rank")["rank"].tolist()
+    assert known == [0, 1]
+    folders = {folder.name for folder in (job.run / "spans").iterdir()}
+    assert {"host=0@n0", "host=1@n1"} <= folders <= {"host=0@n0", "host=1@n1", "host=0@n2"}
     assert sorted(f.name for f in (job.run / "status").iterdir()) == ["rank-0.evidence", "rank-1.evidence"]  # the hang
 
     calm = ["train", tiny, "--train.name=calm", "--parallel.data=2", *WORDS]

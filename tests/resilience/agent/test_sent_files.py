@@ -6,9 +6,16 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.observe.store import parquet
+from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPAN, SPANS
+from megascale.observe.store.ingest import Ingest
+from megascale.observe.store.parquet import ParquetWriter
+from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.tables import SpanTables
 from megascale.resilience.agent import sent_files
 from megascale.resilience.agent.metrics_tail import MetricsTail
 from megascale.resilience.agent.sent_files import SentFiles
@@ -59,7 +66,9 @@ class Link:
         confirmed: list[tuple[str, int]] = []
         while pieces := self.agent.take():
             for piece in pieces:
-                assert driver.take(FROM_AGENT.decode(FROM_AGENT.encode(piece)), lambda *kept: confirmed.append(kept))
+                assert driver.take(
+                    FROM_AGENT.decode(FROM_AGENT.encode(piece)), lambda *kept: confirmed.append(kept), self.here.name
+                )
         driver.close()
         if confirm:
             for kept in confirmed:
@@ -201,3 +210,96 @@ def test_no_other_file_of_the_run_folder_is_written(tmp_path):
     for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x", *MORE):
         assert not driver.take(FileData(name, 0, b"x"), lambda *kept: None)
     assert not list(tmp_path.iterdir())
+
+
+def record(run: Path, host: int, rank: int, steps: int) -> Ingest:
+    """The span service of a node, `steps` steps after its start."""
+    out = run / "spans" / f"host={host}"
+    ingest = Ingest(out, job="run", host=host, hostname=run.name, sink=ParquetWriter, segment_seconds=1.0)
+    (out / "ranks.jsonl").write_text(json.dumps({"attempt": 1, "rank": rank, "data": rank}) + "\n")
+    ring = SpanRing(rank=rank, attempt=1)
+    for step in range(1, steps + 1):
+        ring.write(ROLLUPS, step, np.ones(4, ROLLUP), 0)
+        ring.write(SPANS, step, np.random.default_rng(step).integers(0, 99, 4000).astype("i8").view(SPAN)[:500], 0)
+        ingest.take(ring)
+    return ingest
+
+
+def spans_of(run: Path) -> dict[tuple[int, int], tuple[int, int]]:
+    """(host, rank): steps with roll-ups, and spans."""
+    with SpanTables(run) as tables:
+        assert tables.skipped == {}
+        found = tables.query(
+            "SELECT host, rank, (SELECT count(DISTINCT step) FROM rollups r WHERE r.host = s.host AND r.rank = s.rank) "
+            "AS steps, count(*) AS n FROM spans s GROUP BY host, rank ORDER BY host, rank"
+        )
+        assert tables.query("SELECT count(DISTINCT rank) AS n FROM ranks")["n"][0] == len(set(found["rank"].tolist()))
+    return {(h, r): (steps, n) for h, r, steps, n in zip(*(column.tolist() for column in found.values()), strict=True)}
+
+
+def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
+    """As they grow, then as tables, whoever drives; and of another node that has the same host's place later."""
+    monkeypatch.setattr(sent_files, "SPANS_EVERY", 0.0)
+    monkeypatch.setattr(sent_files, "PIECE", 5000)
+    link = Link(tmp_path / "n0", tmp_path / "run")
+    ingest = record(link.here, 0, 7, 40)
+    link.agent.follow((7,))
+    link.carry()
+    there = link.there / "spans" / "host=0@n0"
+    assert spans_of(link.there) == {(0, 7): (40, 20_000)}
+    assert (there / "spool-000000.bin").read_bytes() == (link.here / "spans/host=0/spool-000000.bin").read_bytes()
+
+    ingest.tick(1e9)  # the segment has become tables: a driver has a piece of them, does not confirm it and is gone
+    driver = ReceivedFiles(link.there, lambda: "")
+    pieces = link.agent.take()
+    assert [piece.more for piece in pieces if "spans-000000" in piece.name] == [True]
+    for piece in pieces:
+        assert driver.take(piece, lambda *kept: None, "n0")
+    driver.close()
+    assert spans_of(link.there) == {(0, 7): (40, 20_000)}
+    link.agent.begin_session()
+    link.carry()
+    names = sorted(path.name for path in there.iterdir())
+    assert names == ["ranks.jsonl", "rollups-000000.parquet", "spans-000000.parquet"]
+    assert spans_of(link.there) == {(0, 7): (40, 20_000)}
+
+    monkeypatch.setattr(parquet, "_MERGED", 2)
+    link.here = tmp_path / "1"  # a node whose name is a number
+    ingest = record(link.here, 0, 7, 30)
+    link.agent = SentFiles(link.here)
+    link.agent.follow((7,))
+    link.carry()
+    assert spans_of(link.there) == {(0, 7): (40, 35_000)}
+    ingest.tick(1e9)
+    link.carry()
+    ingest.note(COUNTERS, np.ones(1, COUNTER))
+    ring = SpanRing(rank=7, attempt=1)
+    for step in (41, 42):
+        ring.write(SPANS, step, np.ones(5, SPAN), 0)
+        ring.write(ROLLUPS, step, np.ones(1, ROLLUP), 0)
+        ingest.take(ring)
+        ingest.tick(1e9 * step)
+    assert (link.here / "spans/host=0/spans-000000-000001.parquet").exists()
+    link.carry()
+    assert spans_of(link.there) == {(0, 7): (42, 35_010)}
+    assert {path.name for path in (link.there / "spans/host=0@1").iterdir()} == {
+        path.name for path in (link.here / "spans/host=0").iterdir()
+    } - {"rings.json"}
+
+
+def test_a_piece_of_a_table_that_is_missing_is_asked_for_again(tmp_path):
+    driver, told = ReceivedFiles(tmp_path, lambda: ""), []
+    name = "spans/host=0/spans-000001.parquet"
+    for piece in (
+        FileData(name, 8, b"rest PAR1"),
+        FileData(name, 0, b"PAR1 is ", more=True),
+        FileData(name, 8, b"rest PAR1"),
+        FileData("spans/host=0/../x", 0, b"x"),
+        FileData("spans/host=0@n1/spans-000001.parquet", 0, b"x"),
+    ):
+        driver.take(piece, lambda *kept: told.append(kept), "a/b")
+    driver.close()
+    assert told == [(name, 8), (name, 17)]
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [
+        "spans/host=0@a_b/spans-000001.parquet"
+    ]

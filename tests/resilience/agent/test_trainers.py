@@ -66,7 +66,10 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=other.getsockname()[1])
+        port = other.getsockname()[1]
+        # What Slurm sends to all processes of a job is no word to the fork server, with which its ranks would end.
+        before = lambda mine: mine._server.send_signal(signal.SIGTERM)
+        [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=before)
     assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "respawn", (0,)), verdict.evidence
 
 
@@ -147,3 +150,23 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
         assert words.error.startswith("OSError")
     os.close(read)
     os.close(write)
+
+
+def test_a_process_that_a_signal_holds_is_told():
+    """Whatever phase it was in: rules/silence.py gives it no time for that."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        assert trainers._usage(child)[2] is False
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        assert trainers._usage(child)[2] is True
+        os.kill(child, signal.SIGCONT)
+        os.waitpid(child, os.WCONTINUED)
+        assert trainers._usage(child)[2] is False
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert trainers._usage(child) == (0, 0.0, False)

@@ -11,6 +11,7 @@ from typing import Any
 from megascale.config import load
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.driver.driver import Driver
+from megascale.resilience.driver.job_files import JobFiles
 from megascale.resilience.driver.state.job_state import JobState, Phase
 from megascale.resilience.driver.state.journal import Entry
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
@@ -84,14 +85,21 @@ class Played:
 
 
 def driven(
-    run: Path, agent: Played, started: Callable[[Played, agent_channel.AgentChannel], bool], whole: bool = True
+    run: Path,
+    agent: Played,
+    started: Callable[[Played, agent_channel.AgentChannel], bool],
+    whole: bool = True,
+    files: JobFiles = JobFiles(),
+    settings: tuple[str, ...] = (),
 ) -> tuple[int, list[Entry], int]:
     """Run a new job; (exit code, events, epoch at the end). `whole`: to its end, not only until the agent is done."""
 
     async def serve() -> tuple[int, list[Entry], int]:
         contact.make_token(run)
         journal, _ = LastingJournal.take(run, 0.1)
-        driver = Driver(run, load(None, []), OneNode(), [], journal, JobState("job", Phase.WAITING))
+        driver = Driver(
+            run, load(None, list(settings)), OneNode(), [], journal, JobState("job", Phase.WAITING), files=files
+        )
         await driver.open()
         driver.announce("")
         async with asyncio.timeout(60):
@@ -117,6 +125,30 @@ def test_a_driver_whose_journal_was_removed_takes_over_what_its_agent_knows(tmp_
     assert epoch == 6
     told = next(e for e in events if e.kind == "journal_damaged")
     assert "n0 knows a driver of epoch 5 and attempt 7" in told.evidence[0]
+
+
+def test_a_placement_on_nodes_that_never_come_ends_the_job_before_it_starts(tmp_path):
+    """Of a cluster that does not know its nodes beforehand."""
+    agent = Played(tmp_path, epoch=0, attempt=0)
+    code, events, _ = driven(
+        tmp_path,
+        agent,
+        lambda played, channel: True,
+        files=JobFiles(nodes=("rack7-host3",)),
+        settings=("--resilience.replenish_wait=0.5",),
+    )
+    assert code == 4
+    assert any("waiting up to 0.5 s for rack7-host3" in e.evidence[0] for e in events if e.kind == "node_requested")
+    assert not agent.starts
+    told = next(e for e in events if e.kind == "job_failed").evidence[0]
+    assert "rack7-host3, which the cluster does not have; it has n0" in told
+
+
+def test_the_environment_goes_with_every_start(tmp_path):
+    agent = Played(tmp_path, epoch=0, attempt=0)
+    files = JobFiles(environment={"NCCL_IB_TIMEOUT": "21"})
+    driven(tmp_path, agent, lambda played, channel: True, whole=False, files=files)
+    assert agent.starts[0].env == {"NCCL_IB_TIMEOUT": "21"}
 
 
 def test_each_port_that_is_taken_is_followed_by_another_five_times(tmp_path):

@@ -263,6 +263,21 @@ def test_nothing_moving_is_a_hang_only_past_what_the_phase_may_take():
     assert not rules.judge(view({0: [heartbeat(0, 1, [worker(0, status_age=30.0)])]}, phase="starting", started=990.0))
 
 
+def test_a_stopped_process_is_given_no_time_for_its_phase():
+    """Its first checkpoint may take resilience.first_step, unless its process does nothing at all."""
+
+    def saving(seconds: float, other: str = "train", **changes) -> list[Verdict]:
+        workers = worker(0, phase=other, status_age=seconds), worker(1, phase="save", status_age=seconds, **changes)
+        return rules.judge(view({n: [heartbeat(n, 1, [w])] for n, w in enumerate(workers)}, learned={"train": 0.2}))
+
+    assert not saving(59.0)
+    assert not saving(silence.FLOOR - 0.1, stopped=True)
+    verdict = one(saving(silence.FLOOR + 0.1, stopped=True), "hang")
+    assert "a process is stopped" in verdict.evidence[0]
+    # Nor for what its peers are at: they may stand in their save for it.
+    assert one(saving(silence.FLOOR + 0.1, "save", stopped=True), "hang")
+
+
 def test_a_first_step_that_hangs_is_known_once_others_were_seen():
     """Of every start of a job that hangs at one step, not after resilience.first_step each time."""
     start = {"job": "starting", "started": 940.0, "first_step": 600.0}

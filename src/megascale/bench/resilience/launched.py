@@ -97,9 +97,9 @@ class Launched:
         self.command += [f"--train.name={name}", *words]
         folder = self.run / "faults"
         folder.mkdir(parents=True)
-        for rank in range(2):
+        for rank in range(2):  # named so that a driver passes them on to nodes that do not see this folder
             fault = {"kind": "slow-rank", "rank": rank, "seconds": pace, "persistent": True}
-            (folder / f"00-pace-{rank}.json").write_text(strict_json.dumps(fault))
+            (folder / f"{rank:020}-{0:06x}.json").write_text(strict_json.dumps(fault))
         for number, text in enumerate(faults):
             (folder / f"50-{number}.json").write_text(text)
         self.process = self.start()

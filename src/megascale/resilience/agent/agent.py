@@ -4,7 +4,8 @@ It goes on without a driver (one that was killed comes back) for `resilience.orp
 save and ends. Its trainers end with it: an agent that died cannot say what its processes do, and processes that
 nobody watches would hold devices and ports that the next attempt needs. Starting them again costs a fork.
 
-Run as `python -m megascale.resilience.agent.agent --run RUN --node NAME ...` by a Cluster.
+Run as `python -m megascale.resilience.agent.agent --folder FOLDER --node NAME ...` by a Cluster on this machine or by
+attach.py on another, and by `megascale agent` (join.py).
 """
 
 from __future__ import annotations
@@ -220,21 +221,26 @@ def _make_run_folder(run: Path, checkpoints: str) -> None:
 
 
 def main() -> None:
-    """Command line of the agent; started by a Cluster, not by people."""
+    """Command line of the agent; started by a Cluster, not by people (`megascale agent` is for them)."""
     parser = argparse.ArgumentParser(description="Agent of one node.")
     parser.add_argument("--node", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--pod", default="")
     a = parser.parse_args()
+    serve(a.node, a.folder, a.address, a.pod)
+
+
+def serve(node: str, folder: Path, address: str, pod: str) -> None:
+    """Be the agent of a node, until the driver lets it go or it is told to end (SIGTERM)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     keep_no_bytecode()
-    a.folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
-    async def serve() -> None:
-        await Agent(a.node, a.folder, a.address, a.pod).run()
+    async def run() -> None:
+        await Agent(node, folder, address, pod).run()
 
-    asyncio.run(serve())
+    asyncio.run(run())
 
 
 if __name__ == "__main__":

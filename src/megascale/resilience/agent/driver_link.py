@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from megascale.errors import MegascaleError
+from megascale.resilience.agent.node_folder import known_epoch
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import LIMIT, Order, Refuse, Welcome
 from megascale.resilience.protocol.given import given, given_token
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
+from megascale.services.silence import notice_silence
 
 log = logging.getLogger("megascale.agent")
 RETRY = 0.25  # seconds between attempts to reach a driver
@@ -47,10 +50,12 @@ class DriverLink:
         obey: Callable[[Order], Awaitable[None]],
     ) -> None:
         self._folder, self._address, self._hello, self._begun, self._obey = folder, address, hello, begun, obey
-        self.epoch = _known_epoch(folder)
+        self.epoch = known_epoch(folder)
         self.channel: agent_channel.AgentChannel | None = None
         self.token = b""
         self.alone_since = time.monotonic()
+        self._tried = 0  # of the places where a driver may be
+        self._said = ""
 
     async def talk(self) -> None:
         """Keep a channel to whichever driver is the newest; does not return."""
@@ -64,7 +69,10 @@ class DriverLink:
                 TimeoutError,
                 MegascaleError,
             ) as error:
-                log.info("no driver: %s", error or type(error).__name__)
+                self._tried += self.channel is None
+                if (text := str(error) or type(error).__name__) != self._said:  # four times a second
+                    self._said = text
+                    log.info("no driver: %s", text)
             except Exception:
                 log.exception("the session with the driver broke")
             if self.channel is not None:
@@ -96,10 +104,13 @@ class DriverLink:
         return self.channel is not None and self.channel.backlog <= LIMIT
 
     async def _session(self) -> None:
-        host, port = given(self._folder).driver
+        job = given(self._folder)
+        places = (job.driver, *job.elsewhere)
+        host, port = places[self._tried % len(places)]
         async with asyncio.timeout(5.0):
-            reader, writer = await asyncio.open_connection(host, port, local_addr=self._local(host))
+            reader, writer = await connect(host, port, self._local(host))
             try:
+                notice_silence(writer.get_extra_info("socket"), 2 * job.limits.window)
                 token = given_token(self._folder)  # read anew: the next driver may have made another one
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
                 own = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}
@@ -116,7 +127,7 @@ class DriverLink:
             channel.close()
             raise ProtocolError(f"the driver is of MegaScale {welcome.version}, this agent of {agent_channel.VERSION}")
         self._accept(welcome.epoch)
-        self.channel, self.token = channel, token
+        self.channel, self.token, self._said = channel, token, ""
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self._begun()
         watch = asyncio.create_task(self._newer(channel))
@@ -155,11 +166,16 @@ class DriverLink:
                 log.warning("the epoch %d could not be written down: %s", epoch, error)
 
 
-def _known_epoch(folder: Path) -> int:
+async def connect(
+    host: str, port: int, local: tuple[str, int] | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a driver; OSError that names the place where there is none."""
     try:
-        return int((folder / "epoch").read_text())
-    except (OSError, ValueError):
-        return 0
+        return await asyncio.open_connection(host, port, local_addr=local)
+    except socket.gaierror as error:
+        raise OSError(f"the name {host} does not resolve on this machine ({error.strerror})") from None
+    except OSError as error:
+        raise OSError(f"nothing answers at {host}:{port} ({error.strerror or error})") from None
 
 
 def _write(path: Path, text: str) -> None:

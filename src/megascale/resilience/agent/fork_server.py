@@ -111,6 +111,7 @@ def _fork(sock: socket.socket, order: Fork, pipes: tuple[int, ...], reports: int
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sock.close()
         for pipe in pipes:
             os.close(pipe)
@@ -169,8 +170,10 @@ def _call(reports: int) -> int:
 def main() -> None:
     """Entry of the process."""
     die_with_parent(int(sys.argv[2]))
-    # A terminal's Ctrl-C is for the driver, which has trainers save first.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's Ctrl-C is for the driver, which has trainers save first, and so is the SIGTERM that Slurm sends to
+    # all processes of a job. The agent ends this one by SIGKILL.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         serve(sock, sys.argv[3:])
 

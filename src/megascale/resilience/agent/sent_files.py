@@ -1,4 +1,5 @@
-"""What trainers write on this machine, sent to the driver as it grows: logs, metrics, events, samples, TensorBoard's.
+"""What trainers write on this machine, sent to the driver as it grows: logs, metrics, events, samples, TensorBoard's,
+spans.
 
 Positions are counted by the driver's word (`Kept`): what it has not confirmed is sent again to its successor, and no
 more than a window is on its way, so that a slow driver is never flooded and a fast trainer never waits.
@@ -21,7 +22,13 @@ BEHIND = 4 << 20  # bytes of a log beyond which its middle is left out
 GROWING = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
 REPLACED = ("identity", "kernels.json")
 BOARD = "tensorboard/events.out.tfevents.*"  # one file a start
+# Of a host whose ranks run here: a segment as it grows, then its tables; what is removed here is removed there.
+SPANS = ("ranks.jsonl", "*.parquet", "spool-*.bin", "left-*.bin")
+SPANS_EVERY = 5.0  # seconds between looks for what spans have grown by: the driver looks for slow machines every 20
 TAKEN = "faults/*.injected"  # of any rank: faults that a trainer has taken (resilience/faults/)
+
+
+_HERE = ""  # among files of spans: ranks have run here
 
 
 @dataclass
@@ -45,6 +52,8 @@ class SentFiles:
         self._growing: dict[str, _Followed] = {}
         self._replaced: dict[str, tuple[int, int]] = {}  # inode and time of what was sent
         self._board = False  # whether rank 0 has run here
+        self._spans: dict[str, bool] = {}  # files of spans, and whether there was more when a piece was taken
+        self._spans_next = 0.0
 
     def follow(self, ranks: Iterable[int]) -> None:
         """These ranks run here now. What others wrote before is sent to its end."""
@@ -52,13 +61,16 @@ class SentFiles:
             names = [f"logs/rank-{rank}.log", *(GROWING if rank == 0 else ())]
             for name in names:
                 self._growing.setdefault(name, _Followed())
+            self._spans.setdefault(_HERE, False)
             if rank == 0:
                 self._replaced = dict.fromkeys(REPLACED, (0, 0)) | self._replaced
                 self._board = True
 
     def begin_session(self) -> None:
         """Another driver listens: what none has confirmed goes to this one."""
-        for followed in self._growing.values():
+        for name, followed in self._growing.items():
+            if self._spans.get(name):
+                followed.kept = 0  # what has half of a table may be another machine
             followed.sent, followed.first = followed.kept, True
         self._replaced = dict.fromkeys(self._replaced, (0, 0))
 
@@ -73,15 +85,38 @@ class SentFiles:
         """Whether the driver has written all that was sent."""
         return all(followed.sent == followed.kept for followed in self._growing.values())
 
-    def take(self) -> list[FileData]:
-        """What is to be sent now: of each file at most one piece."""
+    def take(self, all_spans: bool = False) -> list[FileData]:
+        """What is to be sent now: of each file at most one piece. Spans come every SPANS_EVERY seconds, or now."""
         for file in self._run.glob(BOARD) if self._board else ():
             self._growing.setdefault(f"{file.parent.name}/{file.name}", _Followed())
         for file in self._run.glob(TAKEN):
             self._replaced.setdefault(f"{file.parent.name}/{file.name}", (0, 0))
-        growing = [self._next(name, followed) for name, followed in self._growing.items()]
+        spans = self._take_spans(all_spans)
+        growing = [self._next(name, followed) for name, followed in self._growing.items() if name not in self._spans]
         replaced = [self._whole(name) for name in self._replaced]
-        return [piece for piece in (*growing, *replaced) if piece is not None]
+        return [piece for piece in (*growing, *replaced, *spans) if piece is not None]
+
+    def _take_spans(self, now: bool) -> list[FileData]:
+        """Pieces of the hosts' files of spans, and words of those that are gone, once all others are sent."""
+        if not self._spans:
+            return []
+        due = now or time.monotonic() >= self._spans_next
+        if due:
+            self._spans_next = time.monotonic() + SPANS_EVERY
+            for host in sorted(self._run.glob("spans/host=*")):
+                for file in (file for kind in SPANS for file in sorted(host.glob(kind))):
+                    self._spans.setdefault(f"spans/{host.name}/{file.name}", True)
+        found = []
+        for name, more in self._spans.items():
+            if name != _HERE and (due or more):
+                piece = self._next(name, self._growing.setdefault(name, _Followed()))
+                self._spans[name] = piece is not None and piece.more
+                found += [piece] if piece is not None else []
+        if due and not found:
+            for name in [name for name in self._spans if name != _HERE and not (self._run / name).exists()]:
+                del self._spans[name], self._growing[name]
+                found.append(FileData(name, 0, b"", first=True))
+        return found
 
     def _next(self, name: str, followed: _Followed) -> FileData | None:
         lines = name.endswith(".jsonl")

@@ -138,7 +138,7 @@ class Telemetry:
         """Send what ended trainers wrote last: told of their end, the driver may place them elsewhere or go."""
         deadline = time.monotonic() + REST
         while self._files is not None and self._link.channel is not None and time.monotonic() < deadline:
-            if not self._pass_files() and self._files.confirmed():
+            if not self._pass_files(rest=True) and self._files.confirmed():
                 return
             await asyncio.sleep(LOOK)
 
@@ -147,14 +147,14 @@ class Telemetry:
         if lines:
             self._link.say(do="lines", rank=self._forward, lines=[fit(line) for line in lines[-100:]])
 
-    def _pass_files(self) -> int:
+    def _pass_files(self, rest: bool = False) -> int:
         """What steps gave, where rank 0 runs; and all that trainers write, where the driver does not see it. Returns
         the number of pieces of files."""
         if self._link.channel is None:
             return 0
         if 0 in self._trainers.trainers and (steps := self._metrics.look()) is not None:
             self._link.send(steps)
-        pieces = self._files.take() if self._files is not None and self._link.free else []
+        pieces = self._files.take(rest) if self._files is not None and self._link.free else []
         for piece in pieces:
             self._link.send(piece)
         return len(pieces)

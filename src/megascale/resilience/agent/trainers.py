@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascale.core.failure import room
+from megascale.core.interfaces import interface_of
+from megascale.core.ports import is_loopback
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import read_status
 from megascale.resilience.protocol.agent_messages import Start
@@ -182,11 +184,15 @@ class Trainers:
             self.serve()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        if not self._shared and order.identity:
+            # Checkpoints outside the run folder are this run's, also for a node that has rank 0 for the first time.
+            (self.run / "identity").write_text(order.identity + "\n")
         settings = self.folder / "job.toml"
         settings.write_text(order.settings, encoding="utf-8")
         place = () if self._shared else (f"--train.runs={self.run.parent}",)
         words = ("train", str(settings), *place, *order.words)
         self.trainers = {}
+        networks = _networks(address)
         replicas = os.environ.get(REPLICA_VARIABLE) or derive(token, f"replicas of {order.job}")
         for local, rank in enumerate(order.ranks):
             log = logs / f"rank-{rank}.log"
@@ -205,6 +211,7 @@ class Trainers:
                 "MEGASCALE_NODE": self.folder.name,
                 "MEGASCALE_NODE_ADDRESS": address,
             }
+            env |= {name: value for name, value in networks.items() if name not in env}
             assert self._sock is not None
             self._send(framed(TO_FORK_SERVER, Fork(rank, self.attempt, env, words, str(log))))
 
@@ -283,7 +290,7 @@ class Trainers:
             state = "signalled" if ended_by_signal else "exited"
             code = os.WTERMSIG(t.status) if ended_by_signal else os.WEXITSTATUS(t.status)
             tail = t.tail or self._tail(t) if code else ""
-        rss, cpu = _usage(t.pid) if t.status is None and t.pid else (0, 0.0)
+        rss, cpu, stopped = _usage(t.pid) if t.status is None and t.pid else (0, 0.0, False)
         return Worker(
             rank=t.rank,
             pid=t.pid,
@@ -297,6 +304,7 @@ class Trainers:
             message=fit(message),
             rss=rss,
             cpu_seconds=cpu,
+            stopped=stopped,
             stderr_tail=tail,
             errno=t.errno,
             error=fit(t.error),
@@ -321,15 +329,23 @@ class Trainers:
             return ""
 
 
+def _networks(address: str) -> dict[str, str]:
+    """The interface for gloo's and NCCL's connections, where a node is reached by others and nobody chose: both would
+    take what the host's own name resolves to, or the first that they find."""
+    name = "" if is_loopback(address) else interface_of(address)
+    wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {each: name for each in wanted if name and each not in os.environ}
+
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def _usage(pid: int) -> tuple[int, float]:
-    """(resident bytes, CPU seconds) of a process; zeros if it is gone."""
+def _usage(pid: int) -> tuple[int, float, bool]:
+    """(resident bytes, CPU seconds, whether a signal or a debugger holds it) of a process; zeros if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return 0, 0.0
-    return int(fields[21]) * _PAGE, (int(fields[11]) + int(fields[12])) / _TICKS
+        return 0, 0.0, False
+    return int(fields[21]) * _PAGE, (int(fields[11]) + int(fields[12])) / _TICKS, fields[0] in (b"T", b"t")

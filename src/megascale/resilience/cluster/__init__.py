@@ -1,1 +1,1 @@
-"""Where nodes come from: one interface, local processes or Kubernetes behind it."""
+"""Where nodes come from: one interface; behind it local processes, a list of hosts, agents that come by themselves."""

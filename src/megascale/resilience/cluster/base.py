@@ -1,21 +1,26 @@
-"""What the driver asks of whatever provides nodes. Local processes implement it; so can Kubernetes or Slurm."""
+"""What the driver asks of whatever provides nodes: local processes, a list of hosts, a package's own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from megascale.resilience.protocol.given import JobDescription
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A node that the cluster knows. alive: whether an agent could be started there; running: whether one is."""
+    """A node that the cluster knows.
+
+    alive: whether an agent could be started there; running: whether one is; why: what was last wrong with it, in words.
+    """
 
     name: str
     address: str
     alive: bool
     running: bool
+    why: str = ""
 
 
 class Cluster(Protocol):
@@ -41,3 +46,67 @@ class Cluster(Protocol):
     async def request(self) -> str | None:
         """Ask for one new node with a running agent; its name, or None if the cluster has none to give now."""
         ...
+
+
+@runtime_checkable
+class ForeseesNodes(Protocol):
+    """What a cluster that knows its nodes beforehand may add: a placement on others is refused before any starts."""
+
+    def foreseen(self, count: int) -> list[str]:
+        """Names of every node that a new job of `count` nodes, spares too, may get."""
+        ...
+
+    def prefer(self, names: Sequence[str]) -> None:
+        """Give these first, where there are more than a job takes."""
+        ...
+
+
+@runtime_checkable
+class Barring(Protocol):
+    """A cluster that chooses among machines it knows by name, and is told which are not to be used."""
+
+    def bar(self, names: frozenset[str]) -> None:
+        """`request` gives none of these from now on: they were evicted or cordoned, or their agents are there."""
+        ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A cluster that holds connections, to be closed before the driver's loop ends; agents live on."""
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+@runtime_checkable
+class Taking(Protocol):
+    """A cluster that may take nodes out of the job while something of it still runs there.
+
+    Attributes:
+        taken: names of those: agents there are told to end, and are used for nothing.
+    """
+
+    taken: frozenset[str]
+
+
+@runtime_checkable
+class Draining(Protocol):
+    """A cluster that wants nodes to get nothing new; what runs there goes on.
+
+    Attributes:
+        drained: their names, and why.
+    """
+
+    drained: Mapping[str, str]
+
+
+@runtime_checkable
+class Withdrawing(Protocol):
+    """A cluster that may take the job itself away from this driver, to start it elsewhere.
+
+    Attributes:
+        withdrawn: how that was seen, in words; "" while the job is this driver's.
+    """
+
+    withdrawn: str

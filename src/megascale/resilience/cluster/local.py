@@ -66,6 +66,14 @@ class LocalCluster:
             for path in sorted(self.folder.iterdir(), key=lambda p: _number(p.name))
         ]
 
+    def foreseen(self, count: int) -> list[str]:
+        numbers = sorted(_number(path.name) for path in self.folder.iterdir())
+        new = max(numbers, default=-1) + 1
+        return [f"n{number}" for number in (*numbers, *range(new, new + max(0, count - len(numbers))))]
+
+    def prefer(self, names: Sequence[str]) -> None:
+        """Nothing: nodes are made in the order of their numbers, and as many as there are places in a job."""
+
     async def start_agent(self, name: str) -> bool:
         folder = self.folder / name
         if (folder / DOWN).exists() or not folder.exists():

@@ -18,6 +18,7 @@ It is put together from parts, each of which knows only what it is given, in thi
     files          what agents on other machines send of their trainers' files
     faults         faults on purpose, for trainers that do not see the run folder
     lost           nodes that are gone
+    notices        what the cluster says of the job by itself
     adoption       what agents hold of a job that the journal has lost
     operations     what people ask for
     telemetry      what agents send
@@ -34,11 +35,13 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
-from megascale.resilience.cluster.base import Cluster
+from megascale.resilience.cluster.base import Closing, Cluster
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.diagnosis.diagnosis import Diagnosis
 from megascale.resilience.driver.diagnosis.observations import Observations
+from megascale.resilience.driver.diagnosis.slow_look import SlowLook
 from megascale.resilience.driver.diagnosis.standing_ranks import StandingRanks
+from megascale.resilience.driver.job_files import JobFiles
 from megascale.resilience.driver.nodes.agent_server import AgentServer
 from megascale.resilience.driver.nodes.nodes import Nodes
 from megascale.resilience.driver.nodes.passed_faults import PassedFaults
@@ -58,8 +61,10 @@ from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.driver.telemetry.adoption import Adoption
 from megascale.resilience.driver.telemetry.agent_telemetry import AgentTelemetry
+from megascale.resilience.driver.telemetry.cluster_notices import ClusterNotices
 from megascale.resilience.driver.telemetry.lost_nodes import LostNodes
 from megascale.resilience.driver.telemetry.response import Response
+from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.protocol.contact import Contact, make_token, write_contact
 from megascale.resilience.protocol.given import JobDescription
@@ -80,6 +85,7 @@ class Driver:
     job: where it stands: new, or as the journal remembers it.
     say: called with each line for the terminal: (who, text).
     unsure: the journal may be behind what runs, so the agents are asked first (telemetry/adoption.py).
+    files: what the settings name: nodes in rank order, environment of trainers.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Driver:
         job: JobState,
         say: Callable[[str, str], None] = lambda who, text: None,
         unsure: bool = False,
+        files: JobFiles = JobFiles(),
     ) -> None:
         self.run_folder, self.journal, self.say, self._unsure = run, journal, say, unsure
         journal.say = lambda text: say("driver", text)
@@ -104,23 +111,27 @@ class Driver:
         self.job = Job(job, journal, self._refused, tasks.wake.set)
         self.job.apply(JobEvent.OPENED, epoch=journal.epoch)
         self.nodes = Nodes(self.job, cluster, tasks, limits, note)
-        self.attempts = Attempts(self.job, self.nodes, settings, words, note)
+        self.attempts = Attempts(self.job, self.nodes, settings, words, note, files)
         common = (self.job, self.nodes, self.attempts)
         self.recovery = Recovery(*common, settings, self.audit_log.uses(), note)
         self.checks = SelfChecks(*common, self.recovery, settings, note)
-        self.placement = Placement(*common, self.recovery, self.checks, settings, note)
+        self.placement = Placement(*common, self.recovery, self.checks, settings, note, files.nodes)
         self.seen = Observations(*common, settings, note)
         self.response = Response(run, *common, self.recovery, self.seen, settings, tasks, note)
         self.standing = StandingRanks(self.job, self.nodes, settings)
-        self.diagnosis = Diagnosis(self.job, self.seen, self.standing, self.response.act, tasks, note)
+        self.diagnosis = Diagnosis(
+            self.job, self.seen, self.standing, self.response.act, tasks, note, SlowLook(run, self.job, tasks)
+        )
         self.files = ReceivedFiles(run, lambda: settings.config.to_toml())
         self.faults = PassedFaults(run, self.job, self.nodes, self.files.taken) if limits.faults else None
         self.lost = LostNodes(self.job, self.nodes, self.recovery, self.seen, self.response, limits.window)
+        self.notices = ClusterNotices(*common, note)
         self.adoption = Adoption(*common, self.response, limits.window, note)
         self.operations = Operations(*common, self.recovery, settings, note)
         self.telemetry = AgentTelemetry(
             *(*common, self.seen, self.response, self.checks, self.adoption, self.lost),
             *(self.standing, self.files, tasks, self._outgrown, say, note),
+            *(config.train.device, _described(run, config)),
         )
         self.agent_server = AgentServer(job.name, self.token, self.telemetry)
         self.address: tuple[str, int] = ("", 0)
@@ -136,9 +147,10 @@ class Driver:
 
     # life -----------------------------------------------------------------------------------------------------------
 
-    async def open(self) -> None:
-        """Listen for agents."""
-        self.address = await self.agent_server.open(self.limits.listen, self.limits.port)
+    async def open(self, tls: DriverTls | None = None, port: int | None = None) -> None:
+        """Listen for agents, on another port than the settings' if one is given."""
+        port = self.limits.port if port is None else port
+        self.address = await self.agent_server.open(self.limits.listen, port, tls)
 
     def announce(self, api_url: str) -> None:
         """Say where agents and commands reach this driver."""
@@ -180,6 +192,8 @@ class Driver:
             garbage.close()
             self.tasks.cancel()
             await self.agent_server.close()
+            if isinstance(self.nodes.cluster, Closing):
+                await self.nodes.cluster.close()
             await asyncio.to_thread(self.files.close)
         return self.job.state.exit_code
 
@@ -217,6 +231,7 @@ class Driver:
 
     def step(self, now: float) -> None:
         """Look at everything once and do what follows."""
+        self.notices.handle()
         if self.adoption.unsure and not self.adoption.decide(now):
             return
         self.lost.watch(now)
@@ -246,3 +261,11 @@ class Driver:
             if info.running:
                 await self.nodes.cluster.fence(info.name)
         self.note(Event.DRIVER_ENDED, evidence=(f"the job is {self.job.phase}: {self.job.state.why}",))
+
+
+def _described(run: Path, config: Config) -> dict[str, str]:
+    """What a node that asks into the job is told of it."""
+    checkpoints = run / "checkpoints"
+    marker = next((file.name for file in sorted(checkpoints.glob(".shared-*"))), "")
+    limits = config.resilience.model_dump_json()
+    return {"limits": limits, "marker": marker, "checkpoints": str(checkpoints) if marker else ""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from megascale.core.events import Event
@@ -13,6 +14,10 @@ from megascale.resilience.driver.recovery.recovery import Recovery
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import ENDED, NodeState, Phase
 from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
+
+# Seconds in which a second signal to end is the first one once more: Slurm sends it to all processes of a job, and the
+# batch script hands on its own.
+ONCE = 2.0
 
 
 class Operations:
@@ -29,8 +34,11 @@ class Operations:
         self._settings, self._note = settings, note
 
     def interrupt(self) -> None:
-        """Save and end; launching again goes on."""
+        """Save and end; launching again goes on. Asked again while it saves, it ends without."""
         if self._job.phase in ENDED:
+            return
+        saving = self._job.state.save and self._job.state.goal is Phase.INTERRUPTED and self._job.ending
+        if saving and time.monotonic() - self._job.entered < ONCE:
             return
         self._note(Event.JOB_INTERRUPTED, action="stop", evidence=("a person interrupted the driver",))
         save = self._job.phase is Phase.RUNNING  # before the first step there is nothing new to save

@@ -17,16 +17,23 @@ from megascale.config.plugins import load_plugins
 from megascale.core import run_lock
 from megascale.core.events import Event
 from megascale.core.failure import keep_no_bytecode
+from megascale.core.ports import is_loopback
 from megascale.core.secrets import PASSWORD_VARIABLE
-from megascale.errors import ConfigError, FitError, TrainingError
+from megascale.errors import ConfigError, DataError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
-from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.base import ForeseesNodes
+from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest, Elsewhere
 from megascale.resilience.driver.driver import Driver
+from megascale.resilience.driver.job_files import check_nodes, keep_job_files, read_job_files
+from megascale.resilience.driver.recovery import hot_update
 from megascale.resilience.driver.state import recall
 from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.state.journal import FILE, JournalFenced, JournalReader
 from megascale.resilience.driver.state.lasting_journal import LastingJournal, lacks_room, no_room
 from megascale.resilience.protocol import contact
+
+# Settings that belong to the driver's machine and not to the job.
+_OF_THE_MACHINE = ("hosts", "ssh", "listen", "advertise", "port", "api_port", "tls_certificate", "tls_key")
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,16 @@ class Size:
     devices: list[list[int]]
 
 
-def size(config: Config, gpus: int) -> Size:
-    """How many ranks a local job has. Raises FitError if layout, nodes and GPUs do not go together."""
+def size(config: Config, gpus: int, shared: bool = True) -> Size:
+    """How many ranks a job has. Raises FitError if layout, nodes and GPUs do not go together.
+
+    gpus: of this machine, which all nodes share, or of each node where they are machines of their own (not `shared`).
+    """
     parallel, nodes = config.parallel, config.resilience.nodes
     model = parallel.tensor * parallel.pipeline
     slots = nodes + config.resilience.spares
     use_gpus = gpus > 0 and config.train.device != "cpu"
-    per_node = gpus // slots if use_gpus else 0
+    per_node = (gpus // slots if shared else gpus) if use_gpus else 0
     if use_gpus and not per_node:
         raise FitError(f"{slots} nodes and spares share {gpus} GPUs: lower --nodes or --spares to {gpus} in all")
     if parallel.data is not None:
@@ -59,22 +69,48 @@ def size(config: Config, gpus: int) -> Size:
         )
     if use_gpus and world // nodes > per_node:
         raise FitError(f"{world // nodes} ranks a node but {per_node} GPUs for each of {slots} nodes and spares")
-    devices = [list(range(i * per_node, (i + 1) * per_node)) for i in range(slots)] if use_gpus else []
+    own = use_gpus and shared
+    devices = [list(range(i * per_node, (i + 1) * per_node)) for i in range(slots)] if own else []
     return Size(world, world // nodes, world // model, devices)
 
 
 def prepare(config: Config) -> tuple[Config, Size]:
     """The configuration as the trainers will read it, and the job's size. ConfigError for an unknown cluster."""
     load_plugins()
-    CLUSTERS[config.resilience.cluster]  # there is such a one
-    gpus = gpu_count()
-    found = size(config, gpus)
-    if not found.devices and config.train.threads is None:
+    make = CLUSTERS[config.resilience.cluster]
+    elsewhere = isinstance(make, Elsewhere)
+    gpus, address = make.on_other_machines(config) if isinstance(make, Elsewhere) else (gpu_count(), "")
+    found = size(config, gpus, shared=not elsewhere)
+    if elsewhere:
+        config = _for_other_machines(config, address)
+    elif not found.devices and config.train.threads is None:
         # Nodes on one machine share its cores.
         threads = max(1, (os.cpu_count() or 1) // found.world)
         config = config.model_copy(update={"train": config.train.model_copy(update={"threads": threads})})
     parallel = config.parallel.model_copy(update={"data": found.data, "gpus_per_host": found.ranks_per_node})
     return config.model_copy(update={"parallel": parallel}), found
+
+
+def other_machines(config: Config) -> bool:
+    """Whether the job's nodes are other machines than this one."""
+    load_plugins()
+    return isinstance(CLUSTERS[config.resilience.cluster], Elsewhere)
+
+
+def _for_other_machines(config: Config, address: str) -> Config:
+    """Where other machines must reach this one and each other and nobody has said how: by their networks' addresses."""
+    limits, checkpoint = config.resilience, config.checkpoint
+    if address and is_loopback(limits.listen):
+        config = config.model_copy(update={"resilience": limits.model_copy(update={"listen": address})})
+    if checkpoint.replicas and is_loopback(checkpoint.replica_address):
+        config = config.model_copy(update={"checkpoint": checkpoint.model_copy(update={"replica_address": "auto"})})
+    return config
+
+
+def _on_this_machine(config: Config, mine: Config) -> Config:
+    """A running job's settings, with those of the machine that its driver now is on as they were given there."""
+    own = {key: getattr(mine.resilience, key) for key in _OF_THE_MACHINE}
+    return config.model_copy(update={"resilience": config.resilience.model_copy(update=own)})
 
 
 def drive(config: Config, found: Size, say: Callable[[str, str], None]) -> int:
@@ -125,12 +161,13 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     journal, damaged = LastingJournal.take(run, config.resilience.lease, known)
     recalled = recall.restore(journal, run)
     job = journal.job()
-    request = ClusterRequest(run, config, tuple(map(tuple, found.devices)))
+    request = ClusterRequest(run, config, tuple(map(tuple, found.devices)), say)
     cluster = CLUSTERS[config.resilience.cluster](request)
     settings = contact.folder(run) / "job.toml"
     # A journal that has lost something must not have anything stopped: what runs is asked first.
     behind = damaged or recalled.events > 0 or job is None
-    unsure = behind and settings.exists() and any(info.running for info in cluster.nodes())
+    held = any(info.running for info in cluster.nodes()) or getattr(cluster, "unseen", False)
+    unsure = behind and settings.exists() and held
     attempt = max(job.attempt if job is not None else 0, recalled.attempt)
     nodes = {row.name: row.record() for row in journal.nodes()}
     new = JobState(config.train.name, Phase.WAITING, attempt, (), found.ranks_per_node, found.data, nodes=nodes)
@@ -139,14 +176,22 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
         job = replace(new if job is None else job, attempt=attempt, goal=Phase.STARTING)
         job = replace(job, phase=Phase.PAUSED if recalled.paused else Phase.WAITING)
     elif job is None or job.phase in ENDED or not job.attempt:  # nothing of it runs
+        check_nodes(config, read_job_files(config), cluster)
+        if differs := hot_update.changed_since_last_launch(run, config):
+            say("driver", differs)
         _write_settings(config)
         job = new
     else:
         job = replace(job, attempt=attempt)
     mine, config = config, load(settings)
+    files = read_job_files(config, kept_in=run)
+    if isinstance(cluster, ForeseesNodes):
+        cluster.prefer(files.nodes)
+    if other_machines(mine):
+        config = _on_this_machine(config, mine)
     if mine != config:
         say("driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them")
-    driver = Driver(run, config, cluster, [], journal, job, say, unsure)
+    driver = Driver(run, config, cluster, [], journal, job, say, unsure, files)
     _report_journal(driver, journal, recalled)
     try:
         return asyncio.run(_serve(driver))
@@ -202,7 +247,9 @@ def is_running(config: Config) -> bool:
 
 
 def _write_settings(config: Config) -> None:
-    config.write(contact.folder(config.run_folder.absolute()) / "job.toml")
+    run = config.run_folder.absolute()
+    keep_job_files(config, run)
+    config.write(contact.folder(run) / "job.toml")
 
 
 def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigError:
@@ -218,15 +265,20 @@ def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigErro
 async def _serve(driver: Driver) -> int:
     from megascale.resilience.driver.api import http_api
     from megascale.resilience.driver.api.open_addresses import open_addresses
+    from megascale.resilience.driver.api.tls import agents_tls
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, driver.operations.interrupt)
     limits = driver.limits
+    port = limits.port
+    if not port and getattr(driver.nodes.cluster, "unseen", False):
+        with contextlib.suppress(DataError):  # agents that nobody can tell another one come to the last driver's
+            port = contact.read_contact(driver.run_folder).agents[1]
     try:
-        await driver.open()
+        await driver.open(agents_tls(limits.listen, limits.tls_certificate, limits.tls_key), port)
     except OSError as error:
-        raise _cannot_listen("port", limits.listen, limits.port, error) from None
+        raise _cannot_listen("port", limits.listen, port, error) from None
     try:
         url, end = await http_api.serve(driver, limits.listen, limits.api_port)
     except OSError as error:

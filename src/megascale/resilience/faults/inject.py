@@ -65,6 +65,10 @@ FAULTS = {
         Fault("nan-gradient", "rank", True, "one gradient becomes NaN", "the step is skipped, an alert"),
         Fault("flip-weight", "rank", True, "a mantissa bit of a weight flips", "checksum mismatch within a step"),
         Fault("slow-rank", "rank", True, "a trainer computes --seconds longer a step", "slow node, evicted"),
+        Fault(
+            "slow-compute", "rank", True, "a rank's forwards get --seconds more of GEMMs a step", "slow rank, an alert"
+        ),
+        Fault("leak-objects", "rank", True, "a trainer leaks Python objects", "longer garbage collections: decline"),
         Fault("half-checkpoint", "rank", True, "a trainer dies while it saves", "respawn from the commit before"),
         Fault("mismatch", "rank", True, "a trainer makes a collective too many", "hang: mismatched collective"),
         Fault("missing-send", "rank", True, "a trainer leaves out a send", "hang: missing send"),
@@ -131,7 +135,8 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
 
 
 def _ask_trainer(run: Path, kind: str, options: Options) -> list[str]:
-    if not configuration.load(run / "config.toml").resilience.faults:
+    config = configuration.load(run / "config.toml")
+    if not config.resilience.faults:
         raise ConfigError(
             f"{kind} is done by the trainer itself, which looks for faults only with resilience.faults=true; start the "
             "run with --resilience.faults=true (never for a run that matters)"
@@ -144,7 +149,13 @@ def _ask_trainer(run: Path, kind: str, options: Options) -> list[str]:
     temporary.write_text(json.dumps(fault))
     os.replace(temporary, folder / f"{name}.json")
     who = f"rank {options.rank}" if options.node is None else f"every rank of {options.node}"
-    return [f"{who} injects {kind} into itself at " + (f"step {options.step}" if options.step else "its next step")]
+    done = [f"{who} injects {kind} into itself at " + (f"step {options.step}" if options.step else "its next step")]
+    if kind == "flip-weight" and not config.resilience.checksum_interval:
+        done.append(
+            "nothing will notice it: checksums of weights are off (resilience.checksum_interval=0); "
+            "start the run with --resilience.checksum_interval=1"
+        )
+    return done
 
 
 # processes ----------------------------------------------------------------------------------------------------------

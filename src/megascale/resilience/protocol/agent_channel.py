@@ -1,14 +1,18 @@
 """The channel between driver and agents: messages of a schema over TCP, each authenticated, in order, of bounded size.
 
 Both ends prove that they know the job's token without sending it (HMAC over fresh random numbers of both), and derive
-a key for this connection, which seals every frame (services/framing.py). Contents are not encrypted; nothing secret
-travels here.
+a key for this connection, which seals every frame (services/framing.py). Where other machines reach the driver both
+then go on in TLS: the driver says under that seal which certificate it will show, so nobody between them can answer
+with another, nor keep them from encrypting. Strangers cost no TLS handshake, and no certificate is handed around.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import ssl
+from dataclasses import dataclass
 from typing import Any
 
 import megascale
@@ -30,6 +34,17 @@ from megascale.services.shared_token import PROOF_BYTES, TokenProof
 
 # What both ends must be of: a release, and the form of frames and messages.
 VERSION = f"{megascale.__version__} (form {FORM})"
+
+
+_PLAIN = bytes(32)  # in place of a certificate's fingerprint: this connection stays as it is
+
+
+@dataclass(frozen=True)
+class DriverTls:
+    """What a driver encrypts with. fingerprint: SHA-256 of the certificate (DER) that `context` shows."""
+
+    context: ssl.SSLContext
+    fingerprint: bytes
 
 
 class AgentChannel:
@@ -83,6 +98,36 @@ class AgentChannel:
         """Wait until what was queued is on its way."""
         await self._writer.drain()
 
+    async def secure(self, tls: DriverTls | None) -> None:
+        """The driver's end, once the agent has proved itself: say whether this connection is encrypted, and do it."""
+        fingerprint = tls.fingerprint if tls is not None else _PLAIN
+        self._writer.write(self._seal.make(fingerprint) + fingerprint)
+        if tls is not None:
+            await self._writer.start_tls(tls.context)
+
+    async def secured(self) -> None:
+        """The agent's end of `secure`. ProtocolError if the certificate is not the one that the driver named."""
+        try:
+            data = await self._reader.readexactly(SEAL_BYTES + len(_PLAIN))
+        except asyncio.IncompleteReadError:
+            raise ProtocolError("the driver hung up: it knows another token, or takes no more agents") from None
+        fingerprint = data[SEAL_BYTES:]
+        self._seal.check(data[:SEAL_BYTES], fingerprint)
+        if fingerprint == _PLAIN:
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the certificate itself is known
+        await self._writer.start_tls(context)
+        shown = self._writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
+        if hashlib.sha256(shown).digest() != fingerprint:
+            raise ProtocolError("somebody between this node and its driver shows another certificate than the driver's")
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it goes over TLS."""
+        return self._writer.get_extra_info("ssl_object") is not None
+
     def close(self) -> None:
         """End the connection."""
         with contextlib.suppress(Exception):
@@ -96,9 +141,18 @@ class AgentChannel:
 
 
 async def open_channel(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, *, driver: bool
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    token: bytes,
+    *,
+    driver: bool,
+    tls: DriverTls | None = None,
 ) -> AgentChannel:
-    """Prove the token both ways; ProtocolError if the other side does not know it. The caller sets a time limit."""
+    """Prove the token both ways, then encrypt if the driver does (`tls`).
+
+    ProtocolError if the other side does not know the token or shows a wrong certificate; ssl.SSLError (an OSError) if
+    TLS fails. The caller sets a time limit.
+    """
     proof = TokenProof(token, "agents", "server" if driver else "client")
     writer.write(greeting(proof.nonce))
     try:
@@ -108,4 +162,6 @@ async def open_channel(
         raise ProtocolError("left before it had shown that it knows the job's token") from None
     if not proof.accepts(answer):
         raise ProtocolError("does not know the job's token")
-    return AgentChannel(reader, writer, proof.key(), driver)
+    channel = AgentChannel(reader, writer, proof.key(), driver)
+    await (channel.secure(tls) if driver else channel.secured())
+    return channel

@@ -74,6 +74,20 @@ class Hello(Message, frozen=True):
     held: HeldTrainers | None = None
 
 
+class Join(Message, frozen=True):
+    """A node that nobody but a person, systemd or a container has told anything asks in, before its agent starts.
+
+    Fields as those of `Hello`. The driver answers `Described` or `Refuse` and hangs up.
+    """
+
+    job: Given
+    node: Given
+    version: Name
+    address: Name
+    hardware: Facts = field(default_factory=dict)
+    versions: Facts = field(default_factory=dict)
+
+
 class Stopped(Message, frozen=True):
     """Stop order `order` is carried out; `port` is free for the next attempt's store. codes: exit code of each rank."""
 
@@ -174,6 +188,22 @@ class Refuse(Message, frozen=True):
     why: Text
 
 
+class Described(Message, frozen=True):
+    """The job that a node asked into, as given.py has it.
+
+    Attributes:
+        limits: the section [resilience], as JSON.
+        checkpoints: folder that all nodes share for checkpoints, "": the settings name a place.
+        marker: name of a file in it, by which a node sees that it is the same folder and not one of the same name.
+    """
+
+    epoch: Count
+    version: Name
+    limits: _Settings
+    checkpoints: Path = ""
+    marker: Name = ""
+
+
 class Start(Message, frozen=True):
     """Start the ranks of an attempt.
 
@@ -186,6 +216,7 @@ class Start(Message, frozen=True):
         fresh: with a new fork server.
         forward: rank whose log is passed on, None: none here.
         state: the job, for `HeldTrainers`.
+        identity: the run's random name, "" before it has one: for a node whose run folder has not seen it.
     """
 
     epoch: Count
@@ -200,6 +231,7 @@ class Start(Message, frozen=True):
     fresh: bool = False
     forward: Count | None = None
     state: _State = ""
+    identity: Name = ""
 
 
 class Stop(Message, frozen=True):
@@ -260,5 +292,7 @@ class Leave(Message, frozen=True):
 
 Order = Start | Stop | Diagnose | Explain | Kept | Inject | Leave
 
-FROM_AGENT = Schema(Hello, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=LIMIT)
-FROM_DRIVER = Schema(Welcome, Refuse, Start, Stop, Diagnose, Explain, Kept, Inject, Leave, limit=LIMIT)
+FROM_AGENT = Schema(
+    Hello, Join, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=LIMIT
+)
+FROM_DRIVER = Schema(Welcome, Refuse, Described, Start, Stop, Diagnose, Explain, Kept, Inject, Leave, limit=LIMIT)

@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megascale.config import ResilienceConfig
 from megascale.errors import DataError
@@ -31,6 +32,7 @@ class JobDescription:
         shared: whether that is the run folder itself; else the agent sends what is written there.
         checkpoints: the folder that all nodes share for checkpoints, for trainers whose settings name none; "": the
             one in `run`.
+        elsewhere: (host, port) of other places where a driver of the job may be, tried in turn.
     """
 
     name: str
@@ -40,6 +42,7 @@ class JobDescription:
     run: str = ""
     shared: bool = True
     checkpoints: str = ""
+    elsewhere: tuple[tuple[str, int], ...] = ()
 
     def on(self, run: Path, checkpoints: Path | None) -> JobDescription:
         """For a node whose trainers write to `run`, where what they write must be sent."""
@@ -48,9 +51,20 @@ class JobDescription:
 
 def give(folder: Path, job: JobDescription, token: bytes) -> None:
     """Put a job's description and its secret into an agent's folder, each in one move."""
-    record = asdict(replace(job, limits=ResilienceConfig())) | {"limits": job.limits.model_dump(mode="json")}
     _replace(folder / TOKEN, token)
-    _replace(folder / FILE, json.dumps(record).encode())
+    _replace(folder / FILE, json.dumps(to_record(job)).encode())
+
+
+def to_record(job: JobDescription) -> dict[str, Any]:
+    """As JSON has it."""
+    return asdict(replace(job, limits=ResilienceConfig())) | {"limits": job.limits.model_dump(mode="json")}
+
+
+def from_record(record: dict[str, Any]) -> JobDescription:
+    """As `to_record` gave it; ValueError, TypeError, KeyError or IndexError for anything else."""
+    places = [(str(host), int(port)) for host, port in (record["driver"], *record.get("elsewhere", ()))]
+    limits = ResilienceConfig.model_validate(record["limits"])
+    return JobDescription(**record | {"driver": places[0], "elsewhere": tuple(places[1:]), "limits": limits})
 
 
 def _replace(file: Path, data: bytes) -> None:
@@ -68,9 +82,7 @@ def given(folder: Path) -> JobDescription:
     """What lies in an agent's folder. DataError if nothing of the kind does."""
     try:
         record = json.loads((folder / FILE).read_text())
-        record["driver"] = (str(record["driver"][0]), int(record["driver"][1]))
-        record["limits"] = ResilienceConfig.model_validate(record["limits"])
-        return JobDescription(**record)
+        return from_record(record)
     except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
         raise DataError(f"{folder / FILE} does not describe a job: {error}; a cluster writes it") from None
 

@@ -31,6 +31,7 @@ class Worker(Part, frozen=True):
         message: its status message, such as the error it failed with.
         rss: resident memory in bytes.
         cpu_seconds: CPU time used so far.
+        stopped: whether a signal (SIGSTOP) or a debugger holds it.
         stderr_tail: the last lines it wrote, when it ended badly; else empty.
         errno: of the system call that its last exception is about (core/failure.py), 0: none, or it reported none.
         error: that exception, "TYPE: TEXT".
@@ -50,6 +51,7 @@ class Worker(Part, frozen=True):
     message: Text = ""
     rss: Count = 0
     cpu_seconds: Finite = 0.0
+    stopped: bool = False
     stderr_tail: Tail = ""
     errno: Count = 0
     error: Text = ""

@@ -73,7 +73,9 @@ def hang(view: View) -> list[Verdict]:
     running = [(m, w) for m, w in view.workers() if w.state == "running"]
     if not running or len(running) < len(view.workers()):
         return []
-    ages = [(age(view, m, w), allowed(view, w), m, w) for m, w in running]
+    # Nobody works in a stopped process: whatever the others stand at, a save for example, they may stand there for it.
+    held = any(w.stopped and age(view, m, w) > FLOOR for m, w in running) and view.phase == "running"
+    ages = [(age(view, m, w), FLOOR if held else allowed(view, w), m, w) for m, w in running]
     if any(old <= limit for old, limit, _, _ in ages):
         return []
     _, limit, _, first = max(ages, key=lambda item: item[0] - item[1])
@@ -81,7 +83,11 @@ def hang(view: View) -> list[Verdict]:
     steps = sorted({w.step for _, w in running})
     evidence = [
         f"no rank has moved for {min(old for old, _, _, _ in ages):.1f} s (the first stopped {oldest:.1f} s ago); "
-        f"phase {first.phase!r} may stand still for {limit:.1f} s, {GRACE_PERIOD:g} x the longest usual",
+        + (
+            f"a process is stopped, for which {limit:g} s are allowed"
+            if held
+            else f"phase {first.phase!r} may stand still for {limit:.1f} s, {GRACE_PERIOD:g} x the longest usual"
+        ),
         f"ranks stand in step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[:8]))}",
     ]
     evidence += [

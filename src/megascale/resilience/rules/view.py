@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from megascale.core.grid import Grid
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.verdicts import Verdict
+from megascale.resilience.rules.verdicts import Action, Verdict
 
 HISTORY = 60
 PIECE = 8  # members, about 2 ms of judging
@@ -24,6 +24,25 @@ class Metric:
     loss: float
     grad_norm: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class SlowFinding:
+    """A rank that its recorded spans show to be slow (observe/analysis/stragglers.py).
+
+    Attributes:
+        rank: whose own work or link it is.
+        slower: share by which it takes longer than comparable ranks; of a link, of a step.
+        cause: such as "GPU", "host: loader" or "link".
+        confidence: 1 - healthy ranks of this job that would be expected to show as much.
+        evidence: sentences.
+    """
+
+    rank: int
+    slower: float
+    cause: str
+    confidence: float
+    evidence: tuple[str, ...] = ()
 
 
 @dataclass
@@ -85,6 +104,8 @@ class View:
         incidents: (time, node, kind) of verdicts that named a node, over all attempts, oldest first.
         past: (time, verdict) of what earlier attempts were ended for, oldest first.
         metrics: of this attempt's last steps, oldest first.
+        slow: what recorded spans of this attempt show; empty where the driver does not see them.
+        slow_action, slow_least: what follows for a machine that is slower by that share or more.
     """
 
     job: str
@@ -101,6 +122,9 @@ class View:
     incidents: list[tuple[float, str, str]] = field(default_factory=list)
     past: list[tuple[float, Verdict]] = field(default_factory=list)
     metrics: list[Metric] = field(default_factory=list)
+    slow: tuple[SlowFinding, ...] = ()
+    slow_action: Action = "alert"
+    slow_least: float = 0.1
     _workers: list[tuple[RankView, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def still(self) -> View:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from megascale.core import strict_json
 from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError, TrainingError
+from megascale.resilience.driver.api.access import read_access
 from megascale.resilience.driver.api.tls import client_context
 from megascale.resilience.driver.api.tokens import read_tokens
 from megascale.resilience.protocol.contact import read_contact
@@ -31,23 +33,32 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = SECONDS) -> Any:
     """What the run's driver answers within `seconds`.
 
+    run: its folder, or on another machine the file that `megascale access` wrote there.
+
     Raises ConfigError for what it refuses and where a token would be told to others, TrainingError if it does not
     answer.
     """
-    contact, tokens = read_contact(run), read_tokens(run)
-    parts = urlsplit(contact.api)
-    if parts.scheme != "https":
-        if not is_loopback(parts.hostname or ""):
-            raise ConfigError(f"the driver of {run} is at {contact.api}: no token is sent over a network without TLS")
-        _check_owner(run, contact.api, parts.port or 0)
-    token = tokens.read if method == "GET" else tokens.act
-    headers = {"Authorization": f"Bearer {token.decode()}", "Content-Type": "application/json"}
+    context: ssl.SSLContext | None = None
+    if run.is_file():
+        access = read_access(run)
+        url, token, context = access.api, access.token, access.context()
+    else:
+        contact, tokens = read_contact(run), read_tokens(run)
+        url, token = contact.api, (tokens.read if method == "GET" else tokens.act).decode()
+        parts = urlsplit(url)
+        if parts.scheme == "https":
+            context = client_context(run)
+        elif not is_loopback(parts.hostname or ""):
+            raise ConfigError(f"the driver of {run} is at {url}: no token is sent over a network without TLS")
+        else:
+            _check_owner(run, url, parts.port or 0)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     data = strict_json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(contact.api + path, data, headers, method=method)
+    request = urllib.request.Request(url + path, data, headers, method=method)
     # Never through a proxy.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]
-    if parts.scheme == "https":
-        handlers.append(urllib.request.HTTPSHandler(context=client_context(run)))
+    if context is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=context))
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as answer:
             return json.load(answer)
@@ -59,7 +70,7 @@ def ask(run: Path, method: str, path: str, body: dict[str, Any] | None = None, s
         raise ConfigError(f"the driver of {run} refused: {why}") from None
     except (OSError, ValueError) as error:
         raise TrainingError(
-            f"the driver of {run} does not answer at {contact.api} ({error}); start it again with `megascale launch`"
+            f"the driver of {run} does not answer at {url} ({error}); start it again with `megascale launch`"
         ) from None
 
 

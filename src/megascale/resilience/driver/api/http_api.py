@@ -24,6 +24,7 @@ from megascale.errors import MegascaleError
 from megascale.observe.prometheus.exposition import CONTENT_TYPE, expose
 from megascale.resilience.driver.api import metrics, settable, tls, tokens
 from megascale.resilience.driver.api.http_limits import HEAD_BYTES, Door, Guard
+from megascale.resilience.driver.api.log_pieces import LOG_PIECE, read_piece
 from megascale.resilience.driver.process import descriptors
 
 if TYPE_CHECKING:
@@ -103,6 +104,15 @@ class EventAnswer(BaseModel):
     ranks: list[int]
     evidence: list[str]
     details: dict[str, Any]
+
+
+class LogAnswer(BaseModel):
+    """Bytes start to end of a rank's log."""
+
+    rank: int
+    start: int
+    end: int
+    text: str
 
 
 class LookAnswer(BaseModel):
@@ -198,6 +208,19 @@ def build(driver: Driver) -> FastAPI:
             for e in driver.journal.events(after, limit)
         ]
 
+    @app.get("/v1/logs/{rank}", responses=_refusals(404, 422))
+    def logs(
+        rank: Annotated[int, Path(ge=0, lt=1 << 31)],
+        after: Annotated[int, Query(ge=-LOG_PIECE, lt=1 << 62)] = -LOG_PIECE,
+    ) -> LogAnswer:
+        """A piece of a rank's log from byte `after` on, below 0 from its end: 64 KiB at most."""
+        found = read_piece(driver.run_folder / "logs" / f"rank-{rank}.log", after)
+        if found is None:
+            raise HTTPException(404, f"there is no log of rank {rank} yet")
+        return LogAnswer(
+            rank=rank, start=found[0], end=found[0] + len(found[1]), text=found[1].decode(errors="replace")
+        )
+
     @app.get("/v1/ranks", responses=_refusals(409, 422))
     async def ranks(watch: Annotated[float, Query(ge=0, le=10)] = 2.0) -> LookAnswer:
         """Have agents look at their ranks for `watch` seconds: calls, stacks, flight records.
@@ -272,7 +295,7 @@ def _node(driver: Driver, name: str) -> NodeAnswer:
         name=name,
         address=n.record.address,
         state=n.state,
-        cordoned=n.record.cordoned,
+        cordoned=n.record.cordoned or bool(n.drained),
         ranks=list(driver.job.state.ranks(name)),
         seen=round(time.monotonic() - n.last_seen, 3) if n.channel is not None else None,
         why=n.record.why,

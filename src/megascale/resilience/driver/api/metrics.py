@@ -93,7 +93,7 @@ def _nodes(driver: Driver) -> list[Family]:
     return [
         states,
         Family("megascale_nodes_cordoned", "gauge", "Nodes that get nothing new.").add(
-            sum(node.record.cordoned for node in nodes)
+            sum(node.record.cordoned or bool(node.drained) for node in nodes)
         ),
         Family("megascale_heartbeat_age_seconds", "gauge", "Of the connected node that was silent longest.").add(
             max(ages, default=None)

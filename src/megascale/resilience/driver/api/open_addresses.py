@@ -34,6 +34,6 @@ def _driver(limits: ResilienceConfig, port: int, api: str) -> tuple[str, ...]:
         f"resilience.listen={limits.listen}: other machines reach the API at {api}; it is kept by TLS with {shown} and "
         f"by the tokens in RUN/driver/token.read and token.act; {_CLOSE}",
         f"resilience.listen={limits.listen}: other machines reach the agents' port {port}; agents prove "
-        "RUN/driver/token and every message is authenticated, but none is encrypted: keep the port on a network that "
-        f"only the job's machines reach, or, {_CLOSE}",
+        "RUN/driver/token, and what they and the driver say to each other goes over TLS; the ranks' own connections "
+        f"are not encrypted: keep those on a network that only the job's machines reach; {_CLOSE}",
     )

@@ -7,6 +7,7 @@ RUN/driver/api.crt, and commands trust it and no other: whoever writes the run f
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import socket
 import ssl
@@ -15,9 +16,11 @@ from pathlib import Path
 
 from megascale.core.ports import is_loopback
 from megascale.errors import ConfigError, remedy
+from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.contact import folder
 
 CERTIFICATE = "api.crt"
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _DAYS = 3650  # as long as any job
 
 
@@ -43,18 +46,37 @@ def server_context(run: Path, host: str, certificate: str | None, key: str | Non
     return context
 
 
+def agents_tls(host: str, certificate: str | None, key: str | None) -> DriverTls | None:
+    """What the agents' port speaks TLS with, None on loopback; arguments and errors as those of `server_context`."""
+    if is_loopback(host):
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    text = (_load_own(context, host) if certificate is None else _load_given(context, certificate, key)).decode()
+    leaf = text[text.index(_BEGIN) : text.index(_END) + len(_END)]
+    return DriverTls(context, hashlib.sha256(ssl.PEM_cert_to_DER_cert(leaf)).digest())
+
+
 def client_context(run: Path) -> ssl.SSLContext:
     """What a command trusts: the certificate that the run's driver has, whatever name it is reached by."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the certificate itself is known
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     try:
-        context.load_verify_locations(folder(run) / CERTIFICATE)
-    except (OSError, ssl.SSLError) as error:
+        return trusting((folder(run) / CERTIFICATE).read_text())
+    except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(
             f"{folder(run) / CERTIFICATE}, by which the driver is known, cannot be used ({error}); start the driver "
             "again with `megascale launch`"
         ) from None
+
+
+def trusting(certificate: str) -> ssl.SSLContext:
+    """A client's context that trusts this certificate (PEM) and no other. ConfigError if it is none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the certificate itself is known
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except (ValueError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificate of the driver cannot be used ({error})") from None
     return context
 
 

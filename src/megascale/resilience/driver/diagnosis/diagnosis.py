@@ -10,6 +10,7 @@ from megascale.core.events import Event
 from megascale.resilience import rules
 from megascale.resilience.driver.diagnosis import hang_diagnosis
 from megascale.resilience.driver.diagnosis.observations import Observations
+from megascale.resilience.driver.diagnosis.slow_look import SlowLook
 from megascale.resilience.driver.diagnosis.standing_ranks import StandingRanks
 from megascale.resilience.driver.nodes.nodes import Note
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
@@ -32,6 +33,7 @@ class Diagnosis:
     act: what takes the verdicts.
     tasks: for what takes long.
     note: writes an event down.
+    slow: looks for slow machines in spans.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class Diagnosis:
         act: Callable[[Sequence[Verdict]], None],
         tasks: LoopTasks,
         note: Note,
+        slow: SlowLook,
     ) -> None:
         self._job, self._seen, self._standing, self.act = job, seen, standing, act
-        self._tasks, self._note = tasks, note
+        self._tasks, self._note, self._slow = tasks, note, slow
+        seen.slow = slow.found
         self._first_bad: tuple[int, float] | None = None  # attempt, and when one of its ranks first ended badly
         self._explaining = False
         self._looking = False  # whether the history is being looked at
@@ -55,6 +59,7 @@ class Diagnosis:
         """Apply the rules to what is known and act on the verdicts."""
         view, job = self._seen.view(now), self._job
         workers = [w for _, w in view.workers()]
+        self._slow.consider(now)
         self._seen.progress(now, workers)
         world = job.state.world
         if len(workers) == world and all(w.state == "exited" and not w.code for w in workers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from megascale.core.events import Event
 from megascale.core.grid import Grid
@@ -18,7 +19,7 @@ from megascale.resilience.protocol.agent_messages import Steps
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.silence import FIRST_STEP
 from megascale.resilience.rules.verdicts import Verdict
-from megascale.resilience.rules.view import Metric, View
+from megascale.resilience.rules.view import Metric, SlowFinding, View
 
 METRICS = 400  # steps that are remembered
 
@@ -38,6 +39,7 @@ class Observations:
         self._job, self._nodes, self._attempts, self._settings, self._note = job, nodes, attempts, settings, note
         self._metrics: deque[Metric] = deque(maxlen=METRICS)
         self._phase_durations = PhaseDurations()
+        self.slow: Callable[[], tuple[SlowFinding, ...]] = tuple  # what spans show, as somebody finds it
         self.incidents: list[tuple[float, str, str]] = []
         self.past: list[tuple[float, Verdict]] = []
         self._first_steps: dict[int, int] = {}
@@ -65,6 +67,9 @@ class Observations:
             incidents=list(self.incidents),
             past=list(self.past),
             metrics=list(self._metrics),
+            slow=self.slow(),
+            slow_action=limits.slow_action,
+            slow_least=limits.slow_least,
         )
 
     def learn(self, before: Heartbeat | None, after: Heartbeat) -> None:

@@ -7,7 +7,7 @@ import resource
 from typing import Any, Protocol
 
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Hello
+from megascale.resilience.protocol.agent_messages import Described, Hello, Join
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
@@ -23,6 +23,10 @@ class Listener(Protocol):
 
     def joined(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
         """A node came: welcome it on the channel and return ""; or why it is refused."""
+        ...
+
+    def asked(self, join: Join) -> Described | str:
+        """A node asks into the job: what its agent must know, or why it is refused."""
         ...
 
     def beat(self, node: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None: ...
@@ -46,11 +50,13 @@ class AgentServer:
     def __init__(self, job: str, token: bytes, listener: Listener) -> None:
         self._job, self._token, self._listener = job, token, listener
         self._server: asyncio.Server | None = None
+        self._tls: agent_channel.DriverTls | None = None
         self._strangers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def open(self, host: str, port: int) -> tuple[str, int]:
-        """Listen; returns the address."""
+    async def open(self, host: str, port: int, tls: agent_channel.DriverTls | None = None) -> tuple[str, int]:
+        """Listen, and encrypt if `tls` is given; returns the address."""
+        self._tls = tls
         self._server = await asyncio.start_server(self._serve, host, port, backlog=4096, limit=_BUFFER)
         name = self._server.sockets[0].getsockname()
         return name[0], name[1]
@@ -84,9 +90,9 @@ class AgentServer:
         self._strangers[id(writer)] = writer
         try:
             async with asyncio.timeout(PROOF_SECONDS):
-                channel = await agent_channel.open_channel(reader, writer, self._token, driver=True)
+                channel = await agent_channel.open_channel(reader, writer, self._token, driver=True, tls=self._tls)
                 hello = await channel.receive()
-            if not isinstance(hello, Hello):
+            if not isinstance(hello, Hello | Join):
                 raise ProtocolError(f"it said {hello.do!r} before it had greeted")
         except ProtocolError as error:
             return self._listener.refused(peer, node, str(error))
@@ -95,7 +101,7 @@ class AgentServer:
         finally:
             self._strangers.pop(id(writer), None)
         del transport.max_size  # the class's own from now on
-        node = hello.node
+        node, described = hello.node, None
         if hello.job != self._job:
             why = f"an agent of job {hello.job[:100]!r}; this driver runs {self._job!r}"
         elif hello.version != agent_channel.VERSION:
@@ -103,8 +109,13 @@ class AgentServer:
                 f"node {node} has an agent of MegaScale {hello.version[:100]}, this driver is {agent_channel.VERSION}; "
                 "install the same version on both: until then the node is not used"
             )
+        elif isinstance(hello, Join):
+            answer = self._listener.asked(hello)
+            why, described = (answer, None) if isinstance(answer, str) else ("", answer)
         else:
             why = self._listener.joined(channel, hello)
+        if described is not None:
+            return channel.send(described)
         if why:
             channel.send_message(do="refuse", why=why)
             return self._listener.refused(peer, node, why)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
 from megascale.core.preflight import wave
-from megascale.resilience.cluster.base import Cluster
+from megascale.resilience.cluster.base import Barring, Cluster, Draining, Taking
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState
@@ -47,6 +47,7 @@ class Node:
         port: free for the next attempt's store when it acknowledged.
         report: result of its last self-checks, when all nodes were ordered to run them.
         checking: number of the order to run them that it has as a spare, 0 for none.
+        drained: why its cluster wants it to get nothing new, "" if it does not.
         held: the job as its trainers were started, and whether they have done a step (telemetry/adoption.py);
             None: none run.
         tested: when it last passed them, seconds since 1970; 0: not yet.
@@ -66,6 +67,7 @@ class Node:
     report: Diagnosed | None = None
     checking: int = 0
     tested: float = 0.0
+    drained: str = ""
     held: tuple[JobState, bool] | None = None
 
     @property
@@ -76,6 +78,11 @@ class Node:
     @property
     def usable(self) -> bool:
         """Whether a new attempt may use it now."""
+        return self.keeps and not self.drained
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a new attempt may leave it the ranks that it has, if no other node can take them."""
         return self.record.state is NodeState.UP and self.channel is not None and not self.record.cordoned
 
     def forget_attempt(self) -> None:
@@ -158,6 +165,16 @@ class Nodes:
         """A node by its name; one that nobody has heard of is expected from now on."""
         return self._nodes[name] if name in self._nodes else self.change(name, NodeEvent.KNOWN)
 
+    @property
+    def taken(self) -> frozenset[str]:
+        """Those that the cluster has taken out of the job, whatever still runs there."""
+        return self.cluster.taken if isinstance(self.cluster, Taking) else frozenset()
+
+    @property
+    def drained(self) -> Mapping[str, str]:
+        """Those that the cluster wants to get nothing new, and why."""
+        return self.cluster.drained if isinstance(self.cluster, Draining) else {}
+
     # agents ---------------------------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
@@ -173,6 +190,8 @@ class Nodes:
                 continue
             if info.running:
                 wanted -= 1
+                # Its agent has yet to be told where this driver is: till then it is not silent.
+                node.last_seen = now + getattr(self.cluster, "notice_seconds", 0.0)
                 if node.state is not NodeState.JOINING:
                     self.change(info.name, NodeEvent.AWAITED, address=node.record.address or info.address)
                 node.deadline = now + JOIN
@@ -201,7 +220,7 @@ class Nodes:
     @contextlib.asynccontextmanager
     async def _wave(self) -> AsyncIterator[None]:
         """Room among the agents that are on their way."""
-        while self._on_their_way >= WAVE:
+        while self._on_their_way >= getattr(self.cluster, "at_once", WAVE):  # other machines share no cores
             await asyncio.sleep(0.05)
         self._on_their_way += 1
         try:
@@ -226,6 +245,8 @@ class Nodes:
         waiting = True
         try:
             async with self._wave():
+                if isinstance(self.cluster, Barring):
+                    self.cluster.bar(frozenset(node.name for node in self.all() if _barred(node)))
                 name = await self.cluster.request()
                 self.requests, waiting = self.requests - 1, False
                 if name is None:
@@ -263,3 +284,8 @@ class Nodes:
         if node.channel is not None:
             with contextlib.suppress(ConnectionError):
                 node.channel.send_message(epoch=self._job.state.epoch, **order)
+
+
+def _barred(node: Node) -> bool:
+    """Whether a cluster that chooses among machines is not to choose this one."""
+    return node.state is NodeState.EVICTED or node.record.cordoned or node.channel is not None

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from msgspec import structs
+
 from megascale.observe.hang.sent_evidence import file_of
 from megascale.resilience.protocol.agent_messages import Evidence, FileData
 
@@ -25,6 +27,11 @@ _QUEUE = 1024  # pieces
 _TAIL = 1 << 20  # bytes of a file in which lines that come again are looked for
 _TAKEN = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
 _BOARD = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
+_SPANS = re.compile(
+    r"spans/(host=\d{1,6})/((?:rollups|spans|clocks|counters)-\d{6,9}(?:-\d{6,9})?\.parquet|spool-\d{6,9}\.bin"
+    r"|left-[0-9a-f]{16}\.bin|ranks\.jsonl)"
+)
+_PARQUET = b"PAR1"  # the first and the last bytes
 _NAMES = re.compile(
     r"logs/rank-\d{1,9}\.log|metrics\.jsonl|events\.jsonl|samples/ledger\.jsonl|identity|kernels\.json"
     rf"|{_BOARD}|{_TAKEN}"
@@ -50,9 +57,13 @@ class ReceivedFiles:
         self.taken: set[str] = set()
         self._steps = {name: _StepLines() for name in _BY_STEP}
 
-    def take(self, piece: FileData, confirm: Confirm) -> bool:
-        """Have a piece written; `confirm(name, end)` is called in the thread once it is. False: it is not wanted, or
-        there is no place for it now."""
+    def take(self, piece: FileData, confirm: Confirm, node: str = "") -> bool:
+        """Have a piece of a file of `node` written; `confirm(name, end)` is called in the thread once it is. False: it
+        is not wanted, or there is no place for it now."""
+        if spans := _SPANS.fullmatch(piece.name):
+            # A host of the job may have been several nodes, each with numbers of its own.
+            there = f"spans/{spans[1]}@{re.sub(r'[^A-Za-z0-9_.-]', '_', node)[:80]}/{spans[2]}"
+            return self._put((structs.replace(piece, name=there), lambda _, end: confirm(piece.name, end)))
         if not _NAMES.fullmatch(piece.name):
             return False
         if re.fullmatch(_TAKEN, piece.name):
@@ -111,6 +122,8 @@ class ReceivedFiles:
             if piece.name == "identity":  # a start was accepted
                 _replace(self._run / "config.toml", self._settings().encode())
             return
+        if piece.name.startswith("spans/") and not piece.name.endswith(".jsonl"):
+            return _write_spans(file, piece)
         if piece.name in _BY_STEP:
             return self._steps[piece.name].write(file, piece)
         if piece.first and piece.name.endswith(".jsonl"):
@@ -126,6 +139,29 @@ class ReceivedFiles:
                 os.write(handle, data)
         finally:
             os.close(handle)
+
+
+def _write_spans(file: Path, piece: FileData) -> None:
+    """A piece of a host's spans, at its place: one that comes again changes nothing. A table is there once it is
+    whole."""
+    table = file.suffix == ".parquet"
+    there = file.with_suffix(".received") if table else file
+    if not piece.data:
+        there.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+        return
+    if table and file.exists():
+        return
+    handle = os.open(there, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.pwrite(handle, piece.data, piece.start)
+        whole = table and not piece.more
+        if whole and not (piece.data.endswith(_PARQUET) and os.pread(handle, 4, 0) == _PARQUET):
+            raise OSError(5, "it is no whole table")
+    finally:
+        os.close(handle)
+    if whole:
+        os.replace(there, file)
 
 
 class _StepLines:

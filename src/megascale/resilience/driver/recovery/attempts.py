@@ -8,6 +8,7 @@ from typing import Any
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_FAILED
+from megascale.resilience.driver.job_files import JobFiles
 from megascale.resilience.driver.nodes.nodes import Node, Nodes, Note
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.job import Job
@@ -21,14 +22,24 @@ class Attempts:
     settings: in force.
     words: further settings of the trainers' command line.
     note: writes an event down.
+    files: the environment of every trainer, and where the nodes were asked to be.
 
     Attributes:
         started: when this attempt's processes were ordered (or a new driver took them over), on the monotonic clock.
         order: number of the last order to stop or to run self-checks.
     """
 
-    def __init__(self, job: Job, nodes: Nodes, settings: RunningSettings, words: list[str], note: Note) -> None:
+    def __init__(
+        self,
+        job: Job,
+        nodes: Nodes,
+        settings: RunningSettings,
+        words: list[str],
+        note: Note,
+        files: JobFiles = JobFiles(),
+    ) -> None:
         self._job, self._nodes, self._settings, self._words, self._note = job, nodes, settings, words, note
+        self._files = files
         self.started = time.monotonic()
         # Answers to stop orders of a driver before are none to ours; no clock: it may be set back.
         self.order = (1 + secrets.randbits(30)) << 20
@@ -78,8 +89,20 @@ class Attempts:
             nodes=job.placement,
             evidence=(
                 f"attempt {job.attempt}: {job.world} ranks on {', '.join(job.placement)}, data parallelism {job.data}",
+                *self._order_of_nodes(job.placement),
             ),
         )
+
+    def _order_of_nodes(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """How the nodes chosen compare with resilience.placement."""
+        asked, file = self._files.nodes, f"resilience.placement={self._settings.limits.placement}"
+        if not asked:
+            return ()
+        if len(names) != len(asked):
+            return (f"not as {file} says, which is for {len(asked)} nodes",)
+        other = [f"{got} in the place of {wanted}" for wanted, got in zip(asked, names, strict=True) if wanted != got]
+        more = f" and {len(other) - 5} more" if len(other) > 5 else ""
+        return (f"as {file} says" + (f", but {', '.join(other[:5])}{more}" if other else ""),)
 
     def send_start(self, node: Node) -> None:
         """Have a node start its ranks of the current attempt."""
@@ -99,8 +122,9 @@ class Attempts:
             master=list(job.master),
             settings=self._settings.config.to_toml(),
             words=words,
-            env={},
+            env=self._files.environment,
             fresh=node.name in job.fresh,
             forward=0 if 0 in ranks else None,
             state=job.to_json(),
+            identity=self._settings.identity,
         )

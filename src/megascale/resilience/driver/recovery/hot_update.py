@@ -38,6 +38,14 @@ class RunningSettings:
         """Windows and budgets, which no update changes."""
         return self.config.resilience
 
+    @property
+    def identity(self) -> str:
+        """The run's random name, as the trainers of rank 0 made it; "" before."""
+        try:
+            return (self._run / "identity").read_text().strip()[:200]
+        except (OSError, UnicodeDecodeError):
+            return ""
+
     def change(self, settings: Sequence[str]) -> tuple[str, ...]:
         """Put changed settings in force; what changed, in words. ConfigError as `apply`."""
         self.config, changed = apply(self._run, self.config, settings)
@@ -86,6 +94,23 @@ def undo(run: Path) -> Config:
     """Put the settings before back in force."""
     os.replace(_before(run), settings_file(run))
     return load(settings_file(run))
+
+
+def changed_since_last_launch(run: Path, config: Config) -> str:
+    """What a new launch trains with otherwise than the last one ended with, in a sentence; "" if nothing.
+
+    A hot update lives as long as its job: the next launch takes its own settings, and says which of them differ.
+    """
+    try:
+        last = load(settings_file(run))
+    except ConfigError:  # none, or a version's that had other settings
+        return ""
+    before, after = _flat(last.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    keys = [key for key in before if before[key] != after.get(key) and not key.startswith("resilience.")]
+    if not keys:
+        return ""
+    told = ", ".join(f"{key} {before[key]} -> {after.get(key)}" for key in keys)
+    return f"settings differ from those that the last launch ended with: {told}; give the old ones again to keep them"
 
 
 def _before(run: Path) -> Path:

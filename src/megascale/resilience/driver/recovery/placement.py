@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 
 from megascale.core.events import Event
+from megascale.errors import EXIT_BAD_DATA
+from megascale.resilience.cluster.base import ForeseesNodes
+from megascale.resilience.driver.job_files import unknown_nodes
 from megascale.resilience.driver.nodes.nodes import Nodes, Note
 from megascale.resilience.driver.recovery import escalation
 from megascale.resilience.driver.recovery.attempts import Attempts
@@ -30,6 +33,7 @@ class Placement:
     checks: what a stop may lead to.
     settings: in force.
     note: writes an event down.
+    asked: nodes in rank order, as resilience.placement has them; empty: in the order of their names.
     """
 
     def __init__(
@@ -41,9 +45,12 @@ class Placement:
         checks: SelfChecks,
         settings: RunningSettings,
         note: Note,
+        asked: tuple[str, ...] = (),
     ) -> None:
         self._job, self._nodes, self._attempts, self._recovery, self._checks = job, nodes, attempts, recovery, checks
-        self._settings, self._note = settings, note
+        self._settings, self._note, self._asked = settings, note, asked
+        self._told_of_asked = False
+        self._there = ""  # what was there when nodes were last asked for
 
     def check_stopped(self, now: float) -> None:
         """Whether all nodes have stopped; then on to the goal."""
@@ -78,12 +85,14 @@ class Placement:
         free = [nodes[n] for n in sorted(nodes.names(), key=_natural) if n not in job.placement]
         free = sorted((n for n in free if n.usable), key=lambda n: not n.tested)  # those that passed first
         kept = [nodes.known(name) for name in job.placement]
-        usable = sum(n.usable for n in kept) + len(free)
+        usable = sum(n.keeps for n in kept) + len(free)
         coming = nodes.requests or nodes.is_coming(nodes.all())
         if nodes.is_coming(kept):
             return  # the recovery action is under way
-        if not kept and coming and (usable < wanted or waited < TOGETHER):
-            return  # nodes that start together are placed in the order of their names
+        if not kept and coming and (usable < wanted or waited < TOGETHER or self._asked_are_coming()):
+            return  # nodes that start together are placed in the order of their names, or in the one asked for
+        if not kept and usable >= wanted and self._must_wait_for_asked(waited):
+            return
         data, count = job.data, len(kept) or wanted
         if usable >= wanted:
             data, count = wanted * job.ranks_per_node // self._attempts.model_ranks, wanted
@@ -104,13 +113,46 @@ class Placement:
             data, count = sizes[0]
             why = f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes"
             self._recovery.shrink(why)
-        chosen = [n if n.usable else None for n in kept]
+        in_file = len(self._asked) == count > len(kept)  # a first start, or all the nodes again that the file is for
+        if in_file:
+            taken = set(self._asked)
+            free = [n for n in nodes.all() if n.usable and n.name not in taken]
+            free.sort(key=lambda n: (not n.tested, _natural(n.name)))
+        wished = [nodes.get(name) for name in self._asked] if in_file else list(kept)
+        chosen = [n if n is not None and n.usable else None for n in wished]
         chosen += [None] * (count - len(chosen))
+        for i, name in enumerate(job.placement):  # a drained node keeps its ranks where no other can take them
+            if wished == kept and kept[i].keeps and chosen[i] is None and chosen.count(None) > len(free):
+                chosen[i] = nodes[name]
         if count < len(chosen):
             chosen = [n for n in chosen if n is not None]
         filled = [n if n is not None else free.pop(0) for n in chosen[:count] if n is not None or free]
         names = tuple(n.name for n in filled)
+        self._there = ""
         self._attempts.stop(JobEvent.PLACED, job.why or "first start", placement=names, data=data)
+
+    def _must_wait_for_asked(self, waited: float) -> bool:
+        """Whether nodes of the placement are unheard of that may come yet; ends the job where they should have.
+
+        A cluster that knows its nodes beforehand has them all in its list: one that does not come is replaced.
+        """
+        unknown = [name for name in self._asked if name not in self._nodes]
+        if not unknown or isinstance(self._nodes.cluster, ForeseesNodes):
+            return False
+        limits = self._settings.limits
+        if waited >= limits.replenish_wait:
+            there = sorted(self._nodes.names(), key=_natural)
+            self._attempts.fail(unknown_nodes(str(limits.placement), unknown, there), EXIT_BAD_DATA)
+        elif not self._told_of_asked:
+            self._told_of_asked = True
+            why = f"waiting up to {limits.replenish_wait:g} s for {', '.join(unknown[:5])} of resilience.placement"
+            self._note(Event.NODE_REQUESTED, evidence=(why,))
+        return True
+
+    def _asked_are_coming(self) -> bool:
+        """Whether a node that the placement names may still come."""
+        seen = [self._nodes.get(name) for name in self._asked]
+        return self._nodes.is_coming(node for node in seen if node) or bool(self._nodes.requests and None in seen)
 
     def _evict_what_was_asked_for(self) -> None:
         """Nodes that a person wanted out, now that their trainers have saved."""
@@ -122,6 +164,8 @@ class Placement:
     def _ask_for(self, missing: int, there: str, now: float) -> None:
         if now - self._nodes.asked > self._settings.limits.window:
             self._nodes.asked = now
-            self._note(Event.NODE_REQUESTED, evidence=(f"{there}; asking for {missing}",))
+            if there != self._there:
+                self._there = there
+                self._note(Event.NODE_REQUESTED, evidence=(f"{there}; asking for {missing}",))
             for _ in range(missing):
                 self._nodes.ask_for_one()

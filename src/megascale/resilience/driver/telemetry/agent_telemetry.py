@@ -9,8 +9,10 @@ from collections.abc import Callable
 from functools import partial
 
 from megascale.core.events import Event
+from megascale.resilience.agent.node_health import versions
 from megascale.resilience.driver.diagnosis.observations import Observations
 from megascale.resilience.driver.diagnosis.standing_ranks import StandingRanks
+from megascale.resilience.driver.nodes.compatibility import unfit
 from megascale.resilience.driver.nodes.nodes import Node, Nodes, Note
 from megascale.resilience.driver.nodes.received_files import ReceivedFiles
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
@@ -24,10 +26,12 @@ from megascale.resilience.driver.telemetry.lost_nodes import LostNodes
 from megascale.resilience.driver.telemetry.response import Response
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import (
+    Described,
     Diagnosed,
     Evidence,
     FileData,
     Hello,
+    Join,
     Lines,
     StartFailed,
     Steps,
@@ -38,6 +42,7 @@ from megascale.resilience.rules.exits import failed_start
 from megascale.services.messages import Message
 
 GONE = 0.1  # grace period, seconds, after a connection has closed in which its agent may come again or end
+TOLD = 3.0  # seconds in which a cluster on other machines learns that an agent has ended
 _REFUSALS = 10_000  # different ones that are written down
 
 
@@ -57,6 +62,8 @@ class AgentTelemetry:
         outgrown: called with a greeting from an agent that knows a newer driver.
         say: called with each line for the terminal: (who, text).
         note: writes an event down.
+        device: train.device, by which nodes are judged.
+        told: the fields of `Described` that do not change.
     """
 
     def __init__(
@@ -75,7 +82,10 @@ class AgentTelemetry:
         outgrown: Callable[[Hello], None],
         say: Callable[[str, str], None],
         note: Note,
+        device: str,
+        told: dict[str, str],
     ) -> None:
+        self._device, self._told, self._versions = device, told, versions()
         self._job, self._nodes, self._attempts, self._seen, self._response = job, nodes, attempts, seen, response
         self._checks, self._adoption, self._lost, self._tasks = checks, adoption, lost, tasks
         self._standing, self._files = standing, files
@@ -89,6 +99,15 @@ class AgentTelemetry:
         name, now = hello.node, time.monotonic()
         if self._job.phase in ENDED:
             return f"the job is {self._job.phase}"
+        if why := self._unfit(hello):
+            return why
+        if name in self._nodes.taken:  # a task whose slurmd was killed, say: it must not train beside its replacement
+            epoch = self._job.state.epoch
+            channel.send_message(do="welcome", epoch=epoch, version=agent_channel.VERSION)
+            channel.send_message(do="stop", epoch=epoch, order=0, how="kill", grace_period=0.0)
+            channel.send_message(do="leave", epoch=epoch)
+            self._nodes.known(name)
+            return ""
         node = self._nodes.known(name)
         if node.channel is not None:
             node.channel.close()  # a connection that broke unnoticed, or an agent started anew
@@ -101,6 +120,27 @@ class AgentTelemetry:
         self._adoption.came(node, hello)
         self._tasks.wake.set()
         return ""
+
+    def asked(self, join: Join) -> Described | str:
+        """A node that knows only where to ask: what its agent must know, or why it is refused."""
+        if self._job.phase in ENDED:
+            return f"the job is {self._job.phase}"
+        there = self._nodes.get(join.node)
+        if there is not None and there.channel is not None and there.record.address != join.address:
+            return (
+                f"a node {join.node} is in the job already, at {there.record.address}: give this one another name "
+                "(--node)"
+            )
+        return self._unfit(join) or Described(epoch=self._job.state.epoch, version=agent_channel.VERSION, **self._told)
+
+    def _unfit(self, hello: Hello | Join) -> str:
+        others = [
+            (n.name, n.record.facts.get("hardware", {}), n.record.facts.get("versions", {}))
+            for n in self._nodes.all()
+            if n.channel is not None and n.name != hello.node
+        ]
+        ranks = self._job.state.ranks_per_node
+        return unfit(hello.node, hello.hardware, hello.versions, self._versions, others, ranks, self._device)
 
     def _came(self, node: Node, hello: Hello) -> None:
         """Remember where it is and what its machine is like."""
@@ -146,7 +186,7 @@ class AgentTelemetry:
                 self._seen.told(message)
             return
         elif isinstance(message, FileData):
-            self._files.take(message, partial(self._confirm, asyncio.get_running_loop(), node))
+            self._files.take(message, partial(self._confirm, asyncio.get_running_loop(), node), name)
             return
         elif isinstance(message, Evidence):
             self._standing.received(name, message)
@@ -169,8 +209,11 @@ class AgentTelemetry:
             self._tasks.wake.set()
 
     async def _look_after(self, node: Node) -> None:
-        await asyncio.sleep(GONE)
-        if not self._adoption.unsure:
+        deadline = time.monotonic() + TOLD
+        while time.monotonic() < deadline:
+            await asyncio.sleep(GONE)
+            if self._adoption.unsure or node.channel is not None or node.state is not NodeState.UP:
+                return
             self._lost.look_after(node)
 
     def refused(self, peer: str, node: str, why: str) -> None:

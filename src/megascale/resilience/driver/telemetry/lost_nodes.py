@@ -10,6 +10,7 @@ from megascale.resilience.driver.nodes.nodes import Node, Nodes
 from megascale.resilience.driver.recovery.recovery import Recovery
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import NodeState, Phase
+from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.driver.telemetry.response import Response
 from megascale.resilience.rules.offenders import repeated
 from megascale.resilience.rules.verdicts import Verdict
@@ -33,6 +34,18 @@ class LostNodes:
     def watch(self, now: float) -> None:
         """Nodes that are silent are lost; the rules judge those whose ranks run."""
         job = self._job
+        for name in self._nodes.taken:
+            node = self._nodes.get(name)
+            if node is not None and node.state is NodeState.UP:
+                self._nodes.order(node, do="stop", order=0, how="kill", grace_period=0.0)
+                self._nodes.order(node, do="leave")
+                why = f"the cluster has taken {name} out of the job; what still ran there was told to end"
+                if job.ending:
+                    self._nodes.lose(node, why)
+                    continue
+                self._nodes.change(name, NodeEvent.GONE, why=why)  # it answers, and must not be started again in place
+                node.disconnect()
+                self.missing(node, why)
         judged = set(job.state.placement if job.phase in (Phase.STARTING, Phase.RUNNING) else ())
         for node in self._nodes.all():
             if node.name in judged:
@@ -40,7 +53,8 @@ class LostNodes:
             if node.state is NodeState.UP and now - node.last_seen > self._window:
                 why = f"no message from {node.name} for {now - node.last_seen:.1f} s"
             elif node.state is NodeState.JOINING and now > node.deadline:
-                why = f"the agent of {node.name} did not come"
+                about = next((i.why for i in self._nodes.cluster.nodes() if i.name == node.name), "")
+                why = f"the agent of {node.name} did not come" + (f": {about}" if about else "")
             else:
                 continue
             if job.ending:

@@ -1,0 +1,178 @@
+"""Jobs on several machines, real ssh between them: a machine, a link, an agent or the driver's machine is lost."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from megascale.bench.resilience.launched import Launched, make, phases
+from megascale.bench.resilience.machine_faults import FAULTS, HEADS, LINK, NODES, MachinesJob
+from megascale.bench.resilience.machines import Machines, impossible
+from megascale.core import strict_json
+
+PACE = 0.1  # least seconds of a step
+_BEFORE = 20  # steps before the fault
+
+
+def register(app: typer.Typer) -> None:
+    """Add `bench machines`."""
+    app.command("machines")(machines)
+
+
+def machines(
+    kinds: list[str] = typer.Option(list(FAULTS), "--kind", help="Kinds of fault; may be repeated."),
+    runs: int = typer.Option(5, min=1, help="Runs of each kind."),
+    out: Path = typer.Option(Path("bench-machines.json"), help="JSON file for the figures."),
+    keep: Path = typer.Option(None, "--keep", help="Folder for runs, logs and consoles; default: none are kept."),
+) -> None:
+    """Break a network of machines under a launched job, and time what follows. CPU; needs root, ip, iptables and sshd.
+
+    Network namespaces play five machines with links of 200 Mbit/s: two for the driver, three where it starts agents by
+    ssh (two ranks, one spare). Every step is copied to a peer's memory; checkpoints are on shared storage. One fault
+    a run; right is the expected verdict, an end without a person, the weights of an undisturbed run bit for bit, and
+    at most one step lost. Exit code 1 if anything was not.
+
+    Examples:
+
+      megascale bench machines --kind machine-gone --runs 1
+
+      megascale bench machines --runs 5 --out machines.json
+    """
+    from megascale.errors import ConfigError
+
+    for kind in kinds:
+        if kind not in FAULTS:
+            raise ConfigError(f"--kind={kind} is no kind of fault of this bench; known: {', '.join(FAULTS)}")
+    if why := impossible():
+        raise ConfigError(f"bench machines cannot run here: {why}")
+    with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:
+        folder = Path(name) if keep is None else keep.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = _all(folder, kinds, runs)
+    about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
+    about |= {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+    out.write_text(strict_json.dumps(about | {"load": list(os.getloadavg()), "rows": rows}, indent=1))
+    typer.echo(f"figures: {out}")
+    if not all(row["right"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _all(folder: Path, kinds: list[str], runs: int) -> list[dict[str, Any]]:
+    from rich.console import Console
+
+    console, file = Console(highlight=False, soft_wrap=True), make(folder)
+    calm: dict[int, dict[str, Any]] = {}
+    rows = []
+    for i in range(runs):
+        for kind in kinds:
+            steps = FAULTS[kind].steps
+            if steps not in calm:
+                calm[steps] = _calm(file, steps)
+            row = _once(folder, file, kind, i, calm[steps])
+            rows.append(row)
+            console.print("[green]right[/] " if row["right"] else "[bold red]WRONG[/] ", end="")
+            console.print(strict_json.dumps(row), markup=False)
+    _show(rows, kinds)
+    return rows
+
+
+def _calm(file: Path, steps: int) -> dict[str, Any]:
+    from megascale.errors import TrainingError
+
+    job = Launched(file, f"calm-{steps}", [f"--train.steps={steps}", "--resilience.spares=0"], pace=0.0)
+    if code := job.end():
+        raise TrainingError(f"the undisturbed run ended with {code}: {job.output.read_text()[-2000:]}")
+    return job.weights()
+
+
+def _once(folder: Path, file: Path, kind: str, number: int, calm: dict[str, Any]) -> dict[str, Any]:
+    fault, name = FAULTS[kind], f"{kind}-{number}"
+    network = folder / f"machines-{name}"
+    shutil.rmtree(network, ignore_errors=True)
+    row: dict[str, Any] = {"kind": kind, "run": number}
+    with Machines(network, [*HEADS, *NODES]) as there:
+        for machine in there:
+            machine.limit(LINK)
+        job = MachinesJob(there, file, name, [f"--train.steps={fault.steps}"], PACE)
+        try:
+            row |= _strike(job, kind)
+        finally:
+            job.end(0.0 if "code" not in row else 10.0)
+    row["weights"] = row.get("code") == 0 and _same(job.weights(), calm)
+    row["right"] = bool(
+        row["weights"]
+        and (row["verdict"] or not fault.verdicts)
+        and (row["attempts"] == 1 if fault.ends == "ride" else row["attempts"] > 1)
+        and (row["lost"] or 0) <= 1
+        and (row["back"] or not fault.back)
+    )
+    if not row["right"]:
+        row["said"] = job.output.read_text()[-1500:]
+    return row
+
+
+def _strike(job: MachinesJob, kind: str) -> dict[str, Any]:
+    """Let it train, break it, and say what came of it."""
+    fault = FAULTS[kind]
+    row: dict[str, Any] = {"verdict": None, "attempts": 0, "lost": None, "back": False}
+    if job.first(lambda e: e.kind == "first_step") is None:
+        return row | {"why": "no first step"}
+    deadline = time.monotonic() + 120.0
+    while job.step() < _BEFORE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    machine, before, step = job.holder(1), job.events()[-1].id, job.step()
+    injected = time.time()
+    fault.strike(machine, job)
+    verdict = again = None
+    if fault.verdicts:
+        verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > injected - 0.01)
+    if fault.ends == "recover":
+        again = job.first(lambda e: e.kind == "first_step" and e.id > before)
+    row |= phases(job, injected, verdict, again)
+    row["code"] = job.end()
+    row["verdict"] = verdict.kind if verdict else None
+    events = job.events()
+    row["attempts"] = sum(e.kind == "attempt_started" for e in events)
+    row["actions"] = [e.action for e in events if e.kind == "recovery_action"]
+    row["back"] = any(e.kind == "node_joined" and e.nodes == (machine.name,) and e.id > before for e in events)
+    if fault.ends == "recover" and row.get("resumed_from") is not None:
+        row["lost"] = max(0, step - row["resumed_from"])
+    row["step"] = row["step"] if row["step"] is not None else None
+    return row
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    import torch
+
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _show(rows: list[dict[str, Any]], kinds: list[str]) -> None:
+    from statistics import median
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("fault", "right", "same", "detect", "first step", "lost", "recovery actions", box=None)
+    for kind in kinds:
+        own = [row for row in rows if row["kind"] == kind]
+
+        def seconds(key: str, own: list[dict[str, Any]] = own) -> str:
+            found = [row[key] for row in own if row.get(key) is not None]
+            return f"{median(found):.1f} ({max(found):.1f})" if found else "-"
+
+        count = f"{sum(row['right'] for row in own)} of {len(own)}"
+        same = f"{sum(row['weights'] for row in own)} of {len(own)}"
+        lost = [row["lost"] for row in own if row["lost"] is not None]
+        actions = " ".join(sorted({" ".join(row.get("actions", [])) for row in own if row.get("actions")})) or "none"
+        cells = [count, same, seconds("detect"), seconds("total"), str(max(lost)) if lost else "-", actions]
+        table.add_row(kind, *cells)
+    Console(highlight=False).print(table)

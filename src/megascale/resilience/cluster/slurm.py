@@ -1,0 +1,188 @@
+"""`--cluster slurm`: the nodes of one allocation, an agent each as a step of its own, the driver on the batch node.
+
+Slurm says which nodes the job has. One that it has taken away (down, powered off, slurmd silent for long) is not the
+job's any more, even if an agent there still answers: a task whose slurmd was killed runs on until that comes back.
+This driver is such a task too: where Slurm has started the job again, on other nodes, it must end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+
+from megascale.config import Config
+from megascale.errors import ConfigError
+from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.hosts_file import Host
+from megascale.resilience.cluster.remote import RemoteCluster
+from megascale.resilience.protocol.given import JobDescription
+
+LOOK = 2.0  # seconds between questions to Slurm's controller about the job
+DRAINS = 10.0  # seconds between those about its nodes, unless one seems gone
+_ANSWER = 10.0  # seconds that it gets to answer
+_JOB = "SLURM_JOB_ID"
+
+
+class SlurmCluster(RemoteCluster):
+    """See RemoteCluster.
+
+    Slurm ends a job by SIGTERM to all its processes, on which srun has its step killed: no srun may be there whose step
+    holds an agent, or trainers are killed before they have saved.
+    """
+
+    separate = True
+
+    def __init__(self, request: ClusterRequest) -> None:
+        self._job_id = _allocation()
+        names = _names(os.environ["SLURM_JOB_NODELIST"])
+        super().__init__(request, [Host(name, name) for name in names])
+        self._cores = dict(zip(names, _each(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), strict=False))
+        self._starts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self._looking: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self.withdrawn = ""
+
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        step = ["srun", f"--jobid={self._job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
+        # All of the node: trainers are started by the agent within this one task.
+        step += [f"--cpus-per-task={self._cores.get(host.name, 1)}", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+        return [*step, "--no-kill", "--quiet", "--export=ALL", "--job-name=agent", *words]
+
+    def announce(self, job: JobDescription, token: bytes) -> None:
+        super().announce(job, token)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await super().close()
+
+    def broke(self, host: Host) -> None:
+        self._wake.set()  # Slurm may know why, and that is known at once
+
+    async def _look(self) -> None:
+        """Ask Slurm again and again which nodes the job still has, and which of them are drained."""
+        drains = 0.0
+        while True:
+            woken, now = self._wake.is_set(), time.monotonic()
+            self._wake.clear()
+            await self._look_at_job()
+            if woken or now >= drains:
+                drains = now + DRAINS
+                await self._look_for_drains()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK):
+                    await self._wake.wait()
+
+    async def _look_at_job(self) -> None:
+        """What does not answer, or not of this job, says nothing of nodes."""
+        about = await _ask("scontrol", "show", "job", self._job_id, "--oneliner")
+        job = dict(re.findall(r"(\w+)=(\S*)", about)) if about else {}
+        if job.get("JobId") != self._job_id:
+            return
+        if int(job.get("Restarts") or 0) > self._starts:
+            self.withdrawn = f"Slurm has taken job {self._job_id} off its nodes and starts it again"
+        elif job.get("JobState") == "RUNNING":
+            names = await _ask("scontrol", "show", "hostnames", job["NodeList"])
+            if names:
+                self.take({name for name in self.names() if name not in names.split()})
+
+    async def _look_for_drains(self) -> None:
+        words = ["--noheader", "--Node", "--states=drain", f"--nodes={','.join(self.names())}", "--format=%N %E"]
+        said = await _ask("sinfo", *words)
+        if said is not None:
+            self.drained = {name: why or "no reason given" for name, _, why in map(_split, said.splitlines())}
+
+
+def _split(line: str) -> tuple[str, str, str]:
+    return line.strip().partition(" ")
+
+
+class _Slurm:
+    def __call__(self, request: ClusterRequest) -> SlurmCluster:
+        return SlurmCluster(request)
+
+    def on_other_machines(self, config: Config) -> tuple[int, str]:
+        """As Elsewhere. ConfigError outside of an allocation, and in one that is too small."""
+        _allocation()
+        nodelist, limits = os.environ["SLURM_JOB_NODELIST"], config.resilience
+        there, wanted = len(_names(nodelist)), limits.nodes + limits.spares
+        if wanted > there:
+            raise ConfigError(
+                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {wanted} nodes, but this allocation "
+                f"has {there} ({nodelist}); ask sbatch for more, or lower --nodes or --spares"
+            )
+        return gpus_of_a_node(config), _own_address()
+
+
+def gpus_of_a_node(config: Config) -> int:
+    """What Slurm has given or is to give: SLURM_GPUS_ON_NODE in an allocation, else parallel.gpus_per_host."""
+    if config.train.device == "cpu":
+        return 0
+    return int(os.environ.get("SLURM_GPUS_ON_NODE") or (0 if _JOB in os.environ else config.parallel.gpus_per_host))
+
+
+def _allocation() -> str:
+    """The job's id; ConfigError where this is not one of Slurm's."""
+    missing = [name for name in ("srun", "scontrol", "squeue") if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(f"cluster slurm needs Slurm's commands on this machine: {', '.join(missing)} not found")
+    if not os.environ.get(_JOB) or not os.environ.get("SLURM_JOB_NODELIST"):
+        raise ConfigError(
+            "cluster slurm runs within an allocation: `megascale launch ... --cluster slurm --dry-run > job.sbatch`, "
+            "look at it, then `sbatch job.sbatch`"
+        )
+    return os.environ[_JOB]
+
+
+def _names(nodelist: str) -> list[str]:
+    """n1, n2, n3 of n[1-3]."""
+    done = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"`scontrol show hostnames {nodelist}` failed: {done.stderr.strip()}")
+    return done.stdout.split()
+
+
+def _each(text: str) -> list[int]:
+    """4, 4, 8 of SLURM_JOB_CPUS_PER_NODE's 4(x2),8."""
+    found: list[int] = []
+    for part in text.split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _own_address() -> str:
+    """Where the other nodes reach this one: as Slurm does."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    done = subprocess.run(["scontrol", "show", "node", name, "--oneliner"], capture_output=True, text=True)
+    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    try:
+        return socket.gethostbyname(found[1] if found else name)
+    except OSError:
+        return "0.0.0.0"
+
+
+async def _ask(*words: str) -> str | None:
+    """What a command of Slurm's says; None if it fails or does not answer."""
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*words, stdin=null, stdout=pipe, stderr=null)
+    try:
+        async with asyncio.timeout(_ANSWER):
+            out, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        return None
+    return out.decode(errors="replace") if process.returncode == 0 else None
+
+
+CLUSTERS.register("slurm", _Slurm())

@@ -1,0 +1,66 @@
+"""`--cluster ssh --hosts FILE`: nodes are machines of a list, reached by this system's ssh and its configuration."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from megascale.config import Config
+from megascale.core.interfaces import address_towards
+from megascale.core.ports import is_loopback
+from megascale.errors import ConfigError
+from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.cluster.hosts_file import Host, read_hosts
+from megascale.resilience.cluster.remote import RemoteCluster, quoted
+
+# No question on a terminal that nobody watches; a machine that is gone is known within seconds.
+OPTIONS: tuple[str, ...] = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+OPTIONS += ("-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR")
+
+
+class SshCluster(RemoteCluster):
+    """See RemoteCluster."""
+
+    def __init__(self, request: ClusterRequest) -> None:
+        super().__init__(request, read_hosts(request.config.resilience.hosts))
+        self._ssh = shlex.split(request.config.resilience.ssh)
+
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        port = ["-p", str(host.port)] if host.port else []
+        login = ["-l", host.user] if host.user else []
+        return [*self._ssh, *OPTIONS, *port, *login, "--", host.host, f"exec {quoted(words)}"]
+
+
+class _Ssh:
+    def __call__(self, request: ClusterRequest) -> SshCluster:
+        return SshCluster(request)
+
+    def on_other_machines(self, config: Config) -> tuple[int, str]:
+        """As Elsewhere. ConfigError for a list that cannot be used or is too short, and where GPUs are not counted."""
+        limits, hosts = config.resilience, read_hosts(config.resilience.hosts)
+        wanted = limits.nodes + limits.spares
+        if wanted > len(hosts):
+            raise ConfigError(
+                f"resilience.nodes={limits.nodes} and spares={limits.spares} take {wanted} machines, but "
+                f"{limits.hosts} names {len(hosts)}; lower --nodes or --spares, or add machines"
+            )
+        if not hosts[0].gpus and config.train.device != "cpu" and config.parallel.data is None:
+            raise ConfigError(
+                f"how many ranks has a machine? Say gpus=8 (or how many there are) behind each in {limits.hosts}, or "
+                "--parallel.data, or --train.device=cpu"
+            )
+        return hosts[0].gpus, _own_address(hosts)
+
+
+def _own_address(hosts: Sequence[Host]) -> str:
+    for host in hosts:
+        try:
+            found = address_towards(host.address or host.host)
+        except OSError:
+            continue  # a name that only ssh's configuration knows
+        if not is_loopback(found):
+            return found
+    return ""
+
+
+CLUSTERS.register("ssh", _Ssh())

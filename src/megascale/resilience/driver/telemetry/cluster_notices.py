@@ -1,0 +1,43 @@
+"""What the cluster says of the job by itself: nodes that it drains, and that it has given the job to another driver."""
+
+from __future__ import annotations
+
+from megascale.core.events import Event
+from megascale.errors import EXIT_INTERRUPTED
+from megascale.resilience.cluster.base import Withdrawing
+from megascale.resilience.driver.nodes.nodes import Nodes, Note
+from megascale.resilience.driver.recovery.attempts import Attempts
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import ENDED
+from megascale.resilience.driver.state.transitions import JobEvent
+
+
+class ClusterNotices:
+    """Args:
+    job, nodes, attempts: what is told of.
+    note: writes an event down.
+    """
+
+    def __init__(self, job: Job, nodes: Nodes, attempts: Attempts, note: Note) -> None:
+        self._job, self._nodes, self._attempts, self._note = job, nodes, attempts, note
+
+    def handle(self) -> None:
+        """Take in what is new."""
+        drained = self._nodes.drained
+        for node in self._nodes.all():
+            why = drained.get(node.name, "")
+            if why and not node.drained:
+                text = f"the cluster drains {node.name} ({why}): what runs there goes on, it gets nothing new"
+                self._note(Event.NODE_CORDONED, nodes=(node.name,), evidence=(text,))
+            elif node.drained and not why:
+                text = f"the cluster does not drain {node.name} any more"
+                self._note(Event.NODE_UNCORDONED, nodes=(node.name,), evidence=(text,))
+            node.drained = why
+        cluster = self._nodes.cluster
+        if not isinstance(cluster, Withdrawing) or not cluster.withdrawn or self._job.ending:
+            return
+        if self._job.phase not in ENDED:
+            # Nothing is saved: the other driver may have begun, and no two may write.
+            why = f"{cluster.withdrawn}: this driver ends what it still has"
+            self._note(Event.JOB_INTERRUPTED, action="stop", evidence=(why,))
+            self._attempts.stop(JobEvent.INTERRUPTED, why, exit_code=EXIT_INTERRUPTED)

@@ -1,0 +1,74 @@
+"""`megascale agent`: where the secret comes from, and what is said when no driver can be joined."""
+
+from __future__ import annotations
+
+import io
+import socket
+import sys
+
+import pytest
+
+from megascale.errors import ConfigError, DataError, TrainingError
+from megascale.resilience.agent import join as joining
+from megascale.resilience.agent.join import SECRET_VARIABLE, join, parse_place, read_secret
+
+SECRET = "5" * 64
+
+
+def test_the_secret_comes_from_a_private_file_stdin_or_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o644)
+    with pytest.raises(DataError, match="can be read by others; run `chmod 600"):
+        read_secret(str(file))
+    file.chmod(0o600)
+    assert read_secret(str(file)) == SECRET.encode()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(SECRET + "\nmore"))
+    assert read_secret("-") == SECRET.encode()
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    assert read_secret(None) == SECRET.encode()
+    with pytest.raises(ConfigError, match="secret is missing"):  # it was forgotten: no child inherits it
+        read_secret(None)
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="no job's secret"):
+        read_secret(str(file))
+
+
+@pytest.mark.parametrize("text", ["head", "head:", ":1", "head:0", "head:70000", "::1:80", "head:http"])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(ConfigError, match="no address of a driver"):
+        parse_place(text)
+
+
+def test_addresses():
+    assert parse_place("head01:29400") == ("head01", 29400)
+    assert parse_place("[2001:db8::1]:1") == ("2001:db8::1", 1)
+
+
+def attempt(place, tmp_path, said, **changes):
+    words = {"node": "n0", "folder": tmp_path, "address": "", "interface": "", "wait": 0.0}
+    join([place], "job", SECRET.encode(), **words | changes, say=said.append)
+
+
+def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_told(tmp_path, monkeypatch):
+    said: list[str] = []
+
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joining, "address_towards", unknown)
+        with pytest.raises(TrainingError, match="the name head01 does not resolve on this machine"):
+            attempt(("head01", 29400), tmp_path, said)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(TrainingError, match=r"no driver of job job answered within 0 s: nothing answers at 127"):
+            attempt(("127.0.0.1", taken.getsockname()[1]), tmp_path, said)
+    assert [line.split(":")[0] for line in said] == ["waiting for a driver"] * 2
+
+
+def test_an_interface_or_address_that_this_machine_lacks_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--interface=eth77 has no address on this machine; .*lo \(127.0.0.1\)"):
+        attempt(("127.0.0.1", 1), tmp_path, [], interface="eth77")
+    with pytest.raises(ConfigError, match=r"--address=192\.0\.2\.9 is no address of this machine"):
+        attempt(("127.0.0.1", 1), tmp_path, [], address="192.0.2.9")

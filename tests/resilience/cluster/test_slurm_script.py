@@ -1,0 +1,118 @@
+"""The batch script: what it asks Slurm for, and what it does with the driver, under a real bash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megascale.cli.main import app
+from megascale.config import Config, ResilienceConfig
+from megascale.errors import ConfigError
+from megascale.resilience.cluster.cluster_registry import CLUSTERS
+from megascale.resilience.cluster.slurm import _each, gpus_of_a_node
+from megascale.resilience.cluster.slurm_script import batch_script
+
+# Stands where python does: notes what it was asked for, and ends as the next line of `ends` says.
+DRIVER = """#!/bin/bash
+echo "$*" >> asked
+case "$*" in *--dry-run) echo "the next job"; exit 0;; esac
+end=$(sed -n "$(wc -l < asked)p" ends)
+[ "$end" = wait ] || { [ "$end" -gt 128 ] && kill -$((end - 128)) $$; exit $end; }
+trap 'exit 130' TERM
+echo up > up
+while :; do sleep 0.05; done
+"""
+
+
+def script(**about) -> str:
+    limits = ResilienceConfig(cluster="slurm", nodes=2, spares=1, sbatch="--partition=gpu --signal=B:USR1@60")
+    words = {"gpus": 8, "words": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | about
+    return batch_script(Config(resilience=limits), **words)
+
+
+def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
+    options = [line.removeprefix("#SBATCH ") for line in script().splitlines() if line.startswith("#SBATCH")]
+    assert {"--nodes=3", "--gpus-per-node=8", "--no-kill", "--requeue", "--exclude=n7,n9"} <= set(options)
+    assert options.index("--signal=B:USR1@60") > options.index("--signal=B:USR1@300")  # sbatch takes the last
+    assert not [line for line in script(gpus=0, blocked=[]).splitlines() if "gpus" in line or "exclude" in line]
+
+
+class Batch:
+    """The script at work in a folder, with a driver that ends as told and an sbatch that keeps what it is given."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, ends: list[object]) -> None:
+        self.folder = folder
+        for name, text in (("driver", DRIVER), ("sbatch", '#!/bin/bash\n{ echo "$@"; cat; } > submitted\n')):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        (folder / "ends").write_text("".join(f"{end}\n" for end in ends))
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("sys.executable", str(folder / "driver"))
+        (folder / "job.sbatch").write_text(script())
+        env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+        self.process = subprocess.Popen(["bash", "job.sbatch"], env=env)
+
+    def asked(self) -> list[str]:
+        return (self.folder / "asked").read_text().splitlines()
+
+    def until_up(self) -> None:
+        while not (self.folder / "up").exists():
+            assert self.process.poll() is None
+
+
+START = "-m megascale launch job file.toml --nodes=2"
+
+
+def test_a_driver_that_is_killed_is_started_again_and_its_exit_code_is_the_jobs(tmp_path, monkeypatch):
+    batch = Batch(tmp_path, monkeypatch, [137, 139, 4])
+    assert batch.process.wait(30) == 4
+    assert batch.asked() == [START] * 3
+    assert not (tmp_path / "submitted").exists()
+
+
+def test_one_that_is_killed_again_and_again_is_given_up(tmp_path, monkeypatch):
+    batch = Batch(tmp_path, monkeypatch, [137] * 20)
+    assert batch.process.wait(30) == 137
+    assert len(batch.asked()) == 6
+
+
+def test_before_the_time_limit_the_driver_saves_and_the_next_job_is_submitted(tmp_path, monkeypatch):
+    batch = Batch(tmp_path, monkeypatch, ["wait"])
+    batch.until_up()
+    batch.process.send_signal(signal.SIGUSR1)
+    assert batch.process.wait(30) == 0
+    assert batch.asked() == [START, f"{START} --dry-run"]
+    assert (tmp_path / "submitted").read_text() == "--dependency=afterany:17\nthe next job\n"
+
+
+def test_a_cancelled_job_saves_and_is_not_submitted_again(tmp_path, monkeypatch):
+    batch = Batch(tmp_path, monkeypatch, ["wait"])
+    batch.until_up()
+    batch.process.send_signal(signal.SIGTERM)
+    assert batch.process.wait(30) == 130
+    assert batch.asked() == [START]
+    assert not (tmp_path / "submitted").exists()
+
+
+def test_what_is_missing_is_said(tiny, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigError, match=r"within an allocation|needs Slurm's commands"):
+        CLUSTERS["slurm"].on_other_machines(Config())
+    with pytest.raises(ConfigError, match=r"resilience\.cluster=local; add --cluster slurm"):
+        CliRunner().invoke(app, ["launch", str(tiny), "--dry-run"], catch_exceptions=False)
+
+
+def test_lists_of_cores_and_gpus(monkeypatch):
+    assert _each("4(x2),8,2(x1)") == [4, 4, 8, 2]
+    for name in ("SLURM_JOB_ID", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert gpus_of_a_node(Config()) == 8  # parallel.gpus_per_host is asked for
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert gpus_of_a_node(Config()) == 0  # none were given
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    assert gpus_of_a_node(Config()) == 4

@@ -1,0 +1,58 @@
+"""The driver's look at spans: a real process over a replayed run, and what it says turned into findings."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from megascale.bench.observe.made_spans import Job
+from megascale.bench.observe.replayed_job import Faults, replayed
+from megascale.bench.observe.replayed_runs import keep
+from megascale.resilience.driver.diagnosis.slow_look import EVERY, SlowLook, findings
+from megascale.resilience.driver.process.loop_tasks import LoopTasks
+from megascale.resilience.driver.state.job_state import Phase
+
+JOB = Job(tensor=1, stages=1, virtual=1, data=4, microbatches=4)
+
+
+def test_a_running_job_is_looked_at_and_only_its_own_attempt_counts(tmp_path):
+    run = keep(tmp_path / "run", JOB, replayed(JOB, 60, 1, Faults({2: 1.15})))
+    job = SimpleNamespace(phase=Phase.STARTING, state=SimpleNamespace(attempt=1))
+
+    async def look() -> None:
+        tasks = LoopTasks()
+        slow = SlowLook(run, job, tasks)
+        slow.consider(1000.0)
+        job.phase = Phase.RUNNING
+        slow.consider(1000.0 + EVERY / 2)  # a run that has just begun has nothing to show
+        assert not tasks._tasks
+        slow.consider(1000.0 + EVERY)
+        slow.consider(1000.0 + EVERY)
+        (task,) = tasks._tasks
+        await task
+        (one,) = slow.found()
+        assert (one.rank, one.cause) == (2, "GPU")
+        assert one.slower == pytest.approx(0.15, abs=0.02)
+        assert one.confidence > 0.99
+        assert one.evidence
+        job.state.attempt = 2
+        assert slow.found() == ()
+        assert await slow._ask(2) == ()
+
+    asyncio.run(look())
+
+
+def test_what_is_not_for_good_or_not_one_rank_s_is_left_out():
+    rank = {"rank": 3, "slower": 0.1, "cause": "GPU", "confidence": 0.999, "evidence": ["why"], "state": "persistent"}
+    link = {"ranks": [5], "share": 0.02, "confidence": 0.999, "evidence": ["why"]}
+    told = {
+        "attempt": 4,
+        "slow_ranks": [rank, rank | {"rank": 7, "state": "passing"}],
+        "slow_links": [link, link | {"ranks": [6, 7]}],
+    }
+    assert [(one.rank, one.cause) for one in findings(told, 4)] == [(3, "GPU"), (5, "link")]
+    assert findings(told, 3) == ()
+    with pytest.raises(KeyError):
+        findings({"attempt": 4}, 4)

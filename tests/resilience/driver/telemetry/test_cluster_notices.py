@@ -1,0 +1,82 @@
+"""Nodes that a cluster drains, a job that it gives to another driver, and a signal that comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from megascale.errors import EXIT_INTERRUPTED
+from megascale.resilience.driver import operations
+from megascale.resilience.driver.state.job_state import Phase
+from megascale.resilience.protocol.agent_messages import Stopped
+from tests.resilience.driver.telemetry.test_lost_nodes import play
+
+
+def start_again(driver, channels) -> tuple[str, ...]:
+    """Stop everything and place it anew; the nodes that then have ranks."""
+    driver.recovery.recover(("n0",), frozenset())
+    for _ in range(2):  # one stop before placing, one before starting
+        for name, channel in channels.items():
+            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+        driver.step(time.monotonic())
+    assert driver.job.phase is Phase.STARTING
+    return driver.job.state.placement
+
+
+def test_a_drained_node_trains_on_and_is_left_for_a_spare_at_the_next_start(tmp_path):
+    async def scene(driver, cluster, channels):
+        cluster.drained = {"n1": "fan is loud"}
+        driver.step(time.monotonic())
+        driver.step(time.monotonic())
+        assert driver.job.phase is Phase.RUNNING
+        assert "stop" not in channels["n1"].orders
+        assert start_again(driver, channels) == ("n0", "n2")
+
+        cluster.drained = {}
+        driver.step(time.monotonic())
+        assert driver.nodes["n1"].usable
+
+    events = play(tmp_path, scene)
+    told, back = [e for e in events if e.kind in ("node_cordoned", "node_uncordoned")]
+    assert told.nodes == back.nodes == ("n1",)
+    assert "fan is loud" in told.evidence[0]
+
+
+def test_drained_nodes_keep_their_ranks_where_no_other_can_take_them_and_get_no_new_ones(tmp_path):
+    async def scene(driver, cluster, channels):
+        cluster.drained = dict.fromkeys(cluster.names, "maintenance")
+        driver.step(time.monotonic())
+        assert driver.nodes.spares() == []
+        assert start_again(driver, channels) == ("n0", "n1")
+
+    events = play(tmp_path, scene)
+    assert len([e for e in events if e.kind == "node_cordoned"]) == 3
+
+
+def test_a_driver_whose_job_the_cluster_starts_elsewhere_ends_all_it_has_and_saves_nothing(tmp_path):
+    async def scene(driver, cluster, channels):
+        cluster.withdrawn = "the job was started again"
+        driver.step(time.monotonic())
+        driver.step(time.monotonic())
+        assert driver.job.ending
+        assert not driver.job.state.save
+        assert driver.job.state.exit_code == EXIT_INTERRUPTED
+        assert [channels[name].orders.count("stop") for name in ("n0", "n1")] == [1, 1]
+
+    events = play(tmp_path, scene)
+    (ended,) = [e for e in events if e.kind == "job_interrupted"]
+    assert "started again" in ended.evidence[0]
+
+
+def test_a_signal_that_comes_twice_at_once_still_saves_and_a_later_one_does_not(tmp_path, monkeypatch):
+    async def scene(driver, cluster, channels):
+        driver.operations.interrupt()
+        driver.operations.interrupt()
+        assert driver.job.state.save
+        assert channels["n0"].orders.count("stop") == 1
+        monkeypatch.setattr(operations, "ONCE", 0.0)
+        await asyncio.sleep(0)
+        driver.operations.interrupt()
+        assert not driver.job.state.save
+
+    play(tmp_path, scene)

@@ -1,0 +1,205 @@
+"""Nodes that a cluster takes out of the job, and ends of agents that a cluster elsewhere learns of a little later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from megascale.config import Config, ResilienceConfig
+from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.driver.driver import Driver
+from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
+from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.protocol.agent_messages import HeldTrainers, Hello, Stopped
+from tests.resilience.driver.telemetry.test_adoption import Channel
+
+
+class Elsewhere:  # Taking and Barring (cluster/base.py)
+    """Nodes whose agents others start; what is `taken` or `over` is for the test to say."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"n{i}" for i in range(count)]
+        self.taken: frozenset[str] = frozenset()
+        self.over: set[str] = set()
+        self.barred: frozenset[str] = frozenset()
+
+    def bar(self, names: frozenset[str]) -> None:
+        self.barred = names
+
+    def announce(self, job: Any, token: bytes) -> None: ...
+
+    def nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(n, "", n not in self.taken, n not in self.taken | self.over) for n in self.names]
+
+    async def start_agent(self, name: str) -> bool:
+        return False
+
+    async def fence(self, name: str) -> bool:
+        return False
+
+    async def request(self) -> str | None:
+        return None
+
+
+def hello(node: str, placement: tuple[str, ...], **changes: Any) -> Hello:
+    state = JobState("a", Phase.RUNNING, 1, placement).to_json()
+    held = HeldTrainers(state, True) if node in placement else None
+    words = {
+        "job": "a",
+        "node": node,
+        "version": "",
+        "address": "",
+        "boot": node,
+        "epoch": 1,
+        "attempt": 1,
+        "held": held,
+    }
+    return Hello(**words | changes)
+
+
+Scene = Callable[[Driver, Elsewhere, dict[str, Channel]], Awaitable[None]]
+
+
+def play(run: Path, scene: Scene, nodes: int = 2, spares: int = 1) -> list[Any]:
+    """A running job on the first nodes with the others as spares; the driver's events after the scene."""
+    journal, _ = LastingJournal.take(run, 0.05)
+
+    async def work() -> None:
+        cluster = Elsewhere(nodes + spares)
+        placement = tuple(cluster.names[:nodes])
+        job = JobState("a", Phase.RUNNING, 1, placement, data=nodes)
+        config = Config(resilience=ResilienceConfig(nodes=nodes, spares=spares, cluster="elsewhere"))
+        driver = Driver(run, config, cluster, ["train"], journal, job)
+        channels = {name: Channel() for name in cluster.names}
+        for name, channel in channels.items():
+            assert driver.telemetry.joined(channel, hello(name, placement)) == ""
+        await scene(driver, cluster, channels)
+        driver.tasks.cancel()
+
+    asyncio.run(work())
+    events = journal.events()
+    journal.close()
+    return events
+
+
+def test_what_still_runs_on_a_node_that_was_taken_away_is_ended_and_replaced(tmp_path):
+    async def scene(driver, cluster, channels):
+        cluster.taken = frozenset({"n1"})
+        driver.lost.watch(time.monotonic())
+        assert channels["n1"].orders[:3] == ["welcome", "stop", "leave"]
+        assert driver.nodes["n1"].state is NodeState.LOST
+        assert driver.job.phase is Phase.STOPPING
+
+        # Its agent lives and comes again: it is told the same, and is no node.
+        again = Channel()
+        assert driver.telemetry.joined(again, hello("n1", ("n0", "n1"))) == ""
+        assert again.orders == ["welcome", "stop", "leave"]
+        assert driver.nodes["n1"].channel is None
+        assert driver.nodes["n1"].state is NodeState.LOST
+
+    events = play(tmp_path, scene)
+    (lost,) = [e for e in events if e.kind == "node_lost"]
+    assert lost.nodes == ("n1",)
+    assert "has taken n1 out of the job" in lost.evidence[0]
+    assert [e.action for e in events if e.kind == "recovery_action"] == ["spare"]
+
+
+def test_an_end_that_the_cluster_learns_of_late_needs_no_window_of_silence(tmp_path):
+    async def scene(driver, cluster, channels):
+        driver.telemetry.left("n1", channels["n1"])
+        await asyncio.sleep(0.3)  # the connection has closed; whether the agent has ended nobody knows yet
+        assert driver.nodes["n1"].state is NodeState.UP
+        cluster.over.add("n1")
+        async with asyncio.timeout(2.0):  # the window is 5 s
+            while driver.nodes["n1"].state is NodeState.UP:
+                await asyncio.sleep(0.01)
+
+    events = play(tmp_path, scene)
+    (lost,) = [e for e in events if e.kind == "node_lost"]
+    assert "its connection closed and no process is there" in lost.evidence[0]
+
+
+def test_a_cluster_is_asked_for_no_machine_whose_agent_is_there_nor_for_an_evicted_one(tmp_path):
+    async def scene(driver, cluster, channels):
+        await driver.nodes.request()
+        assert cluster.barred == {"n0", "n1", "n2"}
+        driver.nodes.lose(driver.nodes["n1"], "cut off")
+        driver.nodes.take_out(driver.nodes["n2"], True, "a person")
+        await driver.nodes.request()
+        assert cluster.barred == {"n0", "n2"}
+
+    play(tmp_path, scene)
+
+
+def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_again(tmp_path):
+    async def scene(driver, cluster, channels):
+        now, gone = time.monotonic(), cluster.names[2:]
+        for name in gone:
+            driver.nodes[name].last_seen = now - 6.0  # the window is 5 s
+        driver.step(now)
+        async with asyncio.timeout(10.0):
+            while driver.job.phase is Phase.RUNNING:
+                driver.step(time.monotonic())
+                await asyncio.sleep(0.01)
+        order = driver.attempts.order
+        for name in cluster.names[:2]:
+            stopped = Stopped(order, 1, 4000)
+            driver.telemetry.received(name, channels[name], stopped)
+        driver.step(time.monotonic())
+        assert driver.job.phase is Phase.WAITING  # two are too few for now, and the others are asked for
+        assert not [name for name in gone if driver.nodes[name].usable]
+
+        began = time.monotonic()
+        for name in gone:
+            channels[name] = Channel()
+            assert driver.telemetry.joined(channels[name], hello(name, (), boot=f"{name} again", attempt=0)) == ""
+        driver.step(time.monotonic())
+        assert driver.job.phase is Phase.STOPPING  # all stop, and say so, before any starts
+        for name, channel in channels.items():
+            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+        driver.step(time.monotonic())
+        assert driver.job.phase is Phase.STARTING
+        assert sorted(driver.job.state.placement) == sorted(cluster.names)
+        assert driver.job.state.data == 32
+        assert all("start" in channel.orders for channel in channels.values())
+        assert time.monotonic() - began < 30.0  # of 60, the rest being the trainers' own start
+
+    events = play(tmp_path, scene, nodes=32, spares=0)
+    assert not [e for e in events if e.kind == "job_failed"]
+
+
+def test_a_driver_that_took_over_waits_for_agents_to_be_told_of_it(tmp_path):
+    async def scene(driver, cluster, channels):
+        now = time.monotonic()
+        driver.nodes.begin(now)
+        window = driver.limits.window
+        assert driver.nodes["n1"].last_seen == now
+        cluster.notice_seconds = 20.0
+        driver.nodes.begin(now)
+        assert driver.nodes["n1"].last_seen > now + window
+        driver.telemetry.joined(channels["n1"], hello("n1", ("n0", "n1")))
+        assert driver.nodes["n1"].last_seen < now + window
+
+    play(tmp_path, scene)
+
+
+def test_a_node_that_gets_ranks_for_the_first_time_is_told_whose_checkpoints_they_go_on_from(tmp_path):
+    class Told(Channel):
+        def send_message(self, do: str, **about: object) -> None:
+            super().send_message(do, **about)
+            if do == "start":
+                self.identity = about["identity"]
+
+    async def scene(driver, cluster, channels):
+        node = driver.nodes["n2"]
+        node.channel = told = Told()
+        driver.attempts.send_start(node)
+        assert told.identity == ""
+        (tmp_path / "identity").write_text("0123456789abcdef\n")
+        driver.attempts.send_start(node)
+        assert told.identity == "0123456789abcdef"
+
+    play(tmp_path, scene)

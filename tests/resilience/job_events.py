@@ -1,0 +1,39 @@
+"""A launched job as its journal tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megascale.resilience.driver.state.journal import Entry, events_of
+
+
+class JobEvents:
+    """What tests of launched jobs wait for; whoever starts the job says where it is and how long to wait.
+
+    Attributes:
+        run: its run folder.
+        seen: number of the event that was waited for last.
+    """
+
+    run: Path
+    seen: int = 0
+
+    def wait(self, find: Callable[[], Any], what: str) -> Any:
+        raise NotImplementedError
+
+    def events(self, after: int = 0) -> list[Entry]:
+        return events_of(self.run, after)
+
+    def until(self, kind: str, **about: object) -> Entry:
+        """The next event of a kind (after the one waited for before) whose fields are as given."""
+
+        def find() -> Entry | None:
+            for entry in self.events(self.seen):
+                if entry.kind == kind and all(getattr(entry, name) == value for name, value in about.items()):
+                    self.seen = entry.id
+                    return entry
+            return None
+
+        return self.wait(find, f"{kind} {about}")

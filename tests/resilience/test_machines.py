@@ -1,0 +1,164 @@
+"""Machines with addresses of their own (network namespaces) and a real sshd: what one machine cannot show.
+
+The campaigns are `megascale bench machines`; this is what each run of the suite can afford.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.bench.resilience.machines import Machines, impossible, wait
+
+WHY = impossible()
+pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+
+# Started on the driver's machine: a cluster of two machines by ssh, a machine that goes, one that is cut off.
+DRIVER = """
+import asyncio, json, shlex, sys
+from pathlib import Path
+from megascale.config import Config, ResilienceConfig, TrainConfig
+from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
+from megascale.resilience.driver.api.tls import agents_tls
+from megascale.resilience.driver.nodes.agent_server import AgentServer
+from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.given import JobDescription
+
+TOKEN = b"t" * 64
+run, ssh, hosts = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+limits = ResilienceConfig(cluster="ssh", hosts=hosts, ssh=ssh, nodes=2, window=2.0)
+config = Config(resilience=limits, train=TrainConfig(device="cpu"))
+
+def tell(**words):
+    print(json.dumps(words), flush=True)
+
+class Listener:
+    def joined(self, channel, hello):
+        channel.send_message(do="welcome", epoch=1, version=agent_channel.VERSION)
+        tell(joined=hello.node, address=hello.address, encrypted=channel.encrypted)
+        return ""
+    def beat(self, *_): ...
+    def received(self, *_): ...
+    def left(self, node, channel):
+        tell(left=node)
+    def refused(self, peer, node, why):
+        tell(refused=why)
+
+async def main():
+    _, address = CLUSTERS["ssh"].on_other_machines(config)
+    server = AgentServer("job", TOKEN, Listener())
+    place = await server.open(address, 0, agents_tls(address, None, None))
+    cluster = CLUSTERS["ssh"](ClusterRequest(run, config, (), lambda who, text: tell(said=text)))
+    cluster.announce(JobDescription("job", 1, place, limits), TOKEN)
+    tell(given=[await cluster.request(), await cluster.request()])
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        do, name = line.split()
+        if do == "fence":
+            tell(fenced=await cluster.fence(name))
+
+asyncio.run(main())
+"""
+
+
+class Driver:
+    """The process on the driver's machine, and what it tells."""
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        hosts = machines.hosts_file(["n0", "n1"])
+        ssh = f"{machines.ssh} -o ConnectTimeout=3"
+        words = [sys.executable, "-c", DRIVER, str(folder / "runs" / "job"), ssh, str(hosts)]
+        self.process = subprocess.Popen(
+            machines["head"].inside(words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.told: list[dict[str, Any]] = []
+
+    def until(self, enough: Callable[[list[dict[str, Any]]], object]) -> None:
+        """Read on until what it has told is enough."""
+        assert self.process.stdout is not None
+        while not enough(self.told):
+            line = self.process.stdout.readline()
+            assert line, f"it ended after {self.told}"
+            self.told.append(json.loads(line))
+
+    def fence(self, name: str) -> bool:
+        before = len(self.told)
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"fence {name}\n")
+        self.process.stdin.flush()
+        self.until(lambda told: any("fenced" in words for words in told[before:]))
+        return next(words["fenced"] for words in self.told[before:] if "fenced" in words)
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with Machines(tmp_path_factory.mktemp("machines") / "net", ["head", "n0", "n1"]) as there:
+        yield there
+
+
+def test_agents_are_started_by_ssh_and_what_becomes_of_their_machines_is_seen(machines, tmp_path):
+    driver = Driver(machines, tmp_path)
+    try:
+        driver.until(lambda told: len([w for w in told if "joined" in w]) == 2 and any("given" in w for w in told))
+        joined = {w["joined"]: (w["address"], w["encrypted"]) for w in driver.told if "joined" in w}
+        assert joined == {n: (machines[n].address, True) for n in ("n0", "n1")}
+        assert {"given": ["n0", "n1"]} in driver.told
+
+        # Cut off: its agent gives the connection up within 2 windows, and comes again as soon as there is a way.
+        machines["n1"].cut()
+        log = machines["n1"].folder / "n1" / "agent.log"
+        wait(lambda: "no driver" in log.read_text(), "the agent to notice")
+        machines["n1"].heal()
+        driver.until(lambda told: len([w for w in told if w.get("joined") == "n1"]) == 2)
+
+        machines["n0"].power_off()
+        assert not driver.fence("n0")  # nobody can know what runs there
+        assert driver.fence("n1")
+        machines["n0"].heal()
+        machines["n0"].power_on()
+        assert not [w for w in driver.told if "refused" in w]
+    finally:
+        driver.process.kill()
+        driver.process.wait()
+
+
+def test_a_connection_to_a_machine_that_is_gone_ends_within_seconds(machines):
+    words = """
+import socket, sys, time
+from megascale.services.silence import notice_silence
+listener = socket.create_server((sys.argv[1], 7000))
+print("listening", flush=True)
+sock, _ = listener.accept()
+notice_silence(sock, 2.0)
+print("met", flush=True)
+began = time.monotonic()
+try:
+    sock.recv(1)  # from a machine that says nothing: only keepalive can tell
+except OSError:
+    print(time.monotonic() - began, flush=True)
+"""
+    near, far = machines["head"], machines["n0"]
+    listening = subprocess.Popen(
+        near.inside([sys.executable, "-c", words, near.address]), stdout=subprocess.PIPE, text=True
+    )
+    connect = f"import socket; s = socket.create_connection(('{near.address}', 7000)); s.recv(1)"
+    other = None
+    try:
+        assert listening.stdout is not None
+        assert listening.stdout.readline() == "listening\n"
+        other = subprocess.Popen(far.inside([sys.executable, "-c", connect]))
+        assert listening.stdout.readline() == "met\n"
+        far.power_off()
+        assert 0.5 < float(listening.stdout.readline()) < 20.0
+        far.heal()
+        far.power_on()
+    finally:
+        for process in filter(None, (listening, other)):
+            process.kill()
+            process.wait()

@@ -1,0 +1,35 @@
+"""A real Slurm, once for all tests of this folder.
+
+`make test-slurm` runs them. In the default suite they are listed as skipped: each trains for about a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megascale.bench.resilience.slurm_bench import NODES
+from megascale.bench.resilience.slurm_site import SlurmSite, impossible
+
+WHY = impossible() or ("" if os.environ.get("MEGASCALE_TEST_SLURM") else "trains under a real Slurm: make test-slurm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if WHY and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=WHY))
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[SlurmSite]:
+    folder = Path(tempfile.mkdtemp(prefix="ms"))  # short: munged's socket lies in it
+    try:
+        with SlurmSite(folder / "s", NODES) as there:
+            yield there
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
