@@ -71,6 +71,8 @@ class Kept:
     def wants(self, step: int) -> bool:
         return True
 
+    def keeps(self, step: int) -> None: ...
+
 
 @pytest.fixture(params=[0.0, 30e-6])
 def device(request, monkeypatch):

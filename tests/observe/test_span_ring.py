@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 import numpy as np
@@ -32,6 +33,29 @@ def test_frames_go_round_the_end_of_the_ring():
         other.taken(len(data))
     assert seen == [(step, step) for step in range(1, 200)]
     assert ring.lost == 0
+
+
+def _write_many(ring: SpanRing, frames: int) -> None:
+    rollup = np.zeros(1, ROLLUP)
+    for step in range(1, frames + 1):
+        ring.write(ROLLUPS, step, rollup, 0)
+
+
+def test_two_processes_at_once_see_whole_numbers():
+    """An end that is read while the other process writes it is the old one or the new one, never a part of it."""
+    ring, frames = SpanRing(body=8 << 20), 40_000  # room for all: nothing is dropped however slow the reader is
+    writer = multiprocessing.get_context("fork").Process(target=_write_many, args=(ring, frames))
+    writer.start()
+    steps: list[int] = []
+    while alive := writer.is_alive() or ring.room() < 8 << 20:
+        for _ in range(100 if alive else 1):
+            data = ring.read()
+            steps += [head.step for head, _, _ in scan(data)]
+            ring.taken(len(data))
+    writer.join(60)
+    assert writer.exitcode == 0
+    assert ring.lost_rollups == 0
+    assert steps == list(range(1, frames + 1))
 
 
 def test_what_was_not_taken_over_is_read_again():

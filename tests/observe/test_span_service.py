@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,13 @@ from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
 from megascale.observe.store.span_messages import place
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.tables import SpanTables
+from tests.forked_services import forked_services
+
+
+@pytest.fixture(autouse=True)
+def _forked() -> Iterator[None]:
+    with forked_services():
+        yield
 
 
 def wait_for(met, what: str, seconds: float = 60.0) -> None:

@@ -302,7 +302,7 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
     down = [True]
 
     class Other:
-        def __init__(self, folder: Path) -> None: ...
+        def __init__(self, folder: Path, address: str) -> None: ...
 
         def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
             if down[0]:
@@ -331,6 +331,37 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
         span_sinks.SPAN_SINKS.remove("other")
     with pytest.raises(ConfigError, match=r"observe\.span_sinks"):
         load(None, ["--observe.span_sinks=nothing"])
+
+
+def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
+    """The first sink has all of it, and nothing is left in the rings."""
+
+    class Away:
+        def __init__(self, folder: Path, address: str) -> None: ...
+
+        def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
+            raise OSError(113, "no route to host")
+
+        def close(self) -> None: ...
+
+    span_sinks.register("away", Away, "is not there")
+    try:
+        sink = open_span_sinks(["parquet", "away"])
+        first, ring, now = ingest(out, sink=sink, segment_seconds=1.0, limit=1_000_000), SpanRing(), 1e9
+        for step in range(1, 21):
+            step_of(ring, step, spans=1000)
+            assert first.take(ring)
+            first.tick(now := now + 20.0)
+        assert not ring.read()
+        waiting = len(segments(out))
+        assert 0 < waiting < 10
+        assert first.given_up == 20 - waiting
+        assert "no route to host" in first.error
+        with SpanTables(out.parent) as tables:
+            assert tables.query("SELECT count(DISTINCT step) AS n FROM spans")["n"].tolist() == [20]
+    finally:
+        span_sinks.KINDS.remove("away")
+        span_sinks.SPAN_SINKS.remove("away")
 
 
 def test_files_of_a_version_that_knew_less_are_read(out):

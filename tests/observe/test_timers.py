@@ -23,6 +23,7 @@ class Kept:
 
     def __init__(self, wanted: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.wanted = wanted
+        self.keeping: list[int] = []
         self.told: list[tuple[int, int, np.ndarray[Any, Any]]] = []
 
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
@@ -30,6 +31,9 @@ class Kept:
 
     def wants(self, step: int) -> bool:
         return step in self.wanted
+
+    def keeps(self, step: int) -> None:
+        self.keeping.append(step)
 
     def of(self, kind: int, step: int) -> np.ndarray[Any, Any]:
         found = [records for k, s, records in self.told if (k, s) == (kind, step)]
@@ -180,6 +184,8 @@ def test_an_engine_times_every_action_of_its_schedule():
     step = rows_of(spans, SpanKind.STEP)[0]
     assert (spans["start_ns"] >= step["start_ns"]).all()
     assert (spans["end_ns"] <= step["end_ns"]).all()
+    timers.step_begins(2)
+    assert kept.keeping == [1, 0]  # whoever samples with it knows from when to when
 
 
 # frames -----------------------------------------------------------------------------------------------------------

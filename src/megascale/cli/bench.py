@@ -22,6 +22,7 @@ BENCHES: tuple[str, ...] = (
     "kernels.kernel_bench",
     "training.layouts",
     "observe.observe_bench",
+    "observe.dashboard_bench",
     "data.loader_bench",
     "training.overlap",
     "training.peer_comparison",
@@ -36,7 +37,9 @@ BENCHES: tuple[str, ...] = (
     "resilience.driver_bench",
     "resilience.fuzz",
     "resilience.hostile",
+    "resilience.machines_bench",
     "resilience.recovery_bench",
+    "resilience.slurm_bench",
 )
 
 

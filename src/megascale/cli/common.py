@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 from megascale.errors import ConfigError, remedy
 
@@ -17,3 +18,11 @@ def need(module: str, extra: str) -> None:
     """ConfigError with the remedy if an optional package is not installed."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"this command needs the package {module}; {remedy(extra)}")
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write a small file that an option named; ConfigError naming it if that cannot be."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{option}={path} cannot be written: {error.strerror or error}") from None

@@ -1,4 +1,7 @@
-"""`megascale jobs|nodes|events|evict|cordon|uncordon|pause|resume|restart`: look at launched jobs and steer them."""
+"""`megascale jobs|nodes|events|evict|cordon|uncordon|pause|resume|restart`: look at launched jobs and steer them.
+
+Where RUN is a file of `megascale access` and no folder, all is asked of the driver: from a laptop, say.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from megascale.cli.common import OVERRIDES
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError
 
-RUN = typer.Argument(..., help="The run folder, such as runs/stdlib.", show_default=False)
+RUN = typer.Argument(..., help="Run folder, such as runs/stdlib, or an access file.", show_default=False)
 JSON = typer.Option(False, "--json", help="Print JSON for a machine.")
 WHY = typer.Option("asked for on the command line", "--why", help="Goes into the journal.")
 
@@ -76,39 +79,36 @@ def _step(run: Path, known: int) -> int:
 
 
 def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
-    """Show a job's nodes: state, ranks, last heartbeat, what each rank does.
+    """Show a job's nodes: state, ranks, last heartbeat, what each rank does, and how slow its slowest rank is.
+
+    own, s: a step's seconds of its slowest rank without waits for others. slower: against ranks with the same work, in
+    red where megascale stragglers names it. Both from the run's spans, empty where there are none.
 
     Asks the driver; without one, shows what the journal remembers. Example: megascale nodes runs/stdlib
     """
     from rich.console import Console
     from rich.table import Table
 
-    from megascale.resilience.driver.api.client import ask
-    from megascale.resilience.driver.state.journal import JournalReader
-
-    reader = JournalReader(run)
-    remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
-    reader.close()
-    if alive:
-        found = ask(run, "GET", "/v1/nodes")
-    else:
-        found = [
-            {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
-            | {"ranks": list(job.ranks(n.name)) if job else [], "seen": None, "why": n.why, "workers": []}
-            | {"checks": "not run"}
-            for n in remembered
-        ]
+    found, alive = _nodes(run)
+    speeds = {} if run.is_file() else _speeds(run)
+    for n in found:
+        mine = [speeds[rank] for rank in n["ranks"] if rank in speeds]
+        slowest = max(mine, key=lambda one: one["slower"] or 0.0, default={"own": None, "slower": None, "named": False})
+        n |= {"own_seconds": slowest["own"], "slower": slowest["slower"], "slow": any(one["named"] for one in mine)}
     if as_json:
         typer.echo(strict_json.dumps(found))
         return
-    table = Table("node", "address", "state", "ranks", "heartbeat", "doing", box=None)
+    table = Table("node", "address", "state", "ranks", "heartbeat", "own, s", "slower", "doing", box=None)
     for n in found:
         state = n["state"] + (" (cordoned)" if n["cordoned"] else "")
         seen = "" if n["seen"] is None else f"{n['seen']:.1f} s ago"
         doing = ", ".join(sorted({f"{w['phase'] or w['state']} {w['step']}" for w in n["workers"]}))
         if n["state"] == "up" and not n["ranks"]:
             doing = f"spare, self-checks {n.get('checks', 'not run')}"
-        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, doing)
+        own = "" if n["own_seconds"] is None else f"{n['own_seconds']:.3g}"
+        slower = "" if n["slower"] is None else f"{n['slower']:+.1%}"
+        slower = f"[red]{slower}[/red]" if n["slow"] else slower
+        table.add_row(n["name"], n["address"], state, " ".join(map(str, n["ranks"])), seen, own, slower, doing)
     console = Console(highlight=False)
     console.print(table)
     for n in found:
@@ -116,6 +116,51 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
             console.print(f" {n['name']} {n['state']}: {n['why']}", markup=False)
     if not alive:
         typer.echo("no driver is at work: this is what the journal remembers")
+
+
+def _nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
+    """(the nodes as the API has them, whether a driver said so)."""
+    from megascale.resilience.driver.api.client import ask
+    from megascale.resilience.driver.state.journal import JournalReader
+
+    if run.is_file():
+        return ask(run, "GET", "/v1/nodes"), True
+    reader = JournalReader(run)
+    remembered, alive, job = reader.nodes(), reader.driver_alive(), reader.job
+    reader.close()
+    if alive:
+        return ask(run, "GET", "/v1/nodes"), True
+    return [
+        {"name": n.name, "address": n.address, "state": n.state, "cordoned": bool(n.facts.get("cordoned"))}
+        | {"ranks": list(job.ranks(n.name)) if job else [], "seen": None, "why": n.why, "workers": []}
+        | {"checks": "not run"}
+        for n in remembered
+    ], False
+
+
+def _speeds(run: Path) -> dict[int, dict[str, Any]]:
+    """Of each rank seconds of its own work a step, by how much it is slower than comparable ranks (None: it has none),
+    and whether it stands out; empty without spans."""
+    import math
+
+    from megascale.errors import MegascaleError
+    from megascale.observe.analysis.rank_parts import rank_parts, window
+    from megascale.observe.analysis.slow_ranks import median
+    from megascale.observe.analysis.stragglers import stragglers
+    from megascale.observe.store.tables import SpanTables
+
+    try:
+        with SpanTables(run) as tables:
+            found = stragglers(rank_parts(tables, *window(tables)))
+    except MegascaleError:
+        return {}
+    named = {one.found.rank for one in found.persistent}
+    rows = zip(
+        found.parts.ranks.tolist(), median(found.parts.working).tolist(), found.judged.excess.tolist(), strict=True
+    )
+    return {
+        rank: {"own": own, "slower": None if math.isnan(by) else by, "named": rank in named} for rank, own, by in rows
+    }
 
 
 def events(
@@ -134,11 +179,14 @@ def events(
 
     from megascale.resilience.driver.state.journal import JournalReader
 
-    reader, console, after = JournalReader(run), Console(highlight=False, soft_wrap=True), 0
+    console, after = Console(highlight=False, soft_wrap=True), 0
+    reader = None if run.is_file() else JournalReader(run)
+    if reader is None and all_events:
+        raise ConfigError("--all reads the run folder, and an access file leads to its driver only; leave it out")
     trainers = _trainer_events(run) if all_events else []
     first: float | None = None
     while True:
-        fresh = reader.events(after)
+        fresh = reader.events(after) if reader is not None else _told(run, after)
         merged: list[Any] = sorted([*fresh, *trainers], key=lambda e: e["time"] if isinstance(e, dict) else e.time)
         trainers = []
         for entry in merged:
@@ -148,10 +196,21 @@ def events(
             first = first if first is not None else (entry["time"] if isinstance(entry, dict) else entry.time)
             _show(console, entry, first)
         after = fresh[-1].id if fresh else after
-        if not follow:
+        if not follow and (reader is not None or not fresh):
             break
-        time.sleep(0.5)
-    reader.close()
+        if follow:
+            time.sleep(0.5)
+    if reader is not None:
+        reader.close()
+
+
+def _told(run: Path, after: int) -> list[Any]:
+    """Events as the driver tells them: some at a time."""
+    from types import SimpleNamespace
+
+    from megascale.resilience.driver.api.client import ask
+
+    return [SimpleNamespace(**record) for record in ask(run, "GET", f"/v1/events?after={after}")]
 
 
 def _trainer_events(run: Path) -> list[dict[str, Any]]:

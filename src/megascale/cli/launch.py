@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from megascale.cli.common import OVERRIDES
+
+if TYPE_CHECKING:
+    from megascale.config import Config
 
 
 def register(app: typer.Typer) -> None:
@@ -15,9 +19,17 @@ def register(app: typer.Typer) -> None:
     @app.command(context_settings=OVERRIDES)
     def launch(
         context: typer.Context,
-        file: Path = typer.Argument(..., help="Configuration, such as examples/stdlib.toml.", show_default=False),
-        nodes: int = typer.Option(None, "--nodes", help="Nodes with ranks; here each is a local process."),
+        file: str = typer.Argument(
+            None, metavar="FILE", help="Configuration, such as examples/stdlib.toml.", show_default=False
+        ),
+        nodes: int = typer.Option(None, "--nodes", help="Nodes with ranks; local: a process each."),
         spares: int = typer.Option(None, "--spares", help="Nodes that stand by."),
+        dashboard: int = typer.Option(
+            None, "--dashboard", metavar="PORT", min=0, max=65535, help="Serve the run's page there meanwhile (0: any)."
+        ),
+        cluster: str = typer.Option(None, "--cluster", help="Where nodes come from: local, ssh, slurm, manual."),
+        hosts: Path = typer.Option(None, "--hosts", help="With ssh: file with a machine a line.", show_default=False),
+        dry_run: bool = typer.Option(False, "--dry-run", help="With slurm: print the batch script and start nothing."),
     ) -> None:
         """Train unattended: faults are found, explained and recovered from.
 
@@ -31,13 +43,28 @@ def register(app: typer.Typer) -> None:
           megascale launch examples/stdlib.toml --nodes 4 --spares 1 --train.micro_batch=1
 
           megascale launch examples/stdlib.toml --nodes 2 --resilience.window=3 --checkpoint.interval=20
+
+          megascale launch examples/stdlib.toml --nodes 2 --dashboard 8265
+
+          megascale launch job.toml --resilience.placement=placement.json --resilience.environment=network.env
+
+          megascale launch job.toml --cluster ssh --hosts hosts --nodes 4 --spares 1
+
+          megascale launch job.toml --cluster slurm --nodes 4 --spares 1 --dry-run > job.sbatch
+
+          megascale launch job.toml --cluster manual --nodes 2 --resilience.listen=10.0.0.1 --resilience.port=29400
         """
         extra = list(context.args)
         extra += [f"--resilience.nodes={nodes}"] * (nodes is not None)
         extra += [f"--resilience.spares={spares}"] * (spares is not None)
+        extra += [f"--resilience.cluster={cluster}"] * (cluster is not None)
+        extra += [f"--resilience.hosts={hosts}"] * (hosts is not None)
         from megascale.config import load_command_line
 
         config = load_command_line(file, extra)
+        if dry_run:
+            _print_batch_script(config, [*([file] if file else []), *extra])
+            return
         from rich.console import Console
 
         from megascale import api
@@ -48,6 +75,7 @@ def register(app: typer.Typer) -> None:
 
         need("fastapi", "driver")
         from megascale.resilience.driver import start_driver
+        from megascale.resilience.driver.job_files import read_job_files
         from megascale.resilience.driver.timeouts import check_timeouts
 
         check_timeouts(config)
@@ -62,8 +90,38 @@ def register(app: typer.Typer) -> None:
             console.print(text, markup=False)
 
         if not start_driver.is_running(config):  # a job that runs is taken over as it is
+            read_job_files(config)
+        if start_driver.other_machines(config):
+            say("driver", "data, memory and disks are those of other machines: each rank checks its own")
+        elif not start_driver.is_running(config):
             check_data(resolved)
             nodes_here = config.resilience.nodes + config.resilience.spares
             share = Share(size.world, 0, size.world, nodes=nodes_here, gpus=bool(size.devices))
             preflight(resolved, share, say=lambda line: say("driver", line))
-        raise typer.Exit(start_driver.drive(config, size, say))
+        if dashboard is None:
+            raise typer.Exit(start_driver.drive(config, size, say))
+        from megascale.cli.dashboard import serving
+
+        with serving(config.run_folder, dashboard):
+            code = start_driver.drive(config, size, say)
+        raise typer.Exit(code)
+
+
+def _print_batch_script(config: Config, words: list[str]) -> None:
+    """What `sbatch` takes, on stdout."""
+    import os
+
+    from megascale.errors import ConfigError
+    from megascale.resilience.cluster.slurm import gpus_of_a_node
+    from megascale.resilience.cluster.slurm_script import batch_script
+    from megascale.resilience.driver.state.evicted import evicted_nodes
+
+    if config.resilience.cluster != "slurm":
+        raise ConfigError(
+            f"--dry-run prints a batch script for Slurm, but resilience.cluster={config.resilience.cluster}; add "
+            "--cluster slurm"
+        )
+    config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, or nothing at all
+    blocked = evicted_nodes(config.run_folder)
+    path = os.environ.get("PYTHONPATH", "")
+    typer.echo(batch_script(config, gpus_of_a_node(config), words, blocked, path), nl=False)

@@ -13,11 +13,14 @@ from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
 # Each module has `register(app)`. They import heavy packages only inside their functions, so --help is quick.
 COMMANDS: tuple[str, ...] = (
+    "config",
     "data",
     "plan",
     "train",
     "launch",
+    "agent",
     "jobs",
+    "access",
     "evaluate",
     "generate",
     "plot",
@@ -31,6 +34,9 @@ COMMANDS: tuple[str, ...] = (
     "spans",
     "whatif",
     "timeline",
+    "dashboard",
+    "stragglers",
+    "decline",
     "faults",
     "diagnose",
 )

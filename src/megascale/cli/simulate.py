@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.cli import simulate_network
 from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES
 from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, measure, predict, validate
 from megascale.core import strict_json
@@ -162,6 +163,13 @@ def step(
     trace: Path | None = typer.Option(
         None, "--trace", metavar="FILE.json", help="Event level: timeline for ui.perfetto.dev (.gz compresses)."
     ),
+    fabric: str | None = simulate_network.FABRIC,
+    changes: list[str] = simulate_network.SET,
+    placement: str = simulate_network.PLACEMENT,
+    queue_pairs: int = simulate_network.QUEUE_PAIRS,
+    starts: int = simulate_network.STARTS,
+    outages: list[str] = simulate_network.OUTAGE,
+    at: float = simulate_network.AT,
 ) -> None:
     """Time of one step, where it goes, days of a run, memory; MegaScale's stack beside Megatron-LM's.
 
@@ -174,6 +182,8 @@ def step(
       megascale simulate step examples/gpt-175b.toml --gpus 1024 --train.global_batch=768 --level event --trace t.json
 
       megascale simulate step --model.preset=gpt-13b --gpus 8 --cluster h200-host --parallel.tensor=2 --json
+
+      megascale simulate step examples/gpt-175b.toml --gpus 12288 --fabric megascale --placement random
     """
     from dataclasses import replace
 
@@ -183,18 +193,29 @@ def step(
     from megascale.simulate.run_cost import run_cost
     from megascale.simulate.step import run
 
-    level = _level("event" if trace is not None else level)
+    how: Any = _level("event" if trace is not None else level)
     scenario = _scenario(_config(context, file), gpus, cluster, calibration, software)
     scenario = replace(scenario, context=context_ranks, experts=experts, top_k=top_k, expert_parallel=expert_parallel)
-    if scenario.beyond_training and level == "event":
+    if scenario.beyond_training and how == "event":
         raise ConfigError("--context and experts are priced in closed form only; leave out --level event and --trace")
     if slow_hosts is not None:
         scenario = replace(scenario, cluster=with_figure(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
     scenarios = [scenario] if against == "none" else [_baseline(scenario, against), scenario]
-    results: list[StepEstimate] = [run(s, level, fleet=seed, seed=seed) for s in scenarios]  # type: ignore[arg-type]
+    network = simulate_network.chosen(fabric, changes, placement, queue_pairs, starts, outages, at, seed)
+    on_network = []
+    if network is None:
+        results: list[StepEstimate] = [run(s, how, fleet=seed, seed=seed) for s in scenarios]
+    else:
+        from megascale.simulate.fabric_study import step_on_network
+
+        with simulate_network.working(network, gpus):
+            on_network = step_on_network(scenarios, network, how, fleet=seed, seed=seed)
+        results = [each.median for each in on_network]
     if as_json:
         bills = [run_cost(r, tokens, 1.0, price, watts).as_dict() for r in results]
         records = [r.as_dict() | {"cost": b} for r, b in zip(results, bills, strict=True)]
+        if on_network:
+            records = [r | {"network": each.as_dict()} for r, each in zip(records, on_network, strict=True)]
         typer.echo(strict_json.dumps(records, indent=2))
     else:
         console = _console()
@@ -202,6 +223,8 @@ def step(
         render.bill(run_cost(results[-1], tokens, 1.0, price, watts), console)
         render.waterfall(results, console)
         _say_slow(results, console)
+        if network is not None:
+            simulate_network.show(on_network, network, console)
     if csv is not None:
         _write_csv([r.as_dict() for r in results], csv)
     if plot is not None:

@@ -90,8 +90,25 @@ def show(tables: SpanTables, last: int) -> None:
     console.print(table)
     for file, why in tables.skipped.items():
         console.print(f"left out: {file}: {why}", markup=False)
-    for text in network(tables):
+    for text in [*links(tables), *network(tables)]:
         console.print(text, markup=False)
+
+
+def links(tables: SpanTables) -> list[str]:
+    """How full the hosts' links were by the millisecond in steps whose spans were kept: the fullest eight."""
+    found = tables.query(
+        "WITH limits AS (SELECT host, device, max(value) AS most FROM counters WHERE name = 'nic_rate_limit' "
+        "GROUP BY ALL) SELECT host, device, name, avg(value) / most AS mean, quantile_cont(value, 0.99) / most "
+        "AS high, max(value) / most AS highest, most FROM counters JOIN limits USING (host, device) "
+        "WHERE name IN ('nic_rx_rate', 'nic_tx_rate') GROUP BY host, device, name, most "
+        "ORDER BY high DESC, host, device, name LIMIT 8"
+    )
+    rows = list(zip(*(column.tolist() for column in found.values()), strict=True))
+    return [
+        f"host {host} {device} {'received' if name == 'nic_rx_rate' else 'sent'} {mean:.0%} of its {8 * most / 1e9:g} "
+        f"Gbit/s in kept steps; one millisecond in a hundred {high:.0%}, the fullest {highest:.0%}"
+        for host, device, name, mean, high, highest, most in rows
+    ]
 
 
 def network(tables: SpanTables) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import typer
 
 from megascale.cli.common import OVERRIDES
@@ -15,12 +13,15 @@ def register(app: typer.Typer) -> None:
     @app.command(context_settings=OVERRIDES)
     def train(
         context: typer.Context,
-        file: Path = typer.Argument(..., help="Configuration, such as examples/stdlib.toml.", show_default=False),
+        file: str = typer.Argument(
+            None, metavar="FILE", help="Configuration, such as examples/stdlib.toml.", show_default=False
+        ),
         dry_run: bool = typer.Option(False, "--dry-run", help="Print what would run and stop."),
     ) -> None:
         """Train a model; called again, go on from the newest checkpoint.
 
-        Any setting can be given as --section.key=value after the file. Everything the run leaves is in
+        Any setting can be given as --section.key=value, with or without a file; `megascale config` explains them.
+        Everything the run leaves is in
         runs/NAME: config.toml, metrics.jsonl, events.jsonl, checkpoints/, plots/. Ctrl-C finishes the step, saves
         and stops; the same command goes on. Works under torchrun as well.
 
@@ -31,6 +32,8 @@ def register(app: typer.Typer) -> None:
           megascale train examples/stdlib.toml --train.steps=2000 --lr.peak=1e-3 --train.name=longer
 
           megascale train examples/stdlib.toml --dry-run
+
+          megascale train --model.preset=gpt2-124m --data.train=datasets/mine/train --train.precision=bf16
         """
         from megascale.config import load_command_line
 
@@ -57,7 +60,7 @@ def register(app: typer.Typer) -> None:
                 config = api.resolve(config)
                 lay_out(config, world)  # what does not divide is said once, before any process starts
                 check_data(config)
-                words = ["train", str(file), *context.args]
+                words = ["train", *([file] if file else []), *context.args]
                 raise typer.Exit(launcher.launch(words, world, config, keeps=True))
         summary.print_start(api.describe(config))
         result = api.train(config)

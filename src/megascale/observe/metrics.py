@@ -4,9 +4,11 @@ to what `observe.sinks` names. Another package adds a sink with `register`.
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,16 +137,22 @@ class Wandb:
         self._run.finish()
 
 
+_BAR = 20  # columns
+_WARM_UP, _RECENT = 2, 100  # steps: compiled and tuned in the first ones; those whose pace tells what is left
+
+
 class Terminal:
     """A live bar on a terminal, a plain line every `interval` steps elsewhere."""
 
     def __init__(self, steps: int, interval: int, live: bool) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._interval, self._steps = interval, steps
-        self._started, self._first = time.monotonic(), None  # type: float, int | None
+        self._first: int | None = None
+        # When steps ended, the newest last: what is left is judged by these, not by the first steps' compiling.
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._bar: Progress | None = None
         if live and sys.stdout.isatty():
-            self._bar = Progress(BarColumn(20), TextColumn("{task.description}"), console=self._console)
+            self._bar = Progress(BarColumn(_BAR), TextColumn("{task.description}"), console=self._console)
             self._bar.start()
             self._task = self._bar.add_task("starting", total=steps)
 
@@ -156,7 +164,9 @@ class Terminal:
             self.say(f"step {step}: held-out loss {record['valid_loss']:.4f}{bits}")
             return
         if self._first is None:
-            self._first, self._started = step - 1, time.monotonic()
+            self._first = step - 1
+        elif step > self._first + _WARM_UP:
+            self._ends.append((step, time.monotonic()))
         line = self._line(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
@@ -164,25 +174,37 @@ class Terminal:
             self._console.print(line)
 
     def _line(self, record: dict[str, Any]) -> str:
-        step = record["step"]
-        assert self._first is not None
-        done = max(1, step - self._first)
-        left = (time.monotonic() - self._started) / done * (self._steps - step)
-        parts = [
-            f"step {step}/{self._steps}",
-            f"loss {record['loss']:.4f}",
-            f"lr {record['learning_rate']:.2e}",
-            f"grad norm {record['grad_norm']:.3f}",
-            f"{_short(record['tokens_per_second'])} tok/s",
-        ]
+        """What fits the terminal (80 columns where there is none); metrics.jsonl has everything."""
+        step, remaining = record["step"], self._remaining()
+        parts = {
+            "step": f"step {step}/{self._steps}",
+            "loss": f"loss {record['loss']:#.4g}",
+            "lr": f"lr {record['learning_rate']:.1e}".replace("e-0", "e-"),
+            "norm": f"norm {record['grad_norm']:.2f}",
+            "tokens": f"{_short(record['tokens_per_second'])} tok/s",
+        }
         if "skipped_steps" in record:
-            parts.append(f"{record['skipped_steps']} steps skipped")
+            parts["skipped"] = f"{record['skipped_steps']} steps skipped"
         if "float8_clipped" in record:
-            parts.append(f"float8: {record['float8_clipped']:.1e} clipped, {record['float8_flushed']:.1e} flushed")
+            parts["float8"] = f"float8 clipped {record['float8_clipped']:.0e}, flushed {record['float8_flushed']:.0e}"
         if "mfu" in record:
-            parts.append(f"MFU {100 * record['mfu']:.1f}%")
-        parts += [f"{record['memory_gib']:.2f} GiB", f"{_duration(left)} left"]
-        return "  ".join(parts)
+            parts["mfu"] = f"MFU {100 * record['mfu']:.0f}%"
+        parts["memory"] = f"{record['memory_gib']:.{0 if record['memory_gib'] >= 10 else 1}f} GiB"
+        if remaining is not None:
+            parts["left"] = f"{_duration(remaining)} left"
+        width = self._console.width - (_BAR + 1 if self._bar is not None else 0)
+        for least in ("memory", "lr", "norm", "left"):
+            if len("  ".join(parts.values())) <= width:
+                break
+            parts.pop(least, None)
+        return "  ".join(parts.values())
+
+    def _remaining(self) -> float | None:
+        """Seconds to the last step at the pace of recent ones; None before there are two after the warm-up."""
+        if len(self._ends) < 2:
+            return None
+        (first, begun), (last, ended) = self._ends[0], self._ends[-1]
+        return (ended - begun) / (last - first) * (self._steps - last)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -212,10 +234,15 @@ def register(name: str, made: MakeSink, about: str = "") -> None:
     KINDS.register(name, made)
 
 
+def has_tensorboard() -> bool:
+    """Whether its files can be written: the package is an extra."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
 def open_sinks(at: SinkRequest) -> Iterator[MetricSink]:
     """Open, one after the other, those that a configuration wants beside metrics.jsonl and the terminal, each once."""
     observe = at.config.observe
-    switched = {"tensorboard": observe.tensorboard, "wandb": observe.wandb is not None}
+    switched = {"tensorboard": observe.tensorboard and has_tensorboard(), "wandb": observe.wandb is not None}
     for name in dict.fromkeys([*(name for name, on in switched.items() if on), *observe.sinks]):
         yield KINDS[name](at)
 

@@ -77,11 +77,12 @@ def test_a_tiny_comparison(tmp_path, tokens, megascale):
     # On another machine, beside what this one found: only what is new is trained, and compared seed by seed.
     command[command.index("lamb")] = "float8"
     command[command.index(str(tmp_path / "runs"))] = str(tmp_path / "elsewhere")
-    done = CliRunner().invoke(app, [*command, "--earlier", str(tmp_path / "c.json")], env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
+    done = megascale(*command, "--earlier", tmp_path / "c.json")
+    assert done.returncode == 0, done.stderr
     assert [p.name for p in (tmp_path / "elsewhere").glob("*/")] == ["float8-0.001-0"]
-    assert "(one pair)" in done.output
-    again = CliRunner().invoke(app, [*command, "--earlier", str(tmp_path / "c.json"), "--model.layers=2"])
+    assert "(one pair)" in done.stdout
+    words = list(map(str, command))
+    again = CliRunner().invoke(app, [*words, "--earlier", str(tmp_path / "c.json"), "--model.layers=2"])
     assert isinstance(again.exception, ConfigError)
     assert "seed 0, was run with" in str(again.exception)
     assert "--model.layers=2" in str(again.exception)

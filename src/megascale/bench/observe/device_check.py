@@ -26,6 +26,8 @@ class _Kept:
     def wants(self, step: int) -> bool:
         return True
 
+    def keeps(self, step: int) -> None: ...
+
 
 def measure(steps: int = 40) -> dict[str, Any]:
     """Steps of GEMMs with a stall on another stream in each; how timers and CUDA's own events differ, in seconds."""

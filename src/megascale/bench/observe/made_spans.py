@@ -72,6 +72,12 @@ def rollups_of_stage(rows: Array) -> Array:
     return roll_up([*map(tuple, rows.tolist()), *waits, step])  # type: ignore[list-item]
 
 
+def _with_step(rows: Array) -> list[Any]:
+    """The rows and the step that they are of."""
+    end = int(rows[-1, 8])
+    return [*map(tuple, rows.tolist()), (SpanKind.STEP, 0, -1, -1, -1, 0, -1, 0, end, end)]
+
+
 def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int, int, Array]]:
     """(rank, step, records) of `steps` steps of all ranks: SPANS where `full`, else ROLLUPS. Ranks differ a little, and
     rank 7 is a tenth slower."""
@@ -79,7 +85,7 @@ def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int,
     pace = 1 + _SPREAD * random.standard_normal(job.world).clip(-3, 3)
     pace[7] += 0.1
     rows = [rows_of_stage(schedule, stage) for stage in range(job.stages)]
-    base = [spans_of(one.tolist()) if full else rollups_of_stage(one) for one in rows]
+    base = [spans_of(_with_step(one)) if full else rollups_of_stage(one) for one in rows]
     times = (
         ("start_ns", "end_ns") if full else ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
     )

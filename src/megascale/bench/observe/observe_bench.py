@@ -1,10 +1,11 @@
 """`megascale bench observe`: what timers cost, what the span store takes in, and what a kill leaves of it.
 
-And what-if beside published results.
+And what-if beside published results; how often slow machines and causes of a decline are found.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import typer
 
 from megascale.core import strict_json
 
-PARTS = ("ingest", "kills", "cost", "device", "whatif")
+PARTS = ("ingest", "kills", "cost", "device", "whatif", "stragglers", "decline")
 
 # Shapes and bounds of the cost: (name, words of bench alternate, most share of a step).
 HALF_13B = ["gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--parallel.tensor=2"]
@@ -54,7 +55,19 @@ def observe(
     data: int = typer.Option(192, min=1, help="ingest: data-parallel ranks; the job has 64 times as many in all."),
     kills: int = typer.Option(100, min=1, help="kills: how many services are killed."),
     turns: int = typer.Option(200, min=1, help="cost: pairs of steps."),
-    seed: int = typer.Option(1, help="kills: of the moments."),
+    runs: int = typer.Option(20, min=1, help="stragglers: replayed runs, healthy and not; decline: a quarter of each."),
+    rates: bool = typer.Option(True, help="stragglers: error rates of small jobs, too (4 minutes)."),
+    minutes: float = typer.Option(
+        0.0,
+        min=0,
+        help="stragglers: begin no other replayed run after so long, go on in the next call with the same "
+        "--folder; 0: all.",
+    ),
+    local: float = typer.Option(60.0, min=0, help="stragglers: seconds of a real job of two ranks; 0: none."),
+    device: str = typer.Option(
+        "", help="stragglers: of the real job, cpu or cuda; by default cuda where two GPUs are."
+    ),
+    seed: int = typer.Option(1, help="kills: of the moments; stragglers, decline: of the noise and the faults."),
     traces: Path | None = typer.Option(None, help="whatif: folder of StragglerAnalysis' traces and results."),
     folder: Path | None = typer.Option(None, help="Where files are made; default: a temporary folder, removed."),
     out: Path = typer.Option(Path("bench-observe.json"), help="JSON file for the metrics."),
@@ -67,6 +80,9 @@ def observe(
     cost: timers off and on in turn within one engine (bench alternate); on GPUs half of gpt-13b (on two or more with
     tensor parallelism of 2), else a small model on the CPU.
     whatif: traces in --traces replayed; total, ideal and slow-down within 1% of the results beside them, in 5 s.
+    stragglers: 12,288 ranks (--data) replayed from their schedule with the noise of real machines, 50 steps: healthy,
+    with a GPU 5% slow and a slow link, with two slow GPUs; error rates of small jobs; and two real ranks, one 10% slow.
+    decline: 128 ranks replayed for 300 steps that grow for a known reason.
 
     Examples:
 
@@ -75,8 +91,12 @@ def observe(
       megascale bench observe --parts device,cost --turns 200
 
       megascale bench observe --parts whatif --traces StragglerAnalysis/data
+
+      megascale bench observe --parts stragglers,decline
+
+      megascale bench observe --parts stragglers --runs 1 --data 4 --device cuda
     """
-    from megascale.bench.observe import device_check, ingest, whatif_bench
+    from megascale.bench.observe import decline_bench, device_check, ingest, straggler_bench, whatif_bench
     from megascale.bench.observe import kills as killing
     from megascale.bench.observe.made_spans import Job
     from megascale.errors import ConfigError
@@ -86,6 +106,8 @@ def observe(
         raise ConfigError(f"--parts={parts}: there is no part {wrong[0]!r}; there are {', '.join(PARTS)}")
     if "whatif" in wanted and traces is None:
         raise ConfigError("--parts=whatif needs --traces=FOLDER: others' traces with their results")
+    if device not in ("", "cpu", "cuda"):
+        raise ConfigError(f"--device={device} is neither cpu nor cuda")
     record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -110,6 +132,22 @@ def observe(
             for line in whatif_bench.lines(record["whatif"]):
                 typer.echo(line)
             missed += whatif_bench.missed(record["whatif"])
+        if "stragglers" in wanted:
+            record["stragglers"] = straggler_bench.measure(place / "stragglers", runs, data, seed, minutes or math.inf)
+            for line in straggler_bench.lines(record["stragglers"]):
+                typer.echo(line)
+            if rates:
+                record["stragglers"]["rates"] = straggler_bench.error_rates(seed)
+                for line in straggler_bench.rate_lines(record["stragglers"]["rates"]):
+                    typer.echo(line)
+            missed += straggler_bench.missed(record["stragglers"])
+        if "stragglers" in wanted and local:
+            missed += _local(record, place / "local", device, local)
+        if "decline" in wanted:
+            record["decline"] = decline_bench.measure(place / "decline", max(1, runs // 4), seed)
+            for line in decline_bench.lines(record["decline"]):
+                typer.echo(line)
+            missed += decline_bench.missed(record["decline"])
     record |= _machine()  # last: the memory of an ingest is without torch
     out.write_text(strict_json.dumps(record, indent=1) + "\n")
     typer.echo(f"metrics: {out}")
@@ -117,6 +155,25 @@ def observe(
         typer.secho(f"missed: {text}", fg="red")
     if missed:
         raise typer.Exit(1)
+
+
+def _local(record: dict[str, Any], place: Path, device: str, seconds: float) -> list[str]:
+    """Two real ranks, on GPUs where two are; what was missed. One rank a GPU is needed: else it is blocked, and
+    said."""
+    import torch
+
+    from megascale.bench.observe import straggler_bench
+
+    device = device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        text = f"blocked: a slow GPU is told from a healthy one of two; here are {torch.cuda.device_count()}"
+        record["local"] = {"device": device, "blocked": text}
+        typer.echo(f"  cuda, 2 ranks: {text}")
+        return []
+    record["local"] = straggler_bench.local(place, device, seconds)
+    for line in straggler_bench.local_lines(record["local"]):
+        typer.echo(line)
+    return straggler_bench.local_missed(record["local"])
 
 
 def _machine() -> dict[str, Any]:

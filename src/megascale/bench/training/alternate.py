@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.train.engine import Engine
 
+GRAPHS = "kernels.graphs"  # the engine has them, whether they are used or not
 BACKWARD = "backward"  # not of the configuration: the thread that runs it, autograd's own or the one that calls
 
 # What can change between two steps of one engine: setting -> values it takes.
 SETTINGS = {
     BACKWARD: ("apart", "here"),
+    GRAPHS: ("off", "on"),
     "observe.timers": ("false", "true"),
     "observe.spans": ("0", "1"),  # of no step, or of every one
     "overlap.gemms": ("off", "on"),
@@ -64,9 +66,10 @@ def alternate(
 ) -> None:
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
 
-    Settings that can change between steps: overlap.gemms, parallel.recompute, observe.timers (with roll-ups; with
-    observe.spans=0,1 all spans too), and the thread that runs backward (backward=apart,here; training has it here). All
-    others stay as given. The bound is of the median over pairs of turns, and holds with 95% confidence.
+    Settings that can change between steps: overlap.gemms, parallel.recompute, kernels.graphs, observe.timers (with
+    roll-ups; with observe.spans=0,1 all spans too), and the thread that runs backward (backward=apart,here; training
+    has it here). All others stay as given. The bound is of the median over pairs of turns, and holds with 95%
+    confidence.
 
     Examples:
 
@@ -84,7 +87,7 @@ def alternate(
     key, values = parse(setting)
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
     config = load_shape(
-        ["--train.name=bench-alternate", *settings, *([] if key == BACKWARD else [f"--{key}={values[0]}"])]
+        ["--train.name=bench-alternate", *settings, *([] if key in (BACKWARD, GRAPHS) else [f"--{key}={values[0]}"])]
     )
     if not launcher.started_by_launcher():
         world = launcher.processes_wanted(config, api.visible_gpus())
@@ -223,6 +226,8 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
                 "set --kernels.mode=auto"
             )
         return lambda value: setattr(engine, "backward_apart", value == "apart")
+    if key == GRAPHS:
+        return lambda value: engine.use_graphs(value == "on")
     if key.startswith("observe."):
         return _timers(engine, key)
     return engine.recompute

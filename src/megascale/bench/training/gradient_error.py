@@ -132,9 +132,9 @@ def measure(
 
         def at(precision: str, linear: str, masters: list[torch.Tensor] = masters) -> tuple[float, dict[str, Any]]:
             engine = _engine(config, precision, linear, 2 * config.train.micro_batch)
-            for state, master in zip(engine.optimizer.states, masters, strict=True):
-                state.master.copy_(master)
-            engine.loaded()
+            with engine.loading():
+                for state, master in zip(engine.optimizer.states, masters, strict=True):
+                    state.master.copy_(master)
             return _gradient(engine, read(engine, APART))
 
         right_loss, right = at("float32", "default")

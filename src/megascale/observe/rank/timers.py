@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megascale.core.spans import SpanKind
-from megascale.observe.rank.rollup import Row, StepTotals, roll_up, spans_of
+from megascale.observe.rank.rollup import Row, StepTotals, counts, roll_up, spans_of
 from megascale.observe.store.frames import ROLLUPS, SPANS
 
 _MOST_ROWS = 8192  # of a block: an evaluation may have very many
@@ -31,6 +31,9 @@ class SpanSink(Protocol):
     def wants(self, step: int) -> bool:
         """Whether somebody has asked for all spans of that step."""
 
+    def keeps(self, step: int) -> None:
+        """A step begins of which all spans are kept; 0: it has ended."""
+
 
 class Nowhere:
     """Takes nothing."""
@@ -40,15 +43,18 @@ class Nowhere:
     def wants(self, step: int) -> bool:
         return False
 
+    def keeps(self, step: int) -> None: ...
+
 
 class Block:
     """Rows of one step, not yet told. `kept`: whether their spans are."""
 
-    __slots__ = ("ended", "kept", "rows", "step")
+    __slots__ = ("counts", "ended", "kept", "rows", "step")
 
     def __init__(self, step: int, kept: bool) -> None:
         self.step, self.kept, self.ended = step, kept, False
         self.rows: list[tuple[Any, ...]] = []
+        self.counts: list[tuple[int, int, int, int]] = []  # kind, count, nanoseconds, longest
 
 
 class Timers:
@@ -79,7 +85,10 @@ class Timers:
     def step_begins(self, step: int) -> None:
         """See Recorder."""
         self._tell()
-        self._block = Block(step, (bool(self.every) and step % self.every == 0) or self.sink.wants(step))
+        kept = (bool(self.every) and step % self.every == 0) or self.sink.wants(step)
+        self._block = Block(step, kept)
+        if kept:
+            self.sink.keeps(step)
         self._open = None
         self._step_since = self.mark()
 
@@ -89,6 +98,8 @@ class Timers:
             self._row(SpanKind.STEP, 0, -1, -1, -1, 0, -1, self._step_since, self.mark())
             self._step_since = None
         self._block.ended = True
+        if self._block.kept:
+            self.sink.keeps(0)
         self._tell()
 
     def begin(self, kind: int, chunk: int = -1, microbatch: int = -1) -> None:
@@ -120,6 +131,10 @@ class Timers:
         _, chunk, microbatch = self._open or (-1, -1, -1)
         self._row(SpanKind.TRANSFER, axis, chunk, microbatch, waited_on, nbytes, -1, since, self.mark())
 
+    def counted(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
+        """See Recorder; told with the step's rows."""
+        self._block.counts.append((kind, count, nanoseconds, longest))
+
     # telling ------------------------------------------------------------------------------------------------------
 
     def _row(self, *row: Any) -> None:
@@ -145,6 +160,8 @@ class Timers:
     def _emit(self, block: Block, rows: list[Row], error_ns: int) -> None:
         """Rows with times of the host's monotonic clock."""
         rollups = roll_up(rows)
+        if block.counts:
+            rollups = np.concatenate([rollups, counts(block.counts)])
         if block.step != self._totals.step:
             self._totals = StepTotals(block.step)
         self._totals.add(rollups)

@@ -1,7 +1,8 @@
-"""Counters of a host: its NICs, InfiniBand and RoCE ports, GPUs and processors, read once a second.
+"""Counters of a host: its NICs, InfiniBand and RoCE ports, GPUs and processors, read once a second; Xid errors.
 
 All that the machine has is read, and what it has not is left out: no counter is made up. Counters of bytes, packets and
-errors count up since the device came; the others are as they are now.
+errors count up since the device came; the others are as they are now. What a NIC's driver counts by priority and lane
+is left out while it is 0.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from megascale.observe.store.ethtool_counters import EthtoolCounters
 from megascale.observe.store.frames import COUNTER
+from megascale.observe.store.xid_events import XidEvents
 
 _NIC = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_fifo_errors")
 # Of a port of InfiniBand or RoCE; data is counted in words of 4 bytes.
@@ -28,17 +31,28 @@ _PORT_HARDWARE = (
 )  # fmt: skip
 _SKIPPED = ("lo", "veth", "docker", "br-", "virbr")
 _MOST_DEVICES = 64
+_SENT = "nic_tx_bytes"
 
 
 class HostCounters:
     """Args:
     system, processes: where the kernel shows what it counts.
     nvml: the module pynvml, or one that does as it does; None: the real one if there is one.
+    kernel_log: where the kernel's lines come.
     """
 
-    def __init__(self, system: Path = Path("/sys"), processes: Path = Path("/proc"), nvml: Any = None) -> None:
+    def __init__(
+        self,
+        system: Path = Path("/sys"),
+        processes: Path = Path("/proc"),
+        nvml: Any = None,
+        kernel_log: Path = Path("/dev/kmsg"),
+    ) -> None:
         self._processes = processes
         self._files = [*_nics(system), *_ports(system)]
+        # This machine's, whichever folder its counters are read from.
+        drivers = {device: EthtoolCounters(device) for device in {one[1] for one in self._files if one[0] == _SENT}}
+        self._drivers = {device: driver for device, driver in sorted(drivers.items()) if driver.names}
         self._gpus: list[Any] = []
         self._nvml: Any = None
         with contextlib.suppress(Exception):  # no package, no driver, no GPU
@@ -46,6 +60,7 @@ class HostCounters:
             nvml.nvmlInit()
             self._nvml = nvml
             self._gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        self._xids = XidEvents(self._nvml, self._gpus, kernel_log)
 
     def sample(self, now_ns: int) -> np.ndarray[Any, Any]:
         """COUNTER records of this moment."""
@@ -53,12 +68,22 @@ class HostCounters:
         for name, device, path, scale in self._files:
             if (value := _read(path, scale)) is not None:
                 found.append((name, device, value))
+        for device, driver in self._drivers.items():
+            counted = zip(driver.names, driver.read(), strict=False)
+            found += [(f"nic_{name}"[:32], device, float(value)) for name, value in counted if value]
+        found += [("gpu_xid", device, float(xid)) for device, xid in self._xids.take()]
         found += self._processor() + [one for i, gpu in enumerate(self._gpus) for one in self._gpu(i, gpu)]
         records = np.zeros(len(found), COUNTER)
         records["time_ns"] = now_ns
         for row, (name, device, value) in zip(records, found, strict=True):
             row["name"], row["device"], row["value"] = name.encode(), device.encode(errors="replace"), value
         return records
+
+    def close(self) -> None:
+        """Look no more."""
+        self._xids.close()
+        for driver in self._drivers.values():
+            driver.close()
 
     def _processor(self) -> list[tuple[str, str, float]]:
         found = []

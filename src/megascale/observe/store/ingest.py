@@ -56,6 +56,7 @@ class Ingest:
         rows: of each table, made so far.
         removed: files that were given up for want of room.
         failures: times that something could not be written.
+        given_up: segments that a sink beside the first never got.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Ingest:
         self.clock_ns = clock_ns
         self.about = {"job": job, "host": host, "hostname": hostname, "schema": SCHEMA, "clock_ns": clock_ns}
         self.rows: dict[str, int] = {}
-        self.removed = self.failures = self.damaged = 0
+        self.removed = self.failures = self.damaged = self.given_up = 0
         self.error = ""
         self._make_sink, self._sink = sink, None  # type: Callable[[Path], SegmentSink], SegmentSink | None
         for left in folder.glob("*.tmp"):
@@ -199,10 +200,20 @@ class Ingest:
                     os.replace(file, file.with_suffix(".damaged"))
             except OSError as error:
                 self._failed(f"segment {number} cannot be made into tables yet: {error}")
-                self._asked_again = now + 10.0
                 self.bound()
-                return
+                if not self._given_up(number):
+                    self._asked_again = now + 10.0
+                    return
             self._ended.popleft()
+
+    def _given_up(self, number: int) -> bool:
+        """Where what waits for a sink beside the first is a quarter of the folder, it does without the oldest segment:
+        what commands read goes on."""
+        if self._waiting() <= self.limit // 4 or not getattr(self._sink, "first_has", lambda n: False)(number):
+            return False
+        segment_file(self.folder, number).unlink(missing_ok=True)
+        self.given_up += 1
+        return True
 
     def _keep_rings(self, last: dict[int, int]) -> None:
         """Which frame of each ring was kept last, for a service that starts when no segment tells it."""
@@ -234,8 +245,11 @@ class Ingest:
 
     def full(self) -> bool:
         """Whether segments that could not be made into tables fill the folder: nothing more is taken over then."""
-        waiting = sum(_size(segment_file(self.folder, number)) for number in self._ended)
-        return waiting + self._spool.size > self.limit
+        return self._waiting() + self._spool.size > self.limit
+
+    def _waiting(self) -> int:
+        """Bytes of segments that have ended and are not tables."""
+        return sum(_size(segment_file(self.folder, number)) for number in self._ended)
 
     def _failed(self, text: str) -> None:
         self.failures += 1

@@ -19,7 +19,13 @@ from megascale.observe.store.spool import Segment, segments
 
 log = logging.getLogger("megascale.observe.spans")
 
-MEMORY = "256MB"  # that DuckDB may take for a conversion
+# A DuckDB beside trainers: what it may take for a conversion.
+SMALL: dict[str, Any] = {
+    "threads": 1,
+    "memory_limit": "256MB",
+    "temp_directory": "",
+    "autoinstall_known_extensions": False,
+}
 _ROWS = 122_880  # of a part of a file: what a query skips or reads
 _MERGED = 32  # files that become one, none larger than
 _SMALL = 2 << 20  # bytes, and all together not more than
@@ -64,14 +70,7 @@ class ParquetWriter:
         for table in TABLES:  # what a merge before a kill has left
             for path in set(folder.glob(f"{table}-*.parquet")) - standing(folder, table).keys():
                 path.unlink(missing_ok=True)
-        self._database: Any = duckdb.connect(
-            config={
-                "threads": threads,
-                "memory_limit": MEMORY,
-                "temp_directory": "",
-                "autoinstall_known_extensions": False,
-            }
-        )
+        self._database: Any = duckdb.connect(config=SMALL | {"threads": threads})
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
         """Write a segment's tables; rows of each. OSError if there is no room."""

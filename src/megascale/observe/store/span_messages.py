@@ -45,5 +45,5 @@ def launch(
 ) -> Launch:
     """How it is started, on one of the job's `hosts`."""
     words = [str(place(out).folder), "--out", str(out.absolute()), "--job", job, "--host", str(host)]
-    words += ["--hosts", str(hosts), "--sinks", ",".join(sinks)]
+    words += ["--hosts", str(hosts), *(f"--sink={sink}" for sink in sinks)]
     return Launch("megascale.observe.store.span_service", [*words, "--limit-mib", str(limit_mib)], log)

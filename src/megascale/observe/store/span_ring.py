@@ -20,9 +20,10 @@ from megascale.observe.store.frames import HEAD_BYTES, SPANS, FrameHead, pack
 BODY = 4 << 20
 _MAGIC = b"MSring1\0"
 _HEAD = struct.Struct("<8sQIIQ")  # magic, bytes of the body, rank, attempt, identity
-_WORD = struct.Struct("<Q")
 # Each in a cache line of its own. The writer's, but for the tail and what is asked.
-_AT_HEAD, _AT_TAIL, _AT_FROM, _AT_UNTIL, _AT_LOST, _AT_LOST_ROLLUPS, _AT_STEP = (64 * i for i in range(1, 8))
+_AT_HEAD, _AT_TAIL, _AT_FROM, _AT_UNTIL, _AT_LOST, _AT_LOST_ROLLUPS, _AT_STEP, _AT_KEEPING = (
+    64 * i for i in range(1, 9)
+)
 _BODY_AT = 4096
 _RESERVE = 4  # a quarter is kept for roll-ups
 
@@ -56,14 +57,16 @@ class SpanRing:
         magic, self._body, self.rank, self.attempt, self.identity = _HEAD.unpack_from(self._map, 0)
         if magic != _MAGIC or self._body != size - _BODY_AT:
             raise ValueError("this memory is no ring of spans")
+        # By a view, whose items are read and written at once; `struct` clears a word before it writes it, byte by byte.
+        self._words = memoryview(self._map)[:_BODY_AT].cast("Q")
         self._head, self._lost, self._lost_rollups = self._get(_AT_HEAD), self.lost, self.lost_rollups
         self._number = 0
 
     def _get(self, at: int) -> int:
-        return int(_WORD.unpack_from(self._map, at)[0])
+        return self._words[at // 8]
 
     def _set(self, at: int, value: int) -> None:
-        _WORD.pack_into(self._map, at, value)
+        self._words[at // 8] = value
 
     # the rank -----------------------------------------------------------------------------------------------------
 
@@ -95,6 +98,10 @@ class SpanRing:
         """See timers.SpanSink."""
         return self._get(_AT_FROM) <= step <= self._get(_AT_UNTIL)
 
+    def keeps(self, step: int) -> None:
+        """See timers.SpanSink."""
+        self._set(_AT_KEEPING, step)
+
     def room(self) -> int:
         """Bytes that are free."""
         return self._body - (self._head - self._get(_AT_TAIL))
@@ -106,7 +113,7 @@ class SpanRing:
         head, tail = self._get(_AT_HEAD), self._get(_AT_TAIL)
         size = head - tail
         if not 0 <= size <= self._body:
-            raise ValueError(f"a ring of {self._body} bytes whose ends are {size} apart")
+            raise ValueError(f"its ends are {size} bytes apart, and it has {self._body}: it is not this version's ring")
         at = tail % self._body
         first = min(size, self._body - at)
         data = self._map[_BODY_AT + at : _BODY_AT + at + first]
@@ -128,6 +135,11 @@ class SpanRing:
         return self._get(_AT_STEP)
 
     @property
+    def keeping(self) -> int:
+        """The step under way of which all spans are kept, 0 if it is none."""
+        return self._get(_AT_KEEPING)
+
+    @property
     def lost(self) -> int:
         """Spans that were dropped for want of room."""
         return self._get(_AT_LOST)
@@ -139,5 +151,6 @@ class SpanRing:
 
     def close(self) -> None:
         """Let go of this end."""
+        self._words.release()
         self._map.close()
         os.close(self.handle)

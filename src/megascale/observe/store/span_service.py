@@ -29,6 +29,7 @@ from megascale.observe.store.counters import HostCounters
 from megascale.observe.store.frames import COUNTERS
 from megascale.observe.store.host_clock import ClockServer, HostClock
 from megascale.observe.store.ingest import STATE, Ingest
+from megascale.observe.store.nic_rates import NicRates
 from megascale.observe.store.span_messages import FROM_SPANS, NAME, TO_SPANS, Follow
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
@@ -130,7 +131,7 @@ class SpanService:
 
     def _pump(self) -> None:
         ingest = self._make()
-        counters = HostCounters()
+        counters, rates = HostCounters(), NicRates(self._sampled)
         for setting in self._network:
             if not setting.good:
                 level = logging.WARNING if setting.good is False else logging.INFO
@@ -140,11 +141,15 @@ class SpanService:
         try:
             while not self._ending.wait(PERIOD):
                 self._take(ingest)
+                if len(found := rates.take()):
+                    ingest.note(COUNTERS, found)
                 now = time.monotonic()
                 if now - told >= _SECOND:
                     told = now
                     self._each_second(ingest, counters)
                 ingest.tick(now)
+            rates.close()
+            counters.close()
             self._take(ingest)
         except Exception:
             log.exception("the span service cannot go on; training does")
@@ -153,6 +158,11 @@ class SpanService:
         self._tell(ingest)
         if self._clocks is not None:
             self._clocks.close()
+
+    def _sampled(self) -> int:
+        """The step that a rank of this host is in and keeps all spans of, 0 if none does."""
+        with self._lock:
+            return max((ring.keeping for ring, here in self._rings.items() if here), default=0)
 
     def _begin_clock(self, ingest: Ingest) -> None:
         """Host 0 tells the time, the others ask for it; a single host has its own."""
@@ -221,6 +231,7 @@ class SpanService:
             "lost_spans": {str(rank): lost for rank, (lost, _) in self._lost.items() if lost},
             "lost_rollups": {str(rank): lost for rank, (_, lost) in self._lost.items() if lost},
             "removed_files": ingest.removed,
+            "given_up_segments": ingest.given_up,
             "failures": ingest.failures,
             "damaged": ingest.damaged,
             "error": ingest.error,
@@ -262,7 +273,7 @@ def main() -> None:
     parser.add_argument("--host", type=int, required=True)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--limit-mib", type=int, default=512)
-    parser.add_argument("--sinks", default="parquet", help="names of observe.span_sinks")
+    parser.add_argument("--sink", action="append", help="one of observe.span_sinks; several times")
     parser.add_argument("--segment-seconds", type=float, default=300.0)
     parser.add_argument("--ready", type=int, help="open file to tell when ready")
     given = parser.parse_args()
@@ -277,7 +288,7 @@ def main() -> None:
             job=given.job,
             host=given.host,
             hostname=socket.gethostname(),
-            sink=open_span_sinks(given.sinks.split(",")),
+            sink=open_span_sinks(given.sink or ["parquet"]),
             limit=given.limit_mib << 20,
             segment_seconds=given.segment_seconds,
         )

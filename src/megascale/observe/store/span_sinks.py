@@ -1,4 +1,5 @@
-"""Where segments of spans go in the end, by name: `observe.span_sinks`. Another package adds one with `register`.
+"""Where segments of spans go in the end: `observe.span_sinks`, NAME or NAME=ADDRESS. Another package adds one with
+`register`.
 
 The first is asked by the commands; others get the same segments beside it. A segment is kept until all have it, so that
 one that is down for an hour gets what it missed, and what another has is not sent to it twice.
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megascale.config.parts import SPAN_SINKS, PartFacts
+from megascale.config.parts import SPAN_SINKS, SinkFacts
 from megascale.config.registry import Registry
 from megascale.observe.store.spool import Segment
 
@@ -28,26 +29,41 @@ class SegmentSink(Protocol):
         """Let go."""
 
 
-MakeSpanSink = Callable[[Path], SegmentSink]  # given the folder of the host's spans
+MakeSpanSink = Callable[[Path, str], SegmentSink]  # given the folder of the host's spans, and the address or ""
 
 
-def _parquet(folder: Path) -> SegmentSink:
+def _parquet(folder: Path, address: str) -> SegmentSink:
     from megascale.observe.store.parquet import ParquetWriter
 
     return ParquetWriter(folder)
 
 
-KINDS: Registry[MakeSpanSink] = Registry(SPAN_SINKS.key, {"parquet": _parquet})
+def _clickhouse(folder: Path, address: str) -> SegmentSink:
+    from megascale.observe.store.clickhouse_sink import ClickHouseSink
+
+    return ClickHouseSink(folder, address)
+
+
+def _kafka(folder: Path, address: str) -> SegmentSink:
+    from megascale.observe.store.kafka_sink import KafkaSink
+
+    return KafkaSink(folder, address)
+
+
+KINDS: Registry[MakeSpanSink] = Registry(
+    SPAN_SINKS.key, {"parquet": _parquet, "clickhouse": _clickhouse, "kafka": _kafka}
+)
 
 
 def register(name: str, made: MakeSpanSink, about: str = "") -> None:
-    """Let `observe.span_sinks` name `name`; made(folder) is called in each host's span service at its first segment."""
-    SPAN_SINKS.register(name, PartFacts(about))
+    """Let `observe.span_sinks` name `name`; made(folder, address) is called in each host's span service at its first
+    segment."""
+    SPAN_SINKS.register(name, SinkFacts(about))
     KINDS.register(name, made)
 
 
-def open_span_sinks(names: Sequence[str]) -> MakeSpanSink:
-    """What makes all sinks of these names, as one."""
+def open_span_sinks(names: Sequence[str]) -> Callable[[Path], SegmentSink]:
+    """What makes all sinks of these names, some with =ADDRESS behind them, as one."""
     return lambda folder: _Several(names, folder)
 
 
@@ -63,15 +79,16 @@ class _Several:
         """See SegmentSink; OSError of the first that cannot, once all were tried."""
         failed: OSError | None = None
         rows: dict[str, int] = {}
-        for name in self._names:
-            if self._have.get(name, -1) >= number:
+        for given in self._names:
+            if self._have.get(given, -1) >= number:
                 continue
+            name, _, address = given.partition("=")
             try:
-                if name not in self._sinks:
+                if given not in self._sinks:
                     SPAN_SINKS.check(name)  # imports what registers it
-                    self._sinks[name] = KINDS[name](self._folder)
-                told = self._sinks[name].write_segment(number, segment)
-                self._have[name] = number
+                    self._sinks[given] = KINDS[name](self._folder, address)
+                told = self._sinks[given].write_segment(number, segment)
+                self._have[given] = number
                 rows = rows or told
             except OSError as error:
                 failed = failed or OSError(error.errno, f"{name}: {error.strerror or error}")
@@ -81,6 +98,10 @@ class _Several:
         if failed is not None:
             raise failed
         return rows
+
+    def first_has(self, number: int) -> bool:
+        """Whether the first sink, which commands read, has a segment."""
+        return self._have.get(self._names[0], -1) >= number
 
     def close(self) -> None:
         """See SegmentSink."""

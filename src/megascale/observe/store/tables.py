@@ -68,7 +68,7 @@ class SpanTables:
         told: list[dict[str, Any]] = []
         self.skipped = {}
         for host in self.hosts:
-            number = int(host.name.removeprefix("host=")) if host.name.removeprefix("host=").isdigit() else -1
+            number = host_number(host)
             here = set()
             for file, found in held(host):
                 text = file.stem.rpartition("-")[2]
@@ -113,14 +113,16 @@ class SpanTables:
         parts = []
         if files:
             names = "[" + ", ".join(sql_text(str(path)) for path in files) + "]"
-            source = f"read_parquet({names}, hive_partitioning = true, union_by_name = true)"
+            source = (
+                f"read_parquet({names}, hive_partitioning = true, hive_types_autocast = false, union_by_name = true)"
+            )
             # Files of a version that knew less have no such column.
             there = {row[0] for row in self._database.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
             known = ", ".join(
                 f"CAST({name} AS {kind}) AS {name}" if name in there else f"NULL::{kind} AS {name}"
                 for name, kind in kinds.items()
             )
-            parts.append(f"SELECT {known}, CAST(host AS INTEGER) AS host FROM {source}")
+            parts.append(f"SELECT {known}, CAST(split_part(host, '@', 1) AS INTEGER) AS host FROM {source}")
         for position, (host, segment) in enumerate(spooled):
             found = columns(by_table(segment.frames), table, int(segment.about.get("clock_ns", 0)))
             if not len(next(iter(found.values()))):
@@ -176,6 +178,12 @@ class SpanTables:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def host_number(folder: Path) -> int:
+    """Which host of the job a folder is of: `host=N`, or `host=N@NODE` where nodes sent theirs; -1 if it says none."""
+    text = folder.name.removeprefix("host=").partition("@")[0]
+    return int(text) if text.isdigit() else -1
 
 
 def rank_facts(host: Path) -> list[dict[str, Any]]:

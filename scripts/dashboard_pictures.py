@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""The pictures of docs/dashboard.md, of two runs in a folder: `demo` (of make demo) and `big` (12,288 ranks).
+
+    megascale bench dashboard --folder runs/big        # makes the second
+    scripts/dashboard_pictures.py RUNS [--out docs/images] [--chromium /usr/bin/chromium]
+    megascale faults inject stop-rank --run RUNS/demo --rank 5 && scripts/dashboard_pictures.py RUNS --only hang
+
+The last is of a job that runs: `make demo`, or megascale launch examples/demo.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# Name, view with its choices, theme, and what is done before the picture is taken.
+PICTURES = (
+    ("overview", "overview?run=demo", "light", ()),
+    ("heatmap", "heatmap?run=big", "light", ("wait .machine",)),
+    ("timeline", "timeline?run=demo", "light", ("click section[aria-label='longest waits'] button",)),
+    ("grid", "grid?run=demo&rank=1", "dark", ()),
+    ("hang", "grid?run=demo&figure=wait.tensor", "dark", ("click section[aria-label=hang] button",)),
+    ("nodes", "nodes?run=demo&node=n1", "light", ()),
+    ("plan", "plan?run=demo", "light", ()),
+)
+
+
+def main() -> int:
+    """Take them."""
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
+    parser.add_argument("--only", default="", help="names, separated by commas")
+    given = parser.parse_args()
+    wanted = given.only.split(",") if given.only else [name for name, *_ in PICTURES if name != "hang"]
+    command = [sys.executable, "-m", "megascale", "dashboard", str(given.runs), "--port=0", "--no-browser"]
+    served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert served.stdout is not None
+    try:
+        found = re.search(r"https?://\S+", served.stdout.readline())
+        if found is None:
+            return 1
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=given.chromium, args=["--no-sandbox"])
+            for name, view, theme, steps in PICTURES:
+                if name not in wanted:
+                    continue
+                context = browser.new_context(viewport={"width": 1280, "height": 720}, color_scheme=theme)
+                page = context.new_page()
+                page.goto(f"{found[0]}{view}")
+                page.wait_for_selector("main[data-ready]")
+                for step in steps:
+                    what, _, where = step.partition(" ")
+                    if what == "click":
+                        page.locator(where).first.click()
+                    else:
+                        page.wait_for_selector(where)
+                page.wait_for_timeout(1500)  # for a picture, not a test: drawings and live state come in
+                page.screenshot(path=given.out / f"dashboard-{name}.png")
+                context.close()
+            browser.close()
+    finally:
+        served.terminate()
+        served.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

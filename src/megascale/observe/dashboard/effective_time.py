@@ -1,0 +1,137 @@
+"""Where a run's time went, by what its metrics and events say: the share that trained, and each cause of loss.
+
+Effective training time is the time of steps that counted over all of the time, as in section 6.3 of the paper. A step
+that was done again after a restart is lost; what lies between two steps goes to what the events say happened in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megascale.core.events import Event
+from megascale.observe.dashboard.metric_columns import number
+
+TRAINING = "training"
+_STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)
+# Events of the driver that say in themselves why a run stood still, in words for people.
+_CAUSES = {
+    Event.HANG: "hang",
+    Event.PROCESS_EXIT: "process ended",
+    Event.PROCESS_KILLED: "process killed",
+    Event.NODE_LOST: "node lost",
+    Event.MISSED_HEARTBEAT: "node lost",
+    Event.OUT_OF_MEMORY: "out of memory",
+    Event.SEGMENTATION_FAULT: "segmentation fault",
+    Event.CUDA_ERROR: "CUDA error",
+    Event.NETWORK_ERROR: "network error",
+    Event.USER_ERROR: "error in the program",
+    Event.DISK_FULL: "disk full",
+    Event.DEVICE_FAULT: "device fault",
+    Event.NONFINITE_LOSS: "loss not finite",
+    Event.NONFINITE_GRADIENT: "gradient not finite",
+    Event.CHECKSUM_MISMATCH: "checksum mismatch",
+    Event.SLOW_NODE: "slow node",
+    Event.EVICTION_ASKED: "node evicted by a person",
+    Event.PAUSED: "paused by a person",
+    Event.RESTARTED: "restarted by a person",
+    Event.UPDATED: "settings changed by a person",
+    Event.INTERRUPTED: "interrupted",
+    Event.JOB_INTERRUPTED: "interrupted",
+}
+# Nothing is at work from the last of these to the first of those that follow it.
+_ENDS = {Event.DRIVER_ENDED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.INTERRUPTED}
+_BEGINS = {Event.DRIVER_STARTED, Event.RUN_STARTED, Event.RESUMED}
+_CLOCKS = 1.0  # seconds by which hosts' clocks may differ
+# What says more than that a process ended or a node went.
+_VAGUE = {"process ended", "node lost", "process killed"}
+
+
+@dataclass(frozen=True)
+class EffectiveTime:
+    """seconds: of the whole run by what they went to, `training` first; they add up to `total`."""
+
+    total: float
+    seconds: dict[str, float]
+
+    @property
+    def share(self) -> float:
+        """Of the time that trained; nan if there was none."""
+        return self.seconds.get(TRAINING, 0.0) / self.total if self.total > 0 else float("nan")
+
+
+def effective_time(
+    columns: dict[str, np.ndarray[Any, Any]], events: Sequence[dict[str, Any]], now: float | None = None
+) -> EffectiveTime:
+    """Args:
+    columns: of MetricColumns.
+    events: records of events.jsonl.
+    now: seconds since 1970 for a run that goes on; None: it ended with its last record.
+    """
+    told = sorted(
+        ((time, one) for one in events if np.isfinite(time := number(one.get("time")))), key=lambda each: each[0]
+    )
+    empty = np.zeros(0)
+    times, seconds = columns.get("time", empty), columns.get("seconds", empty)
+    if len(times) and len(seconds):
+        rows = np.flatnonzero(np.isfinite(times) & np.isfinite(seconds) & (seconds >= 0))
+        rows = rows[np.argsort(times[rows], kind="stable")]
+    else:
+        rows = np.zeros(0, np.int64)
+    if not len(rows) and not told:
+        return EffectiveTime(0.0, {})
+    ends, lasted = times[rows], seconds[rows]
+    start = min([float(ends[0] - lasted[0])] * bool(len(rows)) + [time for time, _ in told[:1]])
+    last = max(
+        [float(ends[-1])] * bool(len(rows)) + [time for time, _ in told[-1:]] + ([now] if now is not None else [])
+    )
+    # Step by step, and after the last one: what lies between the end of one and the begin of the next.
+    before = np.maximum.accumulate(np.concatenate([[start], ends]))
+    begins = np.append(np.maximum(before[:-1], ends - lasted), last)
+    gaps, spent = begins - before, np.maximum(0.0, ends - begins[:-1])
+    redone = columns["redone"][rows] if len(rows) else np.zeros(0, bool)
+    found: dict[str, float] = defaultdict(float)
+    found[TRAINING], found["steps done again"] = float(spent[~redone].sum()), float(spent[redone].sum())
+    happened: dict[int, list[str]] = defaultdict(list)
+    when: dict[int, list[float]] = defaultdict(list)
+    for (time, one), gap in zip(told, np.searchsorted(begins, [time for time, _ in told]).tolist(), strict=True):
+        if gap < len(gaps) and time >= before[gap] - _CLOCKS and one.get("action") != "alert":
+            happened[gap].append(str(one.get("event")))
+            when[gap].append(time)
+    for gap, kinds in happened.items():
+        if gaps[gap] > 0:
+            _explain(found, kinds, when[gap], float(before[gap]), float(begins[gap]))
+    quiet = np.ones(len(gaps), bool)
+    quiet[list(happened)] = False
+    found["between steps"] += float(np.maximum(0.0, gaps[quiet]).sum())
+    order = sorted((name for name in found if name != TRAINING), key=lambda name: -found[name])
+    return EffectiveTime(last - start, {name: found[name] for name in (TRAINING, *order) if found[name] > 0})
+
+
+def _explain(found: dict[str, float], kinds: list[str], times: list[float], begin: float, end: float) -> None:
+    """Give the time between two steps to what happened in it."""
+    # Of a launched job the driver says when ranks were started; of attempts that came to no step the last counts.
+    first = next((kind for kind in _STARTS if kind in kinds), "")
+    starts = [max(begin, min(end, time)) for time, kind in zip(times, kinds, strict=True) if kind == first]
+    causes = [_CAUSES[Event(kind)] for kind in kinds if kind in _CAUSES]
+    off = 0.0
+    ended = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
+    if begun := [time for time, kind in zip(times[ended:], kinds[ended:], strict=True) if kind in _BEGINS]:
+        off = min(end, begun[0]) - max(begin, times[ended])
+        found["not running"] += off
+    if starts:
+        known = [cause for cause in causes if cause not in _VAGUE] or causes
+        found[f"stopped: {known[0]}" if known else "waiting for nodes"] += max(0.0, starts[-1] - begin - off)
+        found["starting and loading"] += end - begin - off - max(0.0, starts[-1] - begin - off)
+    elif causes:
+        found[f"stopped: {causes[0]}"] += end - begin - off
+    elif Event.EVALUATED in kinds:
+        found["evaluation"] += end - begin - off
+    elif Event.CHECKPOINT_SAVED in kinds and end - begin > 0.001:
+        found["saving checkpoints"] += end - begin - off
+    else:
+        found["between steps"] += end - begin - off

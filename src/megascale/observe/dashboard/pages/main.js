@@ -1,0 +1,181 @@
+// The frame of all views: which runs, which view, how the runs do at this moment.
+
+import * as address from "./address.js";
+import { recallTheme, toggleTheme } from "./colours.js";
+import { fill, h } from "./dom.js";
+import { whole } from "./format.js";
+import { Refused, ask, follow, setReadToken } from "./server.js";
+
+/**
+ * What a view is given. `ready` is called once its first answer is shown.
+ * @typedef {{runs: string[], signal: AbortSignal, notice: (words: string) => void, ready: () => void}} Page
+ */
+
+/** Each view's name, key and module; a module is read when its view is first shown. */
+const VIEWS = [
+  { name: "overview", title: "Overview", key: "o", load: () => import("./overview.js") },
+  { name: "heatmap", title: "Heat map", key: "h", load: () => import("./heat_map.js") },
+  { name: "timeline", title: "Timeline", key: "t", load: () => import("./timeline.js") },
+  { name: "grid", title: "Grid", key: "g", load: () => import("./grid.js") },
+  { name: "nodes", title: "Nodes", key: "n", load: () => import("./nodes.js") },
+  { name: "plan", title: "Plan", key: "p", load: () => import("./plan.js") },
+];
+const MOST = 8;
+
+recallTheme();
+const top = /** @type {HTMLElement} */ (document.getElementById("top"));
+const notices = /** @type {HTMLElement} */ (document.getElementById("notices"));
+const place = /** @type {HTMLElement} */ (document.getElementById("view"));
+const chip = h("span", { class: "chip", role: "status" });
+/** @type {{runs: string[], place: string, single: boolean, version: string}} */
+let known = { runs: [], place: "", single: false, version: "" };
+let leaving = new AbortController();
+
+/** @param {string} words */
+function notice(words) {
+  if ([...notices.children].some((each) => each.firstChild?.textContent === words)) return;
+  const made = h("p", {}, h("span", {}, words), h("button", { type: "button", "aria-label": "close this notice", onclick: () => made.remove() }, "×"));
+  notices.append(made);
+  while (notices.children.length > 3) notices.firstElementChild?.remove();
+}
+
+function chosen() {
+  const asked = address.runs().slice(0, MOST);
+  return asked.length ? asked : known.runs.slice(0, 1);
+}
+
+/** @param {string[]} runs @param {string} current */
+function header(runs, current) {
+  const picked = new Set(runs);
+  const picker = h(
+    "details",
+    { class: "picker" },
+    h("summary", {}, h("span", { class: "unseen" }, "Runs: "), runs.length ? runs[0] : "no run", runs.length > 1 ? ` +${runs.length - 1}` : ""),
+    h(
+      "div",
+      { class: "menu" },
+      h("p", { class: "quiet" }, known.single ? "one run folder is served" : `runs in ${known.place}; tick several to lay them over each other`),
+      known.runs.slice(0, 300).map((run) =>
+        h("div", { class: "row" },
+          h("input", { type: "checkbox", "aria-label": `show ${run}`, checked: picked.has(run), onchange: (/** @type {Event} */ event) => {
+            if (/** @type {HTMLInputElement} */ (event.target).checked) picked.add(run);
+            else picked.delete(run);
+            if (picked.size) address.go(address.link("overview", [...picked].slice(0, MOST)));
+          } }),
+          h("a", { href: address.link(current, [run]), onclick: follows }, run))),
+    ),
+  );
+  fill(
+    top,
+    h("a", { class: "brand", href: address.link("overview", runs), onclick: follows }, "MegaScale"),
+    picker,
+    h("nav", { "aria-label": "views" }, VIEWS.map((view) =>
+      h("a", { href: address.link(view.name, runs), onclick: follows, "aria-current": view.name === current ? "page" : null, "aria-keyshortcuts": view.key }, view.title))),
+    chip,
+    h("button", { class: "plain", type: "button", title: "dark or light (key: d)", "aria-label": "switch between dark and light", onclick: toggleTheme }, "◐"),
+    h("button", { class: "plain keys", type: "button", title: "keys (key: ?)", "aria-label": "show keys", onclick: showKeys }, "?"),
+  );
+}
+
+/** @param {MouseEvent} event */
+function follows(event) {
+  if (event.metaKey || event.ctrlKey || event.shiftKey || event.button !== 0) return;
+  event.preventDefault();
+  address.go(/** @type {HTMLAnchorElement} */ (event.currentTarget).href);
+}
+
+function showKeys() {
+  const dialog = h(
+    "dialog",
+    { "aria-label": "keys", onclose: () => dialog.remove() },
+    h("h2", {}, "Keys"),
+    h("dl", {},
+      VIEWS.map((view) => [h("dt", {}, h("kbd", {}, view.key)), h("dd", {}, view.title)]).flat(),
+      h("dt", {}, h("kbd", {}, "d")), h("dd", {}, "dark or light"),
+      h("dt", {}, h("kbd", {}, "← → ↑ ↓")), h("dd", {}, "move in a drawing that has the focus"),
+      h("dt", {}, h("kbd", {}, "+ −")), h("dd", {}, "zoom in and out there"),
+      h("dt", {}, h("kbd", {}, "Enter")), h("dd", {}, "open what is marked"),
+      h("dt", {}, h("kbd", {}, "Esc")), h("dd", {}, "whole drawing, close")),
+    h("form", { method: "dialog" }, h("button", {}, "Close")),
+  );
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+/** @param {string} run @param {any} now */
+function showNow(run, now) {
+  chip.className = `chip ${now.alive ? "alive" : ""}`;
+  fill(chip, h("i", { "aria-hidden": "true" }, now.alive ? "●" : "○"), ` ${now.phase}, step ${whole(now.step)}`);
+  document.title = `${run}: ${now.phase} – MegaScale`;
+}
+
+async function render() {
+  leaving.abort();
+  leaving = new AbortController();
+  const { signal } = leaving;
+  const current = VIEWS.find((view) => view.name === address.view()) ?? VIEWS[0];
+  const runs = chosen();
+  header(runs, current.name);
+  if (!runs.length) {
+    fill(place, h("p", { class: "quiet" }, `No run in ${known.place} yet.`));
+    return;
+  }
+  fill(place, h("p", { class: "quiet" }, "Loading…"));
+  delete place.dataset.ready;
+  const ready = () => {
+    if (!signal.aborted) place.dataset.ready = String(Math.round(performance.now()));
+  };
+  try {
+    const module = await current.load();
+    if (signal.aborted) return;
+    const hears = module.show(place, { runs, signal, notice, ready });
+    void follow(runs, (told) => {
+      if (told.pulse.error) notice(`${told.run}: ${told.pulse.error}`);
+      else if (told.run === runs[0]) showNow(told.run, told.pulse.now);
+      hears(told);
+    }, (open) => {
+      if (!open && !signal.aborted) {
+        chip.className = "chip off";
+        fill(chip, "no connection to the dashboard's server");
+      }
+    }, signal);
+  } catch (error) {
+    if (!signal.aborted) fill(place, h("p", { class: "note" }, `This view cannot be shown: ${/** @type {Error} */ (error).message}`));
+  }
+}
+
+function askToken() {
+  const field = h("input", { type: "password", required: true, autocomplete: "off", "aria-label": "token" });
+  fill(place, h("form", { class: "panel token", onsubmit: (/** @type {Event} */ event) => {
+    event.preventDefault();
+    setReadToken(field.value);
+    void start();
+  } }, h("h1", {}, "Token"), h("p", {}, "This dashboard is reached over a network: show the token for reading, the text of the file that --token-file names."), field, h("button", {}, "Go on")));
+  field.focus();
+}
+
+async function start() {
+  try {
+    known = await ask("runs");
+  } catch (error) {
+    if (error instanceof Refused && error.status === 401) askToken();
+    else fill(place, h("p", { class: "note" }, `The dashboard's server does not answer: ${/** @type {Error} */ (error).message}`));
+    return;
+  }
+  await render();
+}
+
+window.addEventListener("popstate", () => void render());
+document.addEventListener("keydown", (event) => {
+  const at = /** @type {HTMLElement} */ (event.target);
+  if (event.ctrlKey || event.metaKey || event.altKey || at.closest("input, select, textarea, dialog")) return;
+  const view = VIEWS.find((each) => each.key === event.key);
+  if (view) address.go(address.link(view.name, chosen()));
+  else if (event.key === "d") toggleTheme();
+  else if (event.key === "?") showKeys();
+});
+document.addEventListener("click", (event) => {
+  const menu = top.querySelector("details[open]");
+  if (menu && !menu.contains(/** @type {Node} */ (event.target))) menu.removeAttribute("open");
+});
+void start();

@@ -1,0 +1,61 @@
+"""`megascale bench observe --parts stragglers,decline` on small jobs: what is found is counted, what is not is
+missed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from megascale.bench.observe import decline_bench, observe_bench, straggler_bench
+from megascale.bench.observe.made_spans import Job
+from megascale.bench.observe.replayed_job import Extra, replayed
+
+
+def test_replayed_ranks_wait_for_each_other_by_the_schedule():
+    """A rank's parts and waits add up to its step; one rank's delay is a wait of all others, and of itself none."""
+    job = Job(tensor=2, stages=2, virtual=2, data=2, microbatches=4)
+    quiet = dict(replayed(job, 3, 1))
+    late = dict(replayed(job, 3, 1, extra=Extra(late_ns=[[500e6 * (rank == 5) for rank in range(job.world)]])))
+    for step in (1, 2, 3):
+        grown = late[step]["total_ns"][:, 4] - quiet[step]["total_ns"][:, 4]
+        assert (grown > 300e6).all()
+        waited = late[step]["waited_ns"][:, 4] - quiet[step]["waited_ns"][:, 4]
+        assert waited[5] < 100e6 < waited[[0, 3, 7]].min()
+
+
+def test_the_bench_counts_what_is_found(tmp_path):
+    record = straggler_bench.measure(tmp_path, runs=1, data=4, seed=2)
+    assert record["world"] == 256
+    assert set(straggler_bench.scores(record).values()) == {(1, 1)}, record
+    assert straggler_bench.missed(record) == []
+    worse = copy.deepcopy(record)
+    worse["clean"][0]["gpus"] = [3]
+    worse["two"][0]["gpus"] = []
+    assert [text.partition(":")[2] for text in straggler_bench.missed(worse)] == [
+        " clean runs without a false alarm: 0 of 1",
+        " two slow GPUs found, none else: 0 of 1",
+    ]
+    assert any("256 ranks" in line for line in straggler_bench.lines(record))
+
+
+def test_a_cause_that_is_not_named_first_is_missed():
+    runs = [
+        {"cause": cause, "named": [cause] if cause else [], "growth": 0.05, "shares": {}}
+        for cause in decline_bench.CAUSES
+    ]
+    record = {"world": 128, "steps": 300, "seed": 1, "runs": runs}
+    assert decline_bench.missed(record) == []
+    runs[0]["named"] = ["samples", "garbage collection"]
+    runs[-1]["named"] = ["update"]
+    assert decline_bench.missed(record) == ["decline: garbage collection: 0 of 1", "decline: no decline: 0 of 1"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="here are two GPUs")
+def test_two_gpus_are_asked_for_and_their_want_is_said(tmp_path, capsys):
+    """The part runs where two GPUs are; elsewhere it says that it is blocked, and is neither passed nor missed."""
+    record: dict = {}
+    assert observe_bench._local(record, tmp_path, "cuda", 1.0) == []
+    assert "blocked: a slow GPU is told from a healthy one of two; here are" in capsys.readouterr().out
+    assert record["local"]["blocked"]

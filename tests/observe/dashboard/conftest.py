@@ -1,0 +1,136 @@
+"""A browser, a dashboard served by its command, and run folders: one that is well, a hostile one, a damaged one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.bench.observe.dashboard_set import write_metrics, write_ranks
+from megascale.bench.observe.made_spans import Job, made
+from megascale.core import strict_json
+from megascale.observe.store.frames import ROLLUPS, SPANS
+from megascale.observe.store.ingest import Ingest
+from megascale.observe.store.parquet import ParquetWriter
+from megascale.observe.store.span_ring import SpanRing
+from tests.forked import Forked
+
+JOB = Job(tensor=2, stages=2, virtual=2, data=8, microbatches=4)
+STEPS = 12  # of roll-ups
+SLOW = 7  # the rank that made spans have a tenth slower
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# What would run if any of it became a part of the page.
+EVIL = "<img src=x onerror=\"window.hacked='yes'\"><script>window.hacked='yes'</script>'\"&${1}"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium, the system's own. Playwright has an event loop run in this thread for as long as it is there:
+    what calls asyncio.run, or forks, must come after it."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'"
+    )
+    program = os.environ.get("MEGASCALE_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip("no chromium: apt-get install chromium, or name one in MEGASCALE_CHROMIUM")
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A fresh page of 1280 x 720; anything that a script raises or the policy refuses fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 720})
+    made = context.new_page()
+    wrong: list[str] = []
+    made.on("pageerror", lambda error: wrong.append(str(error)))
+    made.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    made.set_default_timeout(30_000)
+    yield made
+    context.close()
+    assert not wrong
+
+
+def write_spans(run: Path, job: Job = JOB) -> None:
+    """Roll-ups of STEPS steps and spans of three, of every rank, through a ring into the tables of one host."""
+    ring = SpanRing(body=8 << 20)
+    ingest = Ingest(run / "spans" / "host=0", job="made", host=0, hostname="here", sink=ParquetWriter, clock_ns=10**18)
+    for kind, full, steps in ((ROLLUPS, False, STEPS), (SPANS, True, 3)):
+        for rank, step, records in made(job, steps, full):
+            ring.rank = rank
+            ring.write(kind, step, records, 1000)
+            ingest.take(ring)
+    ingest.close()
+    write_ranks(run, job)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: calm, other, EVIL's and one of which every file is damaged."""
+    folder = tmp_path_factory.mktemp("dashboard") / "runs"
+    for name in ("calm", "other"):
+        (folder / name).mkdir(parents=True)
+        write_metrics(folder / name, 200)
+        (folder / name / "config.toml").write_text('[train]\nname = "calm"\nsteps = 500\n')
+    write_spans(folder / "calm")
+    evil = folder / EVIL.replace("/", "\u2215")
+    (evil / "spans" / "host=0").mkdir(parents=True)
+    write_metrics(evil, 10)
+    with open(evil / "events.jsonl", "a") as out:
+        about = {"time": time.time(), "event": EVIL, "evidence": [EVIL], "nodes": [EVIL], "ranks": [EVIL], EVIL: EVIL}
+        out.write(strict_json.dumps(about) + "\n")
+    with open(evil / "metrics.jsonl", "a") as out:
+        out.write(strict_json.dumps({"step": 11, "loss": EVIL, EVIL: 1.0, "time": 1e300, "seconds": -1e300}) + "\n")
+    who = {"attempt": 0, "rank": 0, "hostname": EVIL, "device": EVIL, "tensor": 0, "pipeline": 0, "data": 0}
+    (evil / "spans" / "host=0" / "ranks.jsonl").write_text(strict_json.dumps(who) + "\n")
+    (evil / "checkpoints" / f"step-3{EVIL.replace('/', '')}").mkdir(parents=True)
+    damaged = folder / "damaged"
+    (damaged / "spans" / "host=0").mkdir(parents=True)
+    (damaged / "checkpoints" / "step-5").mkdir(parents=True)
+    (damaged / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": 2.5, "seconds": 1, "time": 5}\n{"step": 2, "lo\n\xff\xfe\n'
+    )
+    (damaged / "events.jsonl").mkdir()
+    (damaged / "config.toml").write_text("[train\n")
+    (damaged / "journal.sqlite").write_bytes(b"SQLite format 3\0" + b"\1" * 500)
+    (damaged / "spans" / "host=0" / "rollups-000000.parquet").write_bytes(b"PAR1 torn")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Starts `megascale dashboard`; returns its address."""
+    folder = tmp_path_factory.mktemp("served")
+    started: list[Forked] = []
+
+    def begin(place: Path, *words: str) -> str:
+        output = folder / f"{len(started)}.out"
+        process = Forked(["dashboard", place, "--port=0", "--no-browser", *words], output=output, cwd=folder)
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"dashboard of .*: (https?://\S+)\n", output.read_text())):
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.02)
+        return found[1]
+
+    yield begin
+    for process in started:
+        process.send_signal(signal.SIGINT)
+    for process in started:
+        process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def address(serve: Callable[..., str], runs: Path) -> str:
+    """Where the folder of runs is served."""
+    return serve(runs)

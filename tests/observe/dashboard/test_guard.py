@@ -1,0 +1,173 @@
+"""Who may ask the dashboard, and what a browser may do with its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import stat
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from megascale.errors import ConfigError
+from megascale.observe.dashboard.guard import POLICY, Guard
+from megascale.observe.dashboard.serve import Listening, check, names
+from tests.forked import Forked
+
+TOKEN = b"r" * 64
+
+
+async def inside(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"in"})
+
+
+def ask(guard: Guard, method: str = "GET", path: str = "/api/runs", **headers: str) -> tuple[int, dict[bytes, bytes]]:
+    given = {"host": "127.0.0.1:8265"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    scope = {
+        "type": "http", "method": method, "path": path,
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items()],
+    }  # fmt: skip
+    said: list[dict] = []
+
+    async def send(message):
+        said.append(message)
+
+    async def run():
+        await guard(scope, None, send)
+
+    asyncio.run(run())
+    return said[0]["status"], dict(said[0]["headers"])
+
+
+@pytest.fixture
+def guard() -> Guard:
+    return Guard(inside, names("127.0.0.1"), "http", None)
+
+
+def test_every_answer_carries_the_policy(guard):
+    for found in (ask(guard), ask(guard, host="evil.example")):
+        assert found[1][b"content-security-policy"] == POLICY.encode()
+        assert found[1][b"x-content-type-options"] == b"nosniff"
+    assert "unsafe" not in POLICY
+    assert "*" not in POLICY
+    assert "http" not in POLICY
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example:8265", "", "10.0.0.1:8265", "[::2]:1", "localhost."]
+)
+def test_other_names_are_refused(guard, host):
+    assert ask(guard, host=host)[0] == 421
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8265", "localhost:1", "LOCALHOST", "[::1]:8265"])
+def test_own_names_are_taken(guard, host):
+    assert ask(guard, host=host)[0] == 200
+
+
+def test_other_sites_are_refused(guard):
+    assert ask(guard, origin="http://127.0.0.1:8265")[0] == 200
+    for origin in ("http://evil.example", "null", "https://127.0.0.1:8265", "http://127.0.0.1:9999"):
+        assert ask(guard, origin=origin)[0] == 403, origin
+    assert ask(guard, sec_fetch_site="cross-site")[0] == 403
+    assert ask(guard, path="/", sec_fetch_site="cross-site")[0] == 200  # a link from elsewhere leads here
+
+
+def test_orders_come_from_the_page_as_json_of_known_length(guard):
+    good = {"origin": "http://127.0.0.1:8265", "content_type": "application/json", "content_length": "40"}
+    assert ask(guard, "POST", **good)[0] == 200
+    assert ask(guard, "POST", **{k: v for k, v in good.items() if k != "origin"})[0] == 403
+    assert ask(guard, "POST", **good | {"content_type": "text/plain"})[0] == 415
+    assert ask(guard, "POST", **good | {"content_length": str(1 << 20)})[0] == 413
+    assert ask(guard, "POST", **{k: v for k, v in good.items() if k != "content_length"})[0] == 413
+
+
+def test_reading_over_a_network_needs_the_token():
+    guard = Guard(inside, names("127.0.0.1"), "http", TOKEN)
+    assert ask(guard)[0] == 401
+    assert ask(guard, authorization="Bearer " + "x" * 64)[0] == 401
+    assert ask(guard, authorization=TOKEN.decode())[0] == 401
+    assert ask(guard, authorization=f"bearer {TOKEN.decode()}")[0] == 200
+    assert ask(guard, path="/pages/main.js")[0] == 200  # the page that asks for the token tells nothing
+
+
+def test_listening_beyond_this_machine_needs_token_and_tls(tmp_path: Path):
+    for at in (
+        Listening("0.0.0.0"),
+        Listening("0.0.0.0", token_file=tmp_path / "t"),
+        Listening("0.0.0.0", token_file=tmp_path / "t", certificate=tmp_path / "c"),
+        Listening("127.0.0.1", key=tmp_path / "k"),
+        Listening("127.0.0.1", certificate=tmp_path / "c", key=tmp_path / "k"),
+    ):
+        with pytest.raises(ConfigError, match=r"--(host|certificate)"):
+            check(at)
+    assert check(Listening()) is None
+
+
+def get(url: str, **headers: str) -> tuple[int, dict]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_the_command_keeps_its_token_and_its_folder(serve, runs, tmp_path):
+    token = tmp_path / "token"
+    address = serve(runs / "calm", "--token-file", str(token))
+    assert stat.S_IMODE(os.stat(token).st_mode) == 0o600
+    assert get(f"{address}api/runs")[0] == 401
+    shown = {"Authorization": f"Bearer {token.read_text()}"}
+    assert get(f"{address}api/runs", **shown)[1]["runs"] == ["calm"]
+    for asked in ("../other", "other", "%2e%2e%2fother", "calm%00"):
+        status, told = get(f"{address}api/overview?run={asked}", **shown)
+        assert (status, "there is no run" in told["detail"]) == (404, True), asked
+    for asked in ("timeline?run=calm&view=up", "heat?run=calm&figure=x", "series?run=calm&key=loss&x=loss"):
+        assert get(f"{address}api/{asked}", **shown)[0] == 400, asked
+    assert get(f"{address}api/heat?run=calm&first=-1", **shown)[0] == 422
+
+
+def test_wrong_words_on_the_command_line(megascale, runs, tmp_path):
+    for words, code, said in (
+        (["dashboard", tmp_path / "none"], 4, "is no folder"),
+        (["dashboard", runs, "--host", "0.0.0.0"], 2, "--token-file"),
+    ):
+        done = megascale(*words)
+        assert done.returncode == code
+        assert said in done.stderr
+
+
+def test_a_server_that_is_killed_leaves_nobody_behind(runs, tmp_path):
+    """Its query processes end with it; Ctrl-C ends it with exit code 130."""
+    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
+        process = Forked(["dashboard", runs, "--port=0", "--no-browser"], output=tmp_path / "out", cwd=tmp_path)
+        until(lambda: "dashboard of" in (tmp_path / "out").read_text())
+        until(lambda process=process: len(children(process.pid)) >= 2)
+        workers = children(process.pid)
+        address = re.search(r"https?://\S+", (tmp_path / "out").read_text())[0]
+        stream = urllib.request.urlopen(f"{address}api/live?run=calm", timeout=30)  # open to the end
+        assert stream.readline() == b": open\n"
+        process.send_signal(number)
+        assert process.wait(30) == code
+        assert "Traceback" not in (tmp_path / "out").read_text()
+        stream.close()
+        until(lambda workers=workers: not any(Path(f"/proc/{pid}/stat").exists() for pid in workers))
+        (tmp_path / "out").write_text("")
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def until(there) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

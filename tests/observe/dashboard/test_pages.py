@@ -1,0 +1,169 @@
+"""The pages in a real browser: every view, by mouse and keyboard, in both themes, small and large; hostile names."""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import quote
+
+import pytest
+
+from megascale.core import strict_json
+from tests.observe.dashboard.conftest import EVIL, JOB, SLOW
+
+pytestmark = pytest.mark.xdist_group("browser")
+VIEWS = ("overview", "heatmap", "timeline", "grid", "nodes", "plan")
+
+
+def settled(page, address: str, view: str, **words: object) -> None:
+    """Open a view and wait for its first answer."""
+    asked = "&".join(f"{name}={quote(str(value))}" for name, value in words.items())
+    page.goto(f"{address}{view}?{asked}")
+    page.wait_for_selector("main[data-ready]")
+
+
+def violations(page) -> list[str]:
+    """Rules of WCAG 2.1 AA and of good practice that the page breaks, with where."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    found = axe.Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {node['html'][:200]} {node['failureSummary'][:200]}" for one in found for node in one["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_views_keep_the_rules_of_accessibility(page, address, scheme):
+    page.emulate_media(color_scheme=scheme)
+    for view in VIEWS:
+        settled(page, address, view, run="calm")
+        assert violations(page) == [], view
+
+
+def test_overview_shows_several_runs_over_each_other(page, address):
+    page.goto(f"{address}overview?run=calm&run=other")
+    page.wait_for_selector("main[data-ready]")
+    assert page.locator(".legend li").all_inner_texts() == ["calm", "other"]
+    loss = page.locator("figure", has=page.locator("figcaption span", has_text="loss")).first.locator("canvas")
+    label = loss.get_attribute("aria-label")
+    assert label.startswith("loss.")
+    assert "calm: last" in label
+    assert "other: last" in label
+    assert page.locator(".tile", has_text="effective time").locator("b").inner_text().endswith("%")
+    assert "training" in page.locator(".figures").first.inner_text()
+    assert "checkpoint" not in page.locator("text=None in the run folder").inner_text().lower()
+    # Drag over a part of it: all charts show that part, and so does the address.
+    box = loss.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=4)
+    page.mouse.up()
+    page.wait_for_url(lambda url: "low=" in url and "high=" in url)
+    page.get_by_role("button", name="Whole run").click()
+    page.wait_for_url(lambda url: "low=" not in url)
+    # The keyboard does the same.
+    loss.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".told:visible")
+    page.keyboard.press("+")
+    page.wait_for_url(lambda url: "low=" in url)
+
+
+def test_new_steps_and_events_come_by_themselves(page, serve, tmp_path):
+    run = tmp_path / "live"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(strict_json.dumps({"step": 1, "loss": 5.0, "time": 1.0, "seconds": 1.0}) + "\n")
+    page.goto(serve(run))
+    page.wait_for_selector(".chart canvas[aria-label*='last 5']")
+    with open(run / "metrics.jsonl", "a") as out:
+        out.write(strict_json.dumps({"step": 2, "loss": 4.0, "time": 2.0, "seconds": 1.0}) + "\n")
+    page.wait_for_selector(".chart canvas[aria-label*='last 4']", timeout=5000)
+    (run / "events.jsonl").write_text(strict_json.dumps({"time": 3.0, "event": "run_finished", "attempt": 1}) + "\n")
+    page.wait_for_selector(".events >> text=run finished", timeout=5000)
+    page.wait_for_selector(".chip >> text=done")
+
+
+def test_heat_map_leads_from_the_outlier_to_its_host_and_history(page, address):
+    settled(page, address, "heatmap", run="calm")
+    assert page.locator(".outliers button").first.inner_text().startswith(f"rank {SLOW}")
+    page.locator(".outliers button").first.click()
+    page.wait_for_url(lambda url: f"rank={SLOW}" in url)
+    page.wait_for_selector("section[aria-label=history] canvas")
+    assert "node-0000" in page.locator(f"section[aria-label='rank {SLOW}']").inner_text()
+    assert page.locator("section[aria-label='ranks of the host'] button").count() == 8
+    page.get_by_role("button", name="All outliers").click()
+    # By keyboard: from cell to cell, and what each is said.
+    page.locator("canvas[role=application]").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.locator("p[role=status].unseen").inner_text().startswith("rank ")
+    page.keyboard.press("Enter")
+    page.wait_for_url(lambda url: "rank=" in url)
+    # A link shows the same to whoever follows it.
+    page.get_by_label("Figure").select_option("wait.tensor")
+    page.get_by_label("By", exact=True).select_option("grid")
+    page.get_by_label("from step").fill("2")
+    page.keyboard.press("Tab")
+    page.wait_for_url(lambda url: all(word in url for word in ("figure=wait.tensor", "order=grid", "first=2")))
+    page.reload()
+    page.wait_for_selector(".outliers button")
+    assert page.get_by_label("Figure").input_value() == "wait.tensor"
+    assert page.get_by_label("from step").input_value() == "2"
+
+
+def test_the_overview_fits_a_phone(page, address):
+    page.set_viewport_size({"width": 375, "height": 740})
+    settled(page, address, "overview", run="calm")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    assert page.locator(".chart").first.bounding_box()["width"] > 300
+
+
+def test_hostile_names_and_values_run_no_script(page, address, runs):
+    (evil,) = [run.name for run in runs.iterdir() if run.name.startswith("<img")]
+    for view in VIEWS:
+        settled(page, address, view, run=evil)
+        assert page.evaluate("window.hacked === undefined"), view
+        assert page.locator("img, main script").count() == 0, view
+    settled(page, address, "overview", run=evil)
+    # It is shown, as text.
+    assert EVIL[:30] in page.locator(".events").inner_text()
+    assert page.locator(".picker summary").inner_text().endswith(evil)
+    settled(page, address, "heatmap", run="calm", figure=EVIL)
+    assert "this run has none of that name" in page.locator(".note").inner_text()
+    assert page.evaluate("window.hacked === undefined")
+
+
+def test_a_damaged_run_opens_and_says_what_is_missing(page, address):
+    settled(page, address, "overview", run="damaged")
+    assert page.locator(".chart canvas").count()
+    notes = page.locator(".notes").inner_text()
+    for word in ("metrics.jsonl could not be read", "events.jsonl cannot be read", "config.toml", "journal", "COMMIT"):
+        assert word in notes, word
+    for view in VIEWS[1:]:
+        settled(page, address, view, run="damaged")
+        assert page.locator(".note").first.inner_text()
+
+
+def test_keys_lead_through_the_views(page, address):
+    settled(page, address, "overview", run="calm")
+    page.keyboard.press("h")
+    page.wait_for_selector("h1 >> text=Heat map of calm")
+    page.wait_for_selector("main[data-ready]")
+    page.go_back()
+    page.wait_for_selector(".chart canvas")
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.keyboard.press("d")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    page.keyboard.press("?")
+    assert page.get_by_role("dialog", name="keys").is_visible()
+    page.keyboard.press("Escape")
+    page.locator(".picker summary").click()
+    page.get_by_label("show other").check()
+    page.wait_for_url(lambda url: url.count("run=") == 2)
+
+
+def test_nothing_is_asked_of_the_internet(page, address):
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    settled(page, address, "heatmap", run="calm")
+    assert asked
+    assert all(url.startswith(address) for url in asked)
+    assert json.loads(page.evaluate("JSON.stringify(performance.getEntriesByType('resource').length)")) >= JOB.stages

@@ -1,0 +1,157 @@
+"""Metrics and events of a run as they grow, break and are written again; where the time of a run went."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.errors import DataError
+from megascale.observe.dashboard.effective_time import TRAINING, effective_time
+from megascale.observe.dashboard.metric_columns import MetricColumns, _buckets
+from megascale.observe.dashboard.record_tail import RecordTail
+from megascale.observe.dashboard.run_list import RunList
+from megascale.observe.dashboard.run_reader import RunReader
+
+
+def add(file, *records):
+    with open(file, "a") as out:
+        for record in records:
+            out.write((record if isinstance(record, str) else json.dumps(record)) + "\n")
+
+
+def test_each_whole_line_is_read_once_and_damage_is_counted(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    tail = RecordTail(file)
+    assert tail.read() == (False, [])
+    assert tail.missing
+    file.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a"')
+    assert tail.read()[1] == [{"a": 1}, {"a": 2}]
+    assert tail.read() == (False, [])
+    with open(file, "ab") as out:
+        out.write(b": 3}\n\xff\xff\n[1]\n" + b"[" * 5000 + b"\n" + b"x" * (3 << 20) + b'\n{"a": "NaN"}\n')
+    (found,) = [record for record in tail.read()[1] if record["a"] != 3]
+    assert math.isnan(found["a"])
+    assert tail.damaged == 4
+    file.write_text('{"a": 9}\n')  # written anew
+    assert tail.read() == (True, [{"a": 9}])
+    os.unlink(file)
+    assert tail.read() == (True, [])
+    assert tail.missing
+    os.mkfifo(file)  # which would hold its reader for ever
+    assert tail.read() == (False, [])
+    assert tail.error
+
+
+def test_a_step_that_was_done_again_counts_once(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    add(file, *({"step": n, "loss": n, "seconds": 1, "time": n} for n in (1, 2, 3, 4)))
+    add(file, {"step": 4, "valid_loss": 9.0, "time": 4.5})
+    metrics = MetricColumns(file)
+    metrics.refresh()
+    assert not metrics.columns()["redone"].any()
+    add(file, *({"step": n, "loss": 10 * n, "seconds": 1, "time": 10 + n} for n in (3, 4, 5)))
+    metrics.refresh()
+    series = metrics.series(["loss", "valid_loss", "none"], "step", 100)
+    assert series["loss"]["x"] == [1, 2, 3, 4, 5]
+    assert series["loss"]["mean"] == [1, 2, 30, 40, 50]
+    assert "none" not in series
+    assert series["valid_loss"]["x"] == []
+
+
+def test_values_that_are_none_make_gaps_and_are_named(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    add(file, {"step": 1, "loss": 2.0, "seconds": 1}, {"step": 2, "loss": "NaN", "seconds": 1})
+    add(file, {"step": "x"}, {"step": -1}, {"step": 3, "loss": 10**400, "text": "words", "seconds": 1}, "{}")
+    metrics = MetricColumns(file)
+    metrics.refresh()
+    assert metrics.series(["loss"], "step", 10)["loss"]["mean"] == [2.0]
+    assert metrics.nonfinite("loss") == [2, 3]
+    assert metrics.rows == 3
+    assert metrics.tail.damaged == 3
+    assert "text" not in metrics.keys
+
+
+@settings(max_examples=25)
+@given(st.integers(2, 40), st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300))
+def test_buckets_keep_the_extremes(points, values):
+    ys = np.array(values)
+    found = _buckets(np.arange(len(ys), dtype=float), ys, points)
+    assert len(found["x"]) == min(points, len(ys))
+    assert found["x"] == sorted(found["x"])
+    assert np.isclose(min(found["low"]), ys.min(), rtol=1e-5)
+    assert np.isclose(max(found["high"]), ys.max(), rtol=1e-5)
+
+
+def test_the_time_of_a_run_is_told_by_cause(tmp_path):
+    """Ten steps of a second, a checkpoint, a hang at step 10 that costs 30 s and three steps; then on to step 12."""
+    rows = [(n, 100.0 + n) for n in range(1, 6)] + [(n, 102.0 + n) for n in range(6, 11)]
+    rows += [(n, 145.0 + n - 7) for n in (8, 9, 10, 11, 12)]
+    file = tmp_path / "metrics.jsonl"
+    add(file, *({"step": n, "loss": 1.0, "time": at, "seconds": 1.0} for n, at in rows))
+    metrics = MetricColumns(file)
+    metrics.refresh()
+    events = [
+        {"event": "driver_started", "time": 90.0}, {"event": "attempt_started", "time": 95.0},
+        {"event": "run_started", "time": 98.0}, {"event": "checkpoint_saved", "time": 106.5},
+        {"event": "process_exit", "time": 130.0}, {"event": "hang", "time": 130.0},
+        {"event": "attempt_started", "time": 142.0}, {"event": "resumed", "time": 144.0}, {"event": "x", "time": "NaN"},
+    ]  # fmt: skip
+    found = effective_time(metrics.columns(), events)
+    assert found.total == pytest.approx(60.0)
+    assert sum(found.seconds.values()) == pytest.approx(60.0)
+    assert found.seconds == pytest.approx(
+        {
+            TRAINING: 12.0, "stopped: hang": 30.0, "starting and loading": 8.0, "waiting for nodes": 5.0,
+            "steps done again": 3.0, "saving checkpoints": 2.0,
+        }
+    )  # fmt: skip
+    assert found.share == pytest.approx(0.2)
+    # The same with the job done and launched again 20 s later; an alert is no cause.
+    events[5:6] = [
+        {"event": "hang", "time": 130.0, "action": "alert"}, {"event": "driver_ended", "time": 115.0},
+        {"event": "driver_started", "time": 135.0},
+    ]  # fmt: skip
+    again = effective_time(metrics.columns(), sorted(events, key=lambda one: float(one["time"])))
+    assert again.total == pytest.approx(60.0)
+    assert again.seconds["not running"] == pytest.approx(20.0)
+    assert again.seconds["stopped: process ended"] == pytest.approx(10.0)
+    later = effective_time(metrics.columns(), events, now=170.0)
+    assert later.total == pytest.approx(80.0)
+    assert math.isnan(effective_time({}, []).share)
+
+
+def test_a_run_without_a_driver_says_whether_it_lives(tmp_path):
+    reader = RunReader(tmp_path, lambda run: None)
+    add(tmp_path / "metrics.jsonl", {"step": 3, "loss": 1.0, "time": 1e9, "seconds": 1})
+    add(tmp_path / "events.jsonl", {"event": "run_started", "time": 1e9 - 5, "attempt": 2})
+    assert (now := reader.overview()["now"])["phase"] == "silent"
+    assert now["attempt"] == 2
+    assert not now["alive"]
+    add(tmp_path / "events.jsonl", {"event": "run_finished", "time": 1e9 + 1})
+    assert reader.overview()["now"]["phase"] == "done"
+    add(tmp_path / "events.jsonl", {"event": "resumed", "time": 1e9 + 9})
+    assert reader.overview()["now"]["phase"] == "silent"
+
+
+def test_only_runs_of_the_folder_can_be_asked_for(tmp_path):
+    with pytest.raises(DataError, match="is no folder"):
+        RunList(tmp_path / "none")
+    with pytest.raises(DataError, match="holds no run"):
+        RunList(tmp_path)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "b").mkdir()
+    add(tmp_path / "runs" / "a" / "metrics.jsonl", {"step": 1})
+    add(tmp_path / "metrics.jsonl", {"step": 1})
+    runs = RunList(tmp_path / "runs")
+    assert runs.names() == ["a"]
+    assert runs.path("a") == tmp_path / "runs" / "a"
+    for name in ("b", "..", ".", "", "../runs/a", "a/../a", "/etc"):
+        with pytest.raises(DataError, match="there is no run"):
+            runs.path(name)
+    assert RunList(tmp_path / "runs" / "a").path("a").samefile(tmp_path / "runs" / "a")

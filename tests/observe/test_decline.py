@@ -1,0 +1,71 @@
+"""Why steps grew: replayed runs with one cause each, read from their spans and counters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megascale.bench.observe import decline_bench
+from megascale.bench.observe.made_spans import Job
+from megascale.bench.observe.replayed_job import Extra, replayed
+from megascale.bench.observe.replayed_runs import keep
+from megascale.core import strict_json
+from megascale.observe.analysis.decline import decline, windows
+from megascale.observe.analysis.rank_parts import rank_parts
+from megascale.observe.store.tables import SpanTables
+
+JOB = Job(tensor=2, stages=2, virtual=1, data=8, microbatches=8)
+STEPS = 150
+
+
+@pytest.mark.parametrize("cause", decline_bench.CAUSES)
+def test_each_cause_is_named(cause, tmp_path):
+    random = np.random.default_rng(3)
+    extra, throttled = decline_bench.extra_of(cause, JOB.world, STEPS, random)
+    counters = decline_bench.gpu_counters(JOB.world, throttled, STEPS)
+    found = decline_bench.look(keep(tmp_path / "run", JOB, replayed(JOB, STEPS, 9, extra=extra), counters))
+    assert found.declined == bool(cause)
+    if not cause:
+        assert found.named == ()
+        return
+    first = found.named[0]
+    assert first.name == cause
+    assert first.evidence
+    assert sum(one.share for one in found.causes) <= 1.001
+    if cause == "throttling":
+        assert set(first.ranks) <= set(throttled)
+        assert "power cap" in first.evidence[0]
+        assert "1720 MHz, 1980 MHz before" in first.evidence[1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One rank that became slow, and metrics with MFU beside the spans."""
+    folder = tmp_path_factory.mktemp("decline") / "run"
+    pace = np.ones((STEPS, JOB.world))
+    pace[STEPS // 2 :, 9] *= 1.3
+    keep(folder, JOB, replayed(JOB, STEPS, 9, extra=Extra(pace=pace)))
+    rows = [{"step": step, "mfu": 0.5 if step <= STEPS // 2 else 0.4} for step in range(1, STEPS + 1)]
+    (folder / "metrics.jsonl").write_text("".join(strict_json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_one_rank_that_became_slow_is_a_slow_rank_and_mfu_is_told(run):
+    with SpanTables(run) as tables:
+        first, second, series = windows(tables, 1)
+        found = decline(lambda low, high: rank_parts(tables, 1, low, high), first, second, tables, series)
+    assert (first, second) == ((4, 32), (122, 150))
+    assert found.mfu == (0.5, 0.4)
+    assert [(one.name, one.ranks) for one in found.named] == [("slow rank", (9,))]
+    assert len(found.series[0]) == STEPS - 3
+
+
+def test_the_command(run, megascale, tmp_path):
+    told = " ".join(megascale("decline", run, "--plot", tmp_path / "why.png").stdout.split())
+    assert "MFU 50.0%, then 40.0%" in told
+    assert "slow rank: rank 9 is the last in" in told
+    assert (tmp_path / "why.png").stat().st_size > 10_000
+    same = strict_json.loads(megascale("decline", run, "--json", "--before", "10-40", "--after", "41-70").stdout)
+    assert (same["declined"], same["named"], same["before"]) == (False, [], [10, 40])
+    wrong = megascale("decline", run, "--before", "10-40")
+    assert (wrong.returncode, "--after" in wrong.stderr) == (2, True)

@@ -1,0 +1,161 @@
+"""Slow machines in recorded runs: replayed jobs with a fault, read from a copy of their spans and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import duckdb
+import numpy as np
+import pytest
+
+from megascale.bench.observe.made_spans import Job
+from megascale.bench.observe.replayed_job import Faults, replayed
+from megascale.bench.observe.replayed_runs import keep
+from megascale.core import strict_json
+from megascale.errors import ConfigError, DataError
+from megascale.observe.analysis.rank_parts import PARTS, RankParts, rank_parts, window
+from megascale.observe.analysis.stragglers import stragglers
+from megascale.observe.store.tables import SpanTables
+
+JOB = Job(tensor=4, stages=2, virtual=2, data=4, microbatches=8)
+SLOW, LINK = 6, 26  # stage 0, tensor 2, data 1; stage 1, tensor 2, data 2
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A copy of the spans of a run with a slow GPU and a slow link."""
+    folder = tmp_path_factory.mktemp("run")
+    keep(folder / "made", JOB, replayed(JOB, 60, 3, Faults({SLOW: 1.08}, {LINK: 8.0})))
+    shutil.copytree(folder / "made" / "spans", folder / "copy" / "spans")
+    shutil.rmtree(folder / "made")
+    return folder / "copy"
+
+
+def test_parts_add_up_to_the_step(run):
+    with SpanTables(run) as tables:
+        assert window(tables) == (1, 3, 60)  # a minute of them, without two that warm up
+        assert window(tables, last=20) == (1, 41, 60)
+        assert window(tables, "7-9") == (1, 7, 9)
+        with pytest.raises(ConfigError, match=r"--steps=90: roll-ups are there of steps 1 to 60"):
+            window(tables, "90")
+        parts = rank_parts(tables, 1, 11, 60)
+        with pytest.raises(DataError, match="steps 70 to 80"):
+            rank_parts(tables, 1, 70, 80)
+    whole = parts.busy + sum(parts.waits.values())
+    assert np.abs(whole - parts.seconds).max() < 1e-6
+    assert parts.place[SLOW].tolist() == [2, 0, 1]
+    assert len(set(parts.comparable.tolist())) == 2
+
+
+def test_a_slow_gpu_and_a_slow_link_are_told_apart(run):
+    with SpanTables(run) as tables:
+        found = stragglers(rank_parts(tables, 1, 11, 60), tables)
+    assert [(one.found.rank, one.cause, one.found.state) for one in found.persistent] == [(SLOW, "GPU", "persistent")]
+    assert found.persistent[0].found.excess == pytest.approx(0.08, abs=0.015)
+    assert found.persistent[0].place == "stage 0, tensor 2, data 1"
+    assert [link.ranks for link in found.links] == [(LINK,)]
+    assert found.links[0].seconds > found.links[0].limit > 0
+
+
+def test_ranks_that_are_missing_are_named_and_the_rest_is_judged(run, tmp_path, megascale):
+    """A host's folder is gone, a rank's rows are, and a rank tells no more from step 31 on."""
+    shutil.copytree(run / "spans", tmp_path / "spans")
+    out = tmp_path / "spans" / "host=0"
+    for file in out.glob("rollups-*.parquet"):
+        rest = "rank NOT IN (8, 9, 17) AND NOT (rank = 20 AND step > 30)"
+        duckdb.sql(f"COPY (SELECT * FROM read_parquet('{file}') WHERE {rest}) TO '{out}/new' (FORMAT parquet)")
+        (out / "new").rename(file)
+    lines = (out / "ranks.jsonl").read_text().splitlines()
+    (out / "ranks.jsonl").write_text("\n".join(one for one in lines if strict_json.loads(one)["rank"] not in (8, 9)))
+    with SpanTables(tmp_path) as tables:
+        found = stragglers(rank_parts(tables, 1, 11, 60), tables)
+    assert found.parts.missing == [8, 9, 17]
+    assert found.parts.silent == {20: 30}
+    assert [(one.found.rank, one.cause, one.found.state) for one in found.persistent] == [(SLOW, "GPU", "persistent")]
+    assert [link.ranks for link in found.links] == [(LINK,)]
+    told = megascale("stragglers", tmp_path).stdout
+    assert "of 3 ranks (8, 9, 17) nothing is recorded in these steps: not judged" in told
+    assert "rank 20 tells of no step after step 30, though others do" in told
+
+
+def test_the_command_tells_draws_and_prints_json(run, megascale, tmp_path):
+    told = megascale("stragglers", run, "--plot", tmp_path / "slow.png").stdout
+    assert "rank 6 (stage 0, tensor 2, data 1 on bench)" in " ".join(told.split())
+    assert (tmp_path / "slow.png").stat().st_size > 10_000
+    found = strict_json.loads(megascale("stragglers", run, "--json", "--steps", "11-60").stdout)
+    assert [one["rank"] for one in found["slow_ranks"] if one["state"] == "persistent"] == [SLOW]
+    assert [one["ranks"] for one in found["slow_links"]] == [[LINK]]
+    assert set(found["slower"]) == {str(rank) for rank in range(JOB.world)}
+    wrong = megascale("stragglers", run, "--plot", "slow.txt")
+    assert (wrong.returncode, "slow.txt" in wrong.stderr) == (2, True)
+    wrong = megascale("stragglers", run, "--steps", "1-9", "--last", "5")
+    assert (wrong.returncode, "give one of them" in wrong.stderr) == (2, True)
+    assert megascale("stragglers", tmp_path).returncode == 4
+
+
+def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
+    """Ranks of one stage with 100 ms of work a step, and a little of everything."""
+    random = np.random.default_rng(5)
+    shape = (ranks, 50)
+    noisy = np.exp(0.01 * random.standard_normal(shape))
+    parts = dict(zip(PARTS, np.tile(0.001 * noisy, (len(PARTS), 1, 1)), strict=True)) | {
+        "compute": 0.1 * noisy,
+        "queued": np.zeros(shape),
+    }
+    waits = {axis: np.zeros(shape) for axis in ("tensor", "pipeline", "data", "world")}
+    more = {"count": np.ones(shape), "forward": 0.03 * noisy, "backward": 0.07 * noisy, "compute_whole": 0.1 * noisy}
+    more |= {"host": 0.05 * noisy, "first": np.full(shape, 1.0), "last": np.full(shape, 2.0)}
+    place = np.stack([np.zeros(ranks, int), np.zeros(ranks, int), np.arange(ranks)], 1)
+    host = np.arange(ranks) // (ranks // hosts)
+    return RankParts(
+        np.arange(ranks), np.arange(1, 51), 1, place, host, [device] * ranks, ["h"] * ranks, 0.2 * noisy, parts, waits,
+        more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "device", "cause"),
+    [
+        ("compute", "GPU", "GPU"),
+        ("compute", "cpu", "processor"),
+        ("update", "GPU", "GPU"),
+        ("outside", "GPU", "host: launch"),
+        ("samples", "GPU", "host: loader"),
+        ("garbage", "GPU", "host: garbage"),
+        ("queued", "cpu", "host: processes"),
+    ],
+)
+def test_the_cause_is_what_takes_longer(part, device, cause):
+    parts = parts_of(8, device)
+    parts.parts[part][3] += 0.015
+    (one,) = stragglers(parts).ranks
+    assert (one.found.rank, one.cause) == (3, cause)
+    assert one.shares[part] > 0.9
+    assert one.costs == pytest.approx(0.015, rel=0.15)
+
+
+def test_a_gpu_that_waits_for_its_host_is_the_host_s():
+    parts = parts_of(8)
+    for values in (parts.parts["compute"], parts.more["compute_whole"]):
+        values[3] *= 1.2
+    parts.more["host"][3] = parts.more["compute_whole"][3]
+    (one,) = stragglers(parts).ranks
+    assert one.cause == "host: launch"
+    assert "the GPU waits for its host" in one.evidence[-1]
+
+
+def test_most_ranks_of_a_host_are_the_host_s():
+    parts = parts_of(16, hosts=4)
+    parts.parts["compute"][4:7] *= 1.15
+    found = stragglers(parts).persistent
+    assert {(one.found.rank, one.cause) for one in found} == {(rank, "GPU, whole host") for rank in (4, 5, 6)}
+    assert "3 of the 4 ranks of host 1" in found[0].evidence[-1]
+
+
+def test_no_work_is_compared_with_other_work():
+    parts = parts_of(4)
+    parts.parts["compute"][3] *= 2
+    parts.more["count"][3] = 2
+    found = stragglers(dataclasses.replace(parts))
+    assert (found.ranks, found.judged.lonely) == ((), 1)

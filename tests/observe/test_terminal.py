@@ -1,0 +1,53 @@
+"""Lines of a run's steps: they fit the terminal, and what is left is judged by warm steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascale.config import load
+from megascale.observe import metrics
+from megascale.observe.metrics import Terminal
+
+RECORD = {
+    "loss": 2.81671, "learning_rate": 0.00123, "grad_norm": 1.1312, "tokens_per_second": 123456.0, "memory_gib": 135.62
+}  # fmt: skip
+
+
+def lines(capsys, records, steps=1150, interval=1):
+    terminal = Terminal(steps, interval, live=False)
+    for record in records:
+        terminal.write(record)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("more", [{}, {"mfu": 0.4123}, {"mfu": 0.4, "skipped_steps": 3}])
+@pytest.mark.parametrize("steps", [1150, 500_000])
+def test_lines_fit_80_columns(capsys, monkeypatch, more, steps):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    found = lines(capsys, [{"step": steps - 9 + i, **RECORD, **more} for i in range(9)], steps)
+    assert max(map(len, found)) <= 80
+    assert "loss 2.817" in found[-1]
+    assert "123.5k tok/s" in found[-1]
+
+
+def test_nothing_is_left_out_where_there_is_room(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    found = lines(capsys, [{"step": i, **RECORD, "mfu": 0.4123} for i in range(1, 6)])
+    assert found[-1].startswith("step 5/1150  loss 2.817  lr 1.2e-3  norm 1.13  123.5k tok/s  MFU 41%  136 GiB  ")
+
+
+def test_the_time_left_is_that_of_warm_steps(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    times = iter([100.0, 101.0, 102.0, 103.0, 104.0])  # of steps 3 to 7; the first two are not asked
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(times))
+    found = lines(capsys, [{"step": i, **RECORD} for i in range(1, 8)], steps=67)
+    assert all("left" not in line for line in found[:3])
+    assert [line.split("  ")[-1] for line in found[3:]] == ["1m03s left", "1m02s left", "1m01s left", "1m00s left"]
+
+
+def test_without_its_package_tensorboard_is_left_out(monkeypatch, tmp_path):
+    request = metrics.SinkRequest(tmp_path, load(), 0)
+    (board,) = metrics.open_sinks(request)
+    board.close()
+    monkeypatch.setattr(metrics, "has_tensorboard", lambda: False)
+    assert list(metrics.open_sinks(request)) == []
