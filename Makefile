@@ -3,12 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATA := datasets/stdlib
 
-.PHONY: help train test test-oldest lint clean
+.PHONY: help train demo docs test test-oldest lint page-types clean
 
 help:
 	@echo "make train        build a data set from Python's own source, train a small GPT on it, show what it learnt"
+	@echo "make demo         a small job with a slow rank and later a hang, and the dashboard on it"
 	@echo "make test         lint, types and tests"
+	@echo "make docs         the documents as a site in .site; links are strict"
 	@echo "make test-oldest  the tests with the oldest torch that is supported, in an environment of its own"
+	@echo "make test-slurm   the tests under a real Slurm (root; Debian's slurm-wlm and munge)"
 	@echo "make clean        remove the environments (.venv*); runs/ and datasets/ stay"
 
 .venv/ready:
@@ -32,12 +35,30 @@ train: .venv/core
 	@$(BIN)/megascale data build --stdlib --out $(DATA)
 	@$(BIN)/megascale train examples/stdlib.toml
 
+demo: .venv/dev
+	@test -e $(DATA)/train.idx || $(BIN)/megascale data build --stdlib --out $(DATA)
+	@$(BIN)/python scripts/demo.py
+
+docs: .venv/dev
+	@$(BIN)/sphinx-build -q -W --keep-going -b html docs .site
+	@echo "open .site/index.html"
+
 lint: .venv/dev
 	@$(BIN)/ruff check src tests scripts
 	@$(BIN)/ruff format --check src tests scripts
 	@$(BIN)/mypy
 	@found=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$found"; exit 1; }
 	@$(BIN)/python scripts/lint_words.py
+	@if command -v npm >/dev/null 2>&1 && $(MAKE) -s scripts/page-types/node_modules 2>/dev/null; \
+	then $(MAKE) --no-print-directory page-types; \
+	else echo "no npm, or no TypeScript from it: the types of the dashboard's pages are not checked"; fi
+
+# The dashboard's pages are plain modules with their types in comments; TypeScript checks them and makes nothing.
+page-types: scripts/page-types/node_modules
+	@cd scripts/page-types && npx --no-install tsc -p .
+
+scripts/page-types/node_modules: scripts/page-types/package-lock.json
+	@cd scripts/page-types && npm ci --no-audit --no-fund --silent && touch node_modules
 
 test: .venv/dev lint
 	@scripts/system-packages
@@ -56,5 +77,10 @@ OLDEST := torch==2.11.0
 test-oldest: .venv-oldest/ready
 	@.venv-oldest/bin/python -m pytest -n 2 --dist loadgroup
 
+# Each trains under a slurmctld and slurmds of its own; skipped with the reason where there can be none.
+test-slurm: .venv/dev
+	@scripts/system-packages slurm
+	@MEGASCALE_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm
+
 clean:
-	rm -rf .venv .venv-oldest
+	rm -rf .venv .venv-oldest scripts/page-types/node_modules

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from tests.forked import Forked
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# The processes that tests start compile the package once, not each for itself.
+# The processes that tests start compile the package once, not each for itself, and pytest keeps the tests as it has
+# rewritten them, which takes a run of all 5 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["MEGASCALE_STRICT_TRANSITIONS"] = "1"  # what a driver's state machine does not have is an error here
 
 # How long an example or its making takes says how busy the machine is.

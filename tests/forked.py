@@ -11,8 +11,10 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -27,6 +29,8 @@ from typing import IO, Any
 COMMAND = "megascale.cli.main"
 # Without services: ranks start these, which have threads by then, and most of them do without torch.
 MODULES = (COMMAND, "megascale.resilience.agent.agent", "megascale.resilience.agent.fork_server")
+# These have no function that is their whole run.
+SCRIPTS = ("megascale.resilience.diagnose.pairs", "megascale.resilience.diagnose.alltoall")
 _Popen = subprocess.Popen
 # Python for `before`: trainers rest between steps, in a run that only has to go on while something is done to it.
 PACED = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'paced' / 'sitecustomize.py')!r})"
@@ -38,6 +42,7 @@ context.set_forkserver_preload(
     [
         "torch.distributed",
         "torch.fx.experimental.symbolic_shapes",  # with sympy; loaded by the first backward pass of a pipeline stage
+        "torch._dynamo",  # loaded by the first layer that is recomputed in full
         "megascale.bench.harness.training_runs",
         "megascale.train.engine",
         "megascale.train.launcher",
@@ -48,6 +53,11 @@ context.set_forkserver_preload(
         "megascale.checkpoint.loader",
         "megascale.checkpoint.checkpointer",
         "megascale.data.loader.feed",
+        "megascale.data.loader.loader_service",
+        "megascale.checkpoint.background.service",
+        "megascale.observe.store.span_service",
+        "duckdb",
+        "tests.forked_services",
         "tokenizers",
         "megascale.cli.main",
         "megascale.cli.summary",
@@ -60,6 +70,10 @@ context.set_forkserver_preload(
         "megascale.resilience.agent.fork_server",
         "matplotlib.pyplot",
         "matplotlib.backends.backend_agg",
+        # What modules of tests load whose functions workers are to run.
+        "pytest",
+        "_pytest.main",
+        "hypothesis",
         "tests.frozen",
     ]
 )
@@ -151,7 +165,7 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(handle, number)
         os.close(handle)
-    _listen()
+    listen()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     sys.dont_write_bytecode = True  # some commands meet a limit on files, at which Python would leave a part of one
     os.environ.clear()
@@ -160,12 +174,13 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     os.chdir(cwd)
     subprocess.Popen = _start_child  # type: ignore[assignment,misc]
+    importlib.import_module("tests.forked_services").fork_services()
     if before:
         exec(before, {})
     _run(COMMAND, words)
 
 
-def _listen() -> None:
+def listen() -> None:
     """Signals as a new process finds them."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -174,9 +189,13 @@ def _listen() -> None:
 
 
 def _run(module: str, words: list[str]) -> None:
+    Path("/proc/self/comm").write_text(f"{module.rpartition('.')[2]} {' '.join(words)}"[:15])  # for ps
     sys.argv = ["megascale", *words]
     try:
-        importlib.import_module(module).main()
+        if module in SCRIPTS:
+            runpy.run_module(module, run_name="__main__")
+        else:
+            importlib.import_module(module).main()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -185,16 +204,19 @@ def _run(module: str, words: list[str]) -> None:
 
 
 def _start_child(command: Any, *given: Any, **options: Any) -> subprocess.Popen[Any]:
-    """In place of subprocess.Popen in a forked command: what loads torch is forked, unless it is read from."""
-    if subprocess.PIPE not in options.values() and not isinstance(command, str):
+    """In place of subprocess.Popen in a forked command: what loads torch is forked."""
+    if not isinstance(command, str):
         python, flag, module = [*map(str, command), "", "", ""][:3]
-        if (python, flag) == (sys.executable, "-m") and module in MODULES:
-            return _Child(list(command), *given, **options)
+        if module == "megascale":
+            module = COMMAND
+        known = (python, flag) == (sys.executable, "-m") and module in MODULES + SCRIPTS
+        if known and options.get("stdin") in (None, subprocess.DEVNULL):
+            return _Child([python, flag, module, *map(str, command[3:])], *given, **options)
     return _Popen(command, *given, **options)
 
 
-class _Child(subprocess.Popen[bytes]):
-    """A rank, a run or an agent that a forked command starts: forked too. Waiting and signals are Popen's own."""
+class _Child(subprocess.Popen[Any]):
+    """A rank, a run or an agent that a forked command starts: forked too. Waiting, reading and signals are Popen's."""
 
     def __init__(
         self,
@@ -202,31 +224,48 @@ class _Child(subprocess.Popen[bytes]):
         *,
         env: Mapping[str, str] | None = None,
         stdin: int | None = None,
-        stdout: IO[bytes] | None = None,
+        stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
         start_new_session: bool = False,
         preexec_fn: Callable[[], None] = lambda: None,
         pass_fds: Sequence[int] = (),
+        text: bool = False,
+        universal_newlines: bool = False,
+        shell: bool = False,
+        bufsize: int = -1,
     ) -> None:
         assert stdin in (None, subprocess.DEVNULL)
-        assert stderr in (None, stdout, subprocess.STDOUT), "it goes where stdout goes"
-        self.args, self.returncode, self.stdin, self.stdout, self.stderr = command, None, None, None, None
+        assert not shell
+        self.args, self.returncode, self.stdin = command, None, None
         self._child_created, self._waitpid_lock = True, threading.Lock()
+        self._communication_started, self._input, self._sigint_wait_secs = False, None, 0.25
+        self.text_mode = text or universal_newlines
+        self.encoding = self.errors = self.pipesize = None
+        # For each of the two: what the parent reads from, and where the child writes.
+        (self.stdout, out), (self.stderr, err) = (self._ends(where, bufsize) for where in (stdout, stderr))
+        if stderr == subprocess.STDOUT:
+            err = out
+        for file in (sys.stdout, sys.stderr):
+            file.flush()  # or the child would say it again
         # What the launcher does about a signal is not the rank's to do.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         self.pid = os.fork()
         if self.pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            for where, end in ((stdout, out), (stderr, err)):
+                if where in (subprocess.PIPE, subprocess.DEVNULL) and end is not None:
+                    os.close(end)
             return
         code = 1
         try:
-            _listen()
+            listen()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if start_new_session:
                 os.setsid()
             preexec_fn()
-            for number in (1, 2) if stdout else ():
-                os.dup2(stdout.fileno(), number)
+            for number, end in ((1, out), (2, err)):
+                if end is not None:
+                    os.dup2(end, number)
             if stdin == subprocess.DEVNULL:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             gc.freeze()  # what is its parent's must not close numbers that are its own by then
@@ -234,6 +273,7 @@ class _Child(subprocess.Popen[bytes]):
                 if int(name) > 2 and int(name) not in pass_fds:
                     with contextlib.suppress(OSError):  # the one that lists them
                         os.close(int(name))
+            importlib.import_module("tests.forked_services").reach_server_anew()
             # What its parent is to tidy at its end is not this one's to tidy.
             atexit._clear()
             weakref.finalize._registry.clear()  # type: ignore[attr-defined]
@@ -252,3 +292,14 @@ class _Child(subprocess.Popen[bytes]):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+    def _ends(self, where: IO[bytes] | int | None, bufsize: int) -> tuple[IO[Any] | None, int | None]:
+        if where == subprocess.PIPE:
+            read, write = os.pipe()
+            file = open(read, "rb", bufsize)  # noqa: SIM115 - Popen closes it
+            return io.TextIOWrapper(file) if self.text_mode else file, write
+        if where in (None, subprocess.STDOUT):
+            return None, None
+        if where == subprocess.DEVNULL:
+            return None, os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        return None, where if isinstance(where, int) else where.fileno()

@@ -1,6 +1,8 @@
 """What the documents name is there: files, modules, functions and tests of the tree that they stand in."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,29 @@ def test_what_a_page_names_is_there(page):
         missing += [] if there else [f"megascale{dotted}"]
     missing += [link for link in LINK.findall(text) if not (page.parent / link).exists()]
     assert not missing
+
+
+def test_the_reference_of_settings_is_that_of_the_models(megascale):
+    page = (ROOT / "docs/configuration.md").read_text()
+    # In a process of its own: tests of extensions register parts in this one.
+    assert page == megascale("config", "--markdown").stdout, "megascale config --markdown > docs/configuration.md"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """`make docs`: a link or an anchor that leads nowhere, a page that no table of contents has."""
+    pytest.importorskip("myst_parser", reason="the extra docs is not installed")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        ROOT / "docs",
+        tmp_path / "site",
+    ]
+    done = subprocess.run([*command, "-d", tmp_path / "trees"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "lr.warmup_steps" in (tmp_path / "site" / "configuration.html").read_text()

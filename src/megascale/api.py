@@ -1,7 +1,9 @@
 """MegaScale from Python: the few names that the command line itself is made of.
 
-from megascale.api import load_config, train
-result = train(load_config("examples/stdlib.toml", ["--train.steps=100"]))
+A run in two lines::
+
+    from megascale.api import load_config, train
+    result = train(load_config("examples/stdlib.toml", ["--train.steps=100"]))
 """
 
 from __future__ import annotations

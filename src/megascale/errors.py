@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -52,4 +54,7 @@ def named(kind: str, words: str) -> MegascaleError:
 
 def remedy(extra: str) -> str:
     """How to get what an optional part of the package needs."""
-    return f"run pip install -e '.[{extra}]' in Megascale's folder"
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").exists():
+        return f"run pip install -e '.[{extra}]' in {checkout}"
+    return f"run pip install 'megascale[{extra}]'"

@@ -35,6 +35,8 @@ def test_override_beats_file_beats_preset(tmp_path):
         ("--model.preset=gpt3", ["gpt3", "model.preset"]),
         ("--lr.min=1", ["lr.min=1", "lr.peak"]),
         ("model.layers", ["model.layers", "--section.key=value"]),
+        ("--parallel.gather_precision=bfloat16", ["parallel.gather_precision", "bfloat16", "auto", "default"]),
+        ("--parallel.gather_precision=float8", ["linear_precision is default", "--train.linear_precision=float8"]),
     ],
 )
 def test_wrong_keys_and_values_are_named_with_a_remedy(override, parts):
@@ -42,6 +44,16 @@ def test_wrong_keys_and_values_are_named_with_a_remedy(override, parts):
         config.load(None, [override])
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("linear", "zero", "remedy"), [("float8_rowwise", 1, "--train.linear_precision=float8"), ("float8", 0, "zero=1")]
+)
+def test_gathers_in_float8_that_cannot_be_had_are_refused(linear, zero, remedy):
+    words = [f"--train.linear_precision={linear}", f"--parallel.zero={zero}", "--parallel.gather_precision=float8"]
+    with pytest.raises(ConfigError, match=f"parallel.gather_precision=float8.*{remedy}"):
+        config.load(None, words)
+    config.load(None, words[:2])
 
 
 def test_files_that_are_not_there_or_not_toml(tmp_path):
@@ -189,3 +201,15 @@ def test_every_size_has_an_upper_bound():
             if about.annotation in (int, int | None) and not any(hasattr(m, "le") for m in about.metadata):
                 free.append(f"{section}.{key}")
     assert free == []
+
+
+def test_command_lines_with_and_without_a_file(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("[train]\nsteps = 7\n")
+    assert config.load_command_line(None, ["--train.seed=5"]).train.seed == 5
+    # Where a command takes FILE first, an override may stand in its place, and FILE behind it.
+    assert config.load_command_line("--data.train=s3://a//b", ["--train.seed=5"]).data.train == ["s3://a//b"]
+    found = config.load_command_line("--train.seed", ["5", str(file), "--lr.min=0"])
+    assert (found.train.steps, found.train.seed) == (7, 5)
+    with pytest.raises(ConfigError, match="unknown argument 'more'"):
+        config.load_command_line(file, ["more"])

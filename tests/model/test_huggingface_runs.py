@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -72,8 +73,9 @@ def test_an_imported_model_is_a_run_that_trains_evaluates_and_goes_out_again(tin
 def test_a_checkpoint_trained_in_3d_generates_the_same_text_in_transformers(tiny, megascale, tmp_path):
     """Eight processes, TP2 PP2 DP2, ZeRO-2: exported, loaded by transformers, continued greedily."""
     settings = ["--parallel.tensor=2", "--parallel.pipeline=2", "--parallel.data=2", "--parallel.zero=2"]
-    settings += ["--model.block=parallel", "--model.positions=rotary", "--lr.peak=2e-2", "--train.steps=40"]
+    settings += ["--model.block=parallel", "--model.positions=rotary", "--lr.peak=2e-2", "--train.steps=20"]
     settings += ["--model.sequence_length=32", "--train.micro_batch=1", "--model.tied_embeddings=false"]
+    settings += ["--checkpoint.interval=0"]
     trained = megascale("train", tiny, *settings)
     assert trained.returncode == 0, trained.stderr
     out = megascale("convert", "export", "runs/tiny", "--out", "out", "--json")
@@ -118,6 +120,22 @@ def test_export_in_another_type_and_in_several_files(tmp_path):
     assert len(set(index["weight_map"].values())) > 2
     assert told[-1][0] == told[-1][1] == index["metadata"]["total_size"]
     assert all(p.stat().st_size < 9000 + 4000 for p in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path):
+    small("gpt2").save_pretrained(tmp_path / "theirs")
+    api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
+
+    def full(done: int, total: int) -> None:
+        if done > total / 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        api.export_model(tmp_path / "runs" / "a", tmp_path / "out", file_bytes=9000, progress=full)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["runs", "theirs"]
+    (tmp_path / "out").mkdir()  # an empty one may stand there
+    api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_what_is_there_is_not_written_over(tmp_path):

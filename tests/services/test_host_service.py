@@ -207,3 +207,13 @@ def test_no_descriptor_left_is_survived(place: Place) -> None:
             assert late.ask(Echo("here")) == Echo("here")
         for sock in silent:
             sock.close()
+
+
+def test_a_service_that_ends_without_a_word_is_started_a_few_times_only(tmp_path: Path) -> None:
+    module, starts = tmp_path / "silent_service.py", tmp_path / "starts"
+    module.write_text(f"open({str(starts)!r}, 'a').write('x')\n")
+    place = Place(tmp_path / "silent", "silent")
+    launch = Launch("silent_service", [], environment={"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(TimeoutError, match="nothing answers"):
+        host_service.connect(place, launch, SCHEMA, SCHEMA, seconds=1.0, make_folder=True)
+    assert 1 <= len(starts.read_text()) <= 6  # pauses of 0.02, 0.04, 0.08, ... seconds

@@ -63,11 +63,19 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     return from_tree(tree)
 
 
-def load_command_line(file: Path | None, extra: list[str]) -> Config:
-    """As `load`, of a command line's words: overrides are `--a.b=c` or `--a.b c`, anything else is a ConfigError."""
+def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
+    """As `load`, of a command line's words: overrides are `--a.b=c` or `--a.b c`, anything else is a ConfigError.
+
+    Where the command line has no FILE before the overrides, the first of those stands in its place; FILE may follow.
+    """
+    if file is not None and str(file).startswith("--"):
+        extra, file = [str(file), *extra], None
     overrides: list[str] = []
     words = iter(extra)
     for word in words:
+        if file is None and not word.startswith("-"):
+            file = word
+            continue
         if not word.startswith("--") or "." not in word.split("=")[0]:
             raise ConfigError(f"unknown argument {word!r}; settings are given as --section.key=value")
         if "=" not in word:

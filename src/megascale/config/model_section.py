@@ -34,17 +34,19 @@ class ModelConfig(Section):
     attention: Annotated[str, AfterValidator(ATTENTIONS.check)] = Field("causal", description="a block's first part")
     mlp: Annotated[str, AfterValidator(MLPS.check)] = Field("dense", description="a block's second part")
     norm: Annotated[str, AfterValidator(NORMS.check)] = Field("layernorm", description="layernorm or rmsnorm")
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance inside norms")
     activation: Annotated[str, AfterValidator(ACTIVATIONS.check)] = Field(
         "gelu", description="gelu, gelu_tanh or swiglu"
     )
-    positions: Literal["learned", "rotary", "none"] = "learned"
+    positions: Literal["learned", "rotary", "none"] = Field(
+        "learned", description="learned: an embedding of each position; rotary: queries and keys turned; none"
+    )
     rotary_fraction: float = Field(1.0, gt=0, le=1, description="part of each head that rotates")
-    rotary_base: float = Field(10000.0, gt=0)
+    rotary_base: float = Field(10000.0, gt=0, description="base of the rotary angles; larger for longer sequences")
     rotary_interleaved: bool = Field(False, description="rotate neighbouring pairs (GPT-J) instead of halves")
     attention_bias: bool = Field(True, description="biases on query, key and value")
     attention_out_bias: bool | None = Field(None, description="bias on the attention output; default: attention_bias")
-    mlp_bias: bool = True
+    mlp_bias: bool = Field(True, description="biases in the MLP")
     head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
     tied_embeddings: bool = Field(True, description="logits use the token embedding")
     window: int | None = Field(
@@ -54,7 +56,7 @@ class ModelConfig(Section):
         "S", pattern="^[SL]+$", max_length=DEEP, description="repeated over layers: S = windowed, L = full attention"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings and residual branches, none in attention")
-    init_std: float = Field(0.02, gt=0)
+    init_std: float = Field(0.02, gt=0, description="standard deviation of initial weights")
     vocab_multiple: int = Field(
         128, ge=1, le=1_000_000, description="the stored vocabulary is padded to a multiple of this"
     )

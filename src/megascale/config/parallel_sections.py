@@ -44,6 +44,12 @@ class ParallelConfig(Section):
         description="communication dtype of gradients between data-parallel ranks: float32: as they were accumulated; "
         "bfloat16: rounded, half the bytes, summed in float32 (needs zero of 1 or 2)",
     )
+    gather_precision: Literal["auto", "float8", "default"] = Field(
+        "default",  # until its kernels have run on several GPUs
+        description="what parameters travel in between data-parallel ranks: default: the type of train.precision; "
+        "float8: matrices of linear layers as float8, half of bfloat16's bytes and the same numbers (needs "
+        "train.linear_precision=float8 and zero of 1 or 2); auto: float8 where it can be had",
+    )
     bucket_elements: int = Field(
         40_000_000,
         ge=1,

@@ -34,6 +34,14 @@ class PartFacts:
 
 
 @dataclass(frozen=True)
+class SinkFacts:
+    """about: one line for people; address: what stands behind its name, as in NAME=ADDRESS; "" if nothing need."""
+
+    about: str
+    address: str = ""
+
+
+@dataclass(frozen=True)
 class LinearFacts:
     """What `train.linear_precision` means for memory and speed.
 
@@ -42,15 +50,35 @@ class LinearFacts:
         kept: bytes an element of the copy of a GEMM's input that backward keeps; None: the input itself.
         copies: bytes an element of what is made of weights once a step.
         float8: which GEMMs of a layer are in float8.
+        gathered: bytes an element that data-parallel ranks can send of weights instead of those; None: they cannot.
     """
 
     about: str
     kept: int | None = None
     copies: int = 0
     float8: Literal["none", "all", "all but weight gradients"] = "none"
+    gathered: int | None = None
 
 
 MODEL = "megascale.model"  # where a module may stand that registers a part of its name (registry.py)
+
+
+class SpanSinks(Registry[SinkFacts]):
+    """The span sinks, given as NAME or NAME=ADDRESS."""
+
+    def check_given(self, given: str) -> str:
+        """`given`, if it is the name of a sink with the address that it needs; as a validator of the setting."""
+        name, _, address = given.partition("=")
+        facts = self[self.check(name)]
+        if facts.address and not address:
+            raise ValueError(f"{self.key}={given!r} needs an address: {name}={facts.address}")
+        if "@" in address:
+            raise ValueError(
+                f"{self.key}: the address of {name} holds a user or password, which would lie in the run folder; "
+                "give them in the environment (docs/observe.md)"
+            )
+        return given
+
 
 ACTIVATIONS: Registry[ActivationFacts] = Registry(
     "model.activation",
@@ -79,7 +107,11 @@ LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
     {
         "default": LinearFacts("GEMMs in the type of train.precision"),
         "float8": LinearFacts(
-            "float8 with one scale a matrix; embedding and logits as without", kept=1, copies=2, float8="all"
+            "float8 with one scale a matrix; embedding and logits as without",
+            kept=1,
+            copies=2,
+            float8="all",
+            gathered=1,
         ),
         "float8_rowwise": LinearFacts(
             "float8 with a scale a row; weight gradients as without", copies=2, float8="all but weight gradients"
@@ -88,9 +120,13 @@ LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
     home="megascale.parallel",
 )
 
-SPAN_SINKS: Registry[PartFacts] = Registry(
+SPAN_SINKS = SpanSinks(
     "observe.span_sinks",
-    {"parquet": PartFacts("Parquet files beside the spool, for DuckDB")},
+    {
+        "parquet": SinkFacts("Parquet files beside the spool, for DuckDB"),
+        "clickhouse": SinkFacts("a ClickHouse server", "http://HOST:8123/DATABASE"),
+        "kafka": SinkFacts("topics of Kafka, rows as JSON", "HOST:9092"),
+    },
     home="megascale.observe.store",
 )
 SINKS: Registry[PartFacts] = Registry(

@@ -28,11 +28,14 @@ class Registry(dict[str, T]):
         key: the setting, section.key; errors name it.
         known: entries to begin with.
         home: package in which a module may stand that registers the name it is called by.
+
+    Attributes:
+        own: the entries to begin with, which nobody added.
     """
 
     def __init__(self, key: str, known: Mapping[str, T] | None = None, home: str = "") -> None:
         super().__init__(known or {})
-        self.key, self._home = key, home
+        self.key, self._home, self.own = key, home, frozenset(self)
 
     def register(self, name: str, entry: T) -> None:
         """Add a name; ConfigError if it is taken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -22,13 +23,36 @@ class ResilienceConfig(Section):
     cluster: str = Field(
         "local",
         min_length=1,
-        description="where nodes come from: local (processes of this machine) or a registered one",
+        description="where nodes come from: local (processes of this machine), ssh (--hosts), slurm, manual (agents "
+        "that somebody else starts) or a registered one",
+    )
+    hosts: str = Field(
+        "", description="cluster ssh: file with a machine a line: [user@]host[:port] gpus=8 interface=eth1"
+    )
+    ssh: str = Field("ssh", min_length=1, description="cluster ssh: the command, such as `ssh -F cluster.config`")
+    sbatch: str = Field("", description="cluster slurm: more of sbatch's options, such as `--partition=p --time=1-0`")
+    advertise: str = Field(
+        "",
+        description="address at which other machines reach the driver, where it is not listen (NAT, several networks); "
+        "default: with listen on all addresses, the one that leads to each machine",
     )
     nodes: int = Field(
         1, ge=1, le=30_000, description="nodes that hold ranks; on one machine a node is a few processes"
     )
     spares: int = Field(0, ge=0, le=30_000, description="nodes that stand by with everything imported")
     test_spares: bool = Field(True, description="have spares run the self-checks while they wait; one that fails goes")
+    placement: str | None = Field(
+        None,
+        min_length=1,
+        description="file of `megascale network placement --names FILE --out`: which node holds which ranks; default: "
+        "nodes in the order of their names",
+    )
+    environment: str | None = Field(
+        None,
+        min_length=1,
+        description="file of NAME=VALUE lines for every trainer's environment, as `megascale network tune --out` "
+        "writes it",
+    )
     interval: float = Field(1.0, gt=0, description="seconds between an agent's heartbeats")
     window: float = Field(5.0, gt=0, description="seconds without a heartbeat after which a node counts as lost")
     first_step: float = Field(600.0, gt=0, description="seconds that start, loading and the first step may take")
@@ -47,6 +71,14 @@ class ResilienceConfig(Section):
     min_data: int = Field(1, ge=1, le=1_000_000, description="data parallelism may shrink to this when nodes stay away")
     no_progress_limit: int = Field(
         5, ge=1, le=MOST, description="starts in a row without one new step after which the job stops for a person"
+    )
+    slow_action: Literal["alert", "diagnose", "evict"] = Field(
+        "alert",
+        description="what follows when spans show a machine to be slow for good: alert a person, diagnose (stop and "
+        "test it, once), or evict it",
+    )
+    slow_least: float = Field(
+        0.1, ge=0.03, le=10, description="share by which it must be slower for that; below it an alert"
     )
     listen: str = Field("127.0.0.1", description="address where the driver takes agents and the API")
     port: int = Field(0, ge=0, le=65535, description="port for agents; 0: any, written to RUN/driver/contact.json")

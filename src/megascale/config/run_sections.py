@@ -137,7 +137,9 @@ class RendezvousConfig(Section):
 class ObserveConfig(Section):
     """What a run tells about itself."""
 
-    tensorboard: bool = True
+    tensorboard: bool = Field(
+        True, description="write scalars for TensorBoard to RUN/tensorboard, where the package is there"
+    )
     wandb: str | None = Field(
         None,
         min_length=1,
@@ -164,11 +166,11 @@ class ObserveConfig(Section):
     spans_mib: int = Field(
         512, ge=16, le=1_000_000, description="MiB that a host's spans and roll-ups may take; the oldest spans go first"
     )
-    span_sinks: list[Annotated[str, AfterValidator(SPAN_SINKS.check)]] = Field(
+    span_sinks: list[Annotated[str, AfterValidator(SPAN_SINKS.check_given)]] = Field(
         default_factory=lambda: ["parquet"],
         min_length=1,
-        description="where each host's spans go, by name; commands read parquet, packages register further ones "
-        "(observe/store/span_sinks.py)",
+        description="where each host's spans go, NAME or NAME=ADDRESS: parquet, which commands read, clickhouse, "
+        "kafka, and what packages register (observe/store/span_sinks.py)",
     )
     peak_tflops: float | None = Field(
         None,

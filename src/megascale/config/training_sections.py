@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megascale.config.base import MOST, Section
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parts import LINEAR_PRECISIONS
+
+# As Megatron-LM's and torchtitan's users write them.
+SHORT_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 class OptimizerConfig(Section):
@@ -19,9 +22,9 @@ class OptimizerConfig(Section):
         description="adamw, lamb, muon (layers' matrices orthogonalised, AdamW for all else, at its learning rate), "
         "or one that a package of your own registers (optim/rules.py)",
     )
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the average of gradients")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the average of squared gradients")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the squared gradients' average")
     weight_decay: float = Field(0.1, ge=0, description="not applied to biases, norms and other 1-D tensors")
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
     trust_min: float = Field(0.0, ge=0, description="LAMB: lower bound of the weight norm in the trust ratio")
@@ -51,7 +54,9 @@ class LrConfig(Section):
     )
     min: float = Field(0.0, ge=0, description="the rate at the end of the decay")
     warmup_steps: int = Field(0, ge=0, le=MOST, description="linear from 0 to peak")
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="shape from peak to min after the warm-up"
+    )
     decay_steps: int | None = Field(
         None, ge=1, le=MOST, description="step at which min is reached; default: train.steps"
     )
@@ -69,6 +74,15 @@ class KernelsConfig(Section):
         "auto",
         description="attention kernel; auto measures at start-up those that implement the layer's mask",
     )
+    graphs: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="CUDA graphs of a chunk's forward and backward, so that small micro-batches do not wait for the "
+        "host; auto: where they can be had; on: an error where not (on a CPU, the same work is done again: for tests)",
+    )
+
+
+def _full_name(told: Any) -> Any:
+    return SHORT_PRECISIONS.get(told, told) if isinstance(told, str) else told
 
 
 class TrainConfig(Section):
@@ -79,22 +93,23 @@ class TrainConfig(Section):
     steps: int = Field(1000, ge=0, le=MOST, description="optimizer steps in all")
     micro_batch: int = Field(8, ge=1, le=1_000_000, description="sequences in one forward pass of one rank")
     global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences in one step over all ranks")
-    precision: Literal["float32", "bfloat16", "float64"] = Field(
+    precision: Annotated[Literal["float32", "bfloat16", "float64"], BeforeValidator(_full_name)] = Field(
         "float32",
-        description="type of weights in use and of activations; master weights are at least float32",
+        description="type of weights in use and of activations; master weights are at least float32; bf16, fp32 and "
+        "fp64 are understood",
     )
     linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.check)] = Field(
         "default",
         description="how the GEMMs of linear layers are done; default: in the type of train.precision; float8: in "
         "float8 with one scale a matrix; float8_rowwise: with a scale a row, weight gradients in train.precision",
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one, else the CPU")
     fit: Literal["check", "force"] = Field(
         "check",
         description="before any process starts memory, disk, processes and open files are compared with an estimate of "
         "what the run needs: check refuses what does not fit, force says so and starts all the same",
     )
-    seed: int = Field(1234, ge=0, le=2**62)
+    seed: int = Field(1234, ge=0, le=2**62, description="of initial weights, the order of samples and dropout")
     threads: int | None = Field(
         None,
         ge=1,
@@ -111,7 +126,7 @@ class TrainConfig(Section):
     eval_interval: int = Field(0, ge=0, le=MOST, description="steps between evaluations; 0: only at the end")
     eval_samples: int = Field(128, ge=1, le=MOST, description="held-out sequences an evaluation reads during training")
     sample_prompt: str | None = Field(None, description="text to continue at the end of training")
-    sample_tokens: int = Field(120, ge=1, le=1_000_000)
+    sample_tokens: int = Field(120, ge=1, le=1_000_000, description="tokens to continue sample_prompt by")
     stop_after: int | None = Field(
         None, ge=1, le=MOST, description="stop after this many steps of this start (for tests)"
     )

@@ -14,6 +14,7 @@ from megascale.config.data_section import DataConfig
 from megascale.config.model_section import ModelConfig
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
+from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.config.resilience_section import ResilienceConfig
 from megascale.config.run_sections import CheckpointConfig, ObserveConfig, RendezvousConfig
 from megascale.config.training_sections import KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
@@ -79,6 +80,19 @@ class Config(Section):
                 raise ValueError(
                     "parallel.reduce_dtype=bfloat16 would round the gradients of train.precision=float64; set "
                     "--parallel.reduce_dtype=float32 (they then travel in full) or another precision"
+                )
+        if self.parallel.gather_precision == "float8":
+            linear = self.train.linear_precision
+            if LINEAR_PRECISIONS[linear].gathered is None:
+                raise ValueError(
+                    f"parallel.gather_precision=float8 needs weights with one float8 scale a matrix, and "
+                    f"train.linear_precision is {linear}; set --train.linear_precision=float8 or "
+                    "--parallel.gather_precision=auto"
+                )
+            if self.parallel.zero == 0:
+                raise ValueError(
+                    "parallel.gather_precision=float8 needs parallel.zero=1 or 2: with 0 every rank updates all "
+                    "parameters and none are gathered; set --parallel.zero=1 or --parallel.gather_precision=auto"
                 )
         if self.lr.min > self.lr.peak:
             raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")

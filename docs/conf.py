@@ -1,0 +1,24 @@
+"""Sphinx: the site that `make docs` builds of these pages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import megascale  # noqa: E402
+
+project = "MegaScale"
+author = copyright = "the MegaScale authors"
+release = version = megascale.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["reports/*"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 4
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+html_theme = "furo"
+html_title = "MegaScale"

@@ -1,0 +1,124 @@
+"""Host services for tests, forked from the suite's fork server as commands are: what they load takes one more processor
+time than all that a test asks of it.
+
+A service outlives who starts it, and a trainer has threads by then: it is the fork server's child, not its starter's.
+Tests of how services start, and of what they do when their starter dies, start new processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, process, reduction, resource_tracker
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megascale.services.host_service import Launch
+from tests.forked import context, listen
+
+MODULES = (
+    "megascale.data.loader.loader_service",
+    "megascale.checkpoint.background.service",
+    "megascale.observe.store.span_service",
+)
+
+
+@contextmanager
+def forked_services() -> Iterator[None]:
+    """Within, this process has services forked."""
+    with mock.patch.object(Launch, "spawn", _spawn):
+        yield
+
+
+def fork_services() -> None:
+    """From now on this process, itself the fork server's child, has services forked."""
+    Launch.spawn = _spawn  # type: ignore[method-assign, assignment]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]  # or it would start its own
+
+
+def reach_server_anew() -> None:
+    """In a process all of whose files were closed: what it would hand on to those that it has forked is nothing."""
+    forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    resource_tracker._resource_tracker._fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # type: ignore[attr-defined]
+
+
+class _Handle:
+    """A file that goes along to the process that is pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.number),)
+
+
+def _received(sent: Any) -> int:
+    return sent.detach()
+
+
+class _Service:
+    """What is used of subprocess.Popen."""
+
+    def __init__(self, launch: Launch, words: Sequence[str], files: Sequence[int]) -> None:
+        said = [*map(str, launch.arguments), *words]
+        # A file has another number there.
+        given: list[Any] = [_Handle(int(word)) if word in map(str, files) else word for word in said]
+        variables = os.environ | dict(launch.environment)
+        args = (launch.module, given, variables, os.getcwd(), str(launch.log or os.devnull))
+        self._process = context.Process(target=_serve, args=args)
+        self._process.start()
+        process._children.discard(self._process)  # type: ignore[attr-defined]  # who ends does not wait for it
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process._popen.wait(timeout)  # type: ignore[attr-defined]
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+_new = Launch.spawn
+
+
+def _spawn(self: Launch, *words: str, files: Sequence[int] = ()) -> Any:
+    if self.module not in MODULES:
+        return _new(self, *words, files=files)
+    if self.log is not None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+    return _Service(self, words, files)
+
+
+def _serve(module: str, words: list[str | int], env: Mapping[str, str], cwd: str, log: str) -> None:
+    """In the forked process: become the service."""
+    os.setsid()
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for number in (1, 2):
+        os.dup2(handle, number)
+    os.close(handle)
+    listen()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    Path("/proc/self/comm").write_text(module.rpartition(".")[2][:15])
+    sys.argv = [module, *map(str, words)]
+    if "--parent" in sys.argv:
+        sys.argv[sys.argv.index("--parent") + 1] = str(os.getppid())
+    importlib.import_module(module).main()
