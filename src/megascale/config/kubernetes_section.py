@@ -43,7 +43,7 @@ class KubernetesConfig(Section):
     )
     mounts: list[_Mount] = Field(
         default_factory=list,
-        description="volumes of each node: host:/PATH:/WHERE or claim:NAME:/WHERE (a PersistentVolumeClaim), :ro behind",
+        description="volumes of each node: host:/PATH:/WHERE or claim:NAME:/WHERE (a claim of a volume), :ro behind",
     )
     environment: list[_Assignment] = Field(default_factory=list, description="NAME=VALUE for each node's processes")
     resources: list[_Pair] = Field(

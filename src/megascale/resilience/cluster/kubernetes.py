@@ -22,25 +22,15 @@ from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.interfaces import address_towards
 from megascale.errors import ConfigError, TrainingError
-from megascale.resilience.cluster import kubernetes_verdicts as verdicts
+from megascale.resilience.cluster import kubernetes_verdicts
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
-from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, KubernetesError, in_pod
+from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, in_pod
 from megascale.resilience.cluster.kubernetes_lease import Office
 from megascale.resilience.cluster.kubernetes_objects import JobObjects, controller_of, own_secrets, taken_over
-from megascale.resilience.cluster.kubernetes_pod import (
-    DRIVER,
-    ENDING,
-    EPOCH,
-    JOB,
-    ROLE,
-    labels,
-    object_name,
-    pod,
-    read_patch,
-)
-from megascale.resilience.cluster.kubernetes_table import Pod, Table
-from megascale.resilience.cluster.kubernetes_watch import Change, Watch
+from megascale.resilience.cluster.kubernetes_pod import DRIVER, ENDING, EPOCH, labels, object_name, pod, read_patch
+from megascale.resilience.cluster.kubernetes_table import Pod
+from megascale.resilience.cluster.kubernetes_view import ClusterView
 from megascale.resilience.cluster.remote import make_marker
 from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.rules.verdicts import Verdict
@@ -50,6 +40,7 @@ END = 20.0  # seconds for a pod that was deleted to be gone, after which it is r
 GRACE = 5  # seconds that a pod gets whose ranks have ended or must end
 START = 60.0  # seconds for a pod on a machine that is known to run
 WITHDRAW = 0.8  # share of the Lease after which a driver that cannot renew it gives up
+JUDGE = 2.0  # seconds between looks at pods that wait
 LOOK = 0.1  # seconds between looks at the table
 
 
@@ -74,7 +65,6 @@ class KubernetesCluster:
         self._patch = read_patch(request.config.kubernetes)
         settings = request.config.kubernetes
         self.api = KubernetesApi(settings)
-        self.table = Table(settings.gpu_resource)
         self.office = Office(self.api, self._name, settings.office, labels(self._job, "job"))
         self.objects = JobObjects(self.api, self._job)
         self._threads = ThreadPoolExecutor(8, "kubernetes")
@@ -83,17 +73,12 @@ class KubernetesCluster:
         self._driver: tuple[str, int] | None = None
         self._epoch = 0
         self._barred: frozenset[str] = frozenset()
-        self._known: dict[str, str] = {}  # nodes that there were, and their machines
-        self._reports: list[Verdict] = []
-        self._told: set[tuple[str, str]] = set()
-        self._unreached = ""
+        self._away = 0.0  # since when the server does not answer, on the monotonic clock
         self.withdrawn = self.replaced = ""
         self.hands_over = in_pod()
         if request.config.checkpoint.location is None:
             make_marker(request.run / "checkpoints")
-        pods = {"labelSelector": f"{JOB}={self._job},{ROLE}=agent"}
-        self.pods = Watch(self.api, self.api.path("pods"), partial(self._changed, "pods"), **pods)
-        self.machines = Watch(self.api, "/api/v1/nodes", partial(self._changed, "machines"))
+        self.view = ClusterView(self.api, request.config, self._gpus, self.objects.blocked)
         self._begin()
 
     def _begin(self) -> None:
@@ -102,18 +87,12 @@ class KubernetesCluster:
             self.office.take(lambda text: self._say("driver", text))
             above = controller_of(self.api, os.environ.get("MEGASCALE_POD", "")) if self.hands_over else None
             self.objects.prepare(above)
-            self.table.all_pods(self.pods.list())
-            try:
-                self.table.all_machines(self.machines.list())
-            except KubernetesError as error:
-                if error.status != 403:
-                    raise
+            if not self.view.look():
                 self._say("driver", "machines cannot be seen (no ClusterRole for nodes): losses are noticed by silence")
         except KubernetesError as error:
             raise TrainingError(
                 f"the Kubernetes API server {self.api.host} refused or did not answer: {error}"
             ) from None
-        self._remember()
 
     # Cluster ----------------------------------------------------------------------------------------------------------
 
@@ -122,23 +101,21 @@ class KubernetesCluster:
         first, self._loop = self._loop is None, asyncio.get_running_loop()
         self._spawn(self._announce(token))
         if first:
-            for watch in (self.pods, self.machines):
-                watch.start()
+            self.view.start(self._loop)
+            self._spawn(self._judge())
             self._spawn(self._hold_office())
 
     def nodes(self) -> list[NodeInfo]:
-        return [self._info(name) for name in sorted(self._known)]
+        return [self.view.info(name) for name in sorted(self.view.known)]
 
     def bar(self, names: frozenset[str]) -> None:
         self._barred = names
 
     def gone(self, name: str) -> bool:
-        return self.table.certain(name, self._config.resilience.grace_period + ENDING)
+        return self.view.table.certain(name, self._config.resilience.grace_period + ENDING)
 
     def switch(self, name: str) -> str:
-        machine = self.table.machines.get(self._known.get(name, name))
-        label = self._config.kubernetes.switch_label
-        return machine.labels.get(label, "") if machine is not None and label else ""
+        return self.view.switch(name)
 
     @property
     def taken(self) -> frozenset[str]:
@@ -148,28 +125,25 @@ class KubernetesCluster:
     @property
     def drained(self) -> dict[str, str]:
         """Nodes on machines that are cordoned or drained."""
-        machines = self.table.machines
-        found = {name: machines[where].drained for name, where in self._known.items() if where in machines}
-        return {name: why for name, why in found.items() if why}
+        return self.view.drained()
 
     def reports(self) -> list[Verdict]:
-        found, self._reports = self._reports, []
-        return found
+        return self.view.reports()
 
     def block(self, name: str, why: str) -> None:
-        self.objects.blocked[self._known.get(name, name)] = why
+        self.objects.blocked[self.view.machine_of(name)] = why
         self._spawn(self._keep_blocked())
 
     def unblock(self, name: str) -> None:
-        if self.objects.blocked.pop(self._known.get(name, name), None) is not None:
+        if self.objects.blocked.pop(self.view.machine_of(name), None) is not None:
             self._spawn(self._keep_blocked())
 
     async def start_agent(self, name: str) -> bool:
-        machine = self._known.get(name, name)
-        if not self._info(name).alive:
+        machine = self.view.machine_of(name)
+        if not self.view.info(name).alive:
             return False
         await self._remove(name, END)
-        if self.table.of(name):
+        if self.view.table.of(name):
             return False  # the old one does not end, and would have the devices
         slot = name.removeprefix(f"{machine}.") if name != machine else ""
         made = await self._make(slot, machine)
@@ -194,8 +168,7 @@ class KubernetesCluster:
 
     async def close(self) -> None:
         """Give up the office, and stop watching; pods live on."""
-        for watch in (self.pods, self.machines):
-            watch.stop()
+        self.view.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -218,7 +191,7 @@ class KubernetesCluster:
         host, port = self._driver
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         notes = {DRIVER: place, EPOCH: str(self._epoch)}
-        for each in [p for p in self.table.pods.values() if not p.over and p.driver != (place, str(self._epoch))]:
+        for each in [p for p in self.view.table.pods.values() if not p.over and p.driver != (place, str(self._epoch))]:
             path, patch = self.api.path("pods", each.name), {"metadata": {"annotations": notes}}
             self._spawn(self._ask(self.api.call, "PATCH", path, patch))
 
@@ -231,35 +204,34 @@ class KubernetesCluster:
             if self.office.lost:
                 self.replaced = f"Lease {self._name} is held by {self.office.lost}: that driver has the job now"
             silent = time.monotonic() - self.office.renewed
-            if failed and not self._unreached:
-                self._unreached = "x"
+            if failed and not self._away:
+                self._away = self.office.renewed
                 text = f"the API server does not answer; training goes on, for {WITHDRAW * seconds:.0f} s without it"
-                self._reports.append(Verdict(Event.CLUSTER_UNREACHABLE, action="alert", evidence=(text,)))
-            elif self._unreached and not failed:
-                self._unreached = ""
-                for watch in (self.pods, self.machines):
-                    watch.kick()
-                text = f"the API server answers again (Lease renewed after {self._api_away:.1f} s)"
-                self._told_back(text)
-            self._api_away = silent
+                self.view.report(Verdict(Event.CLUSTER_UNREACHABLE, action="alert", evidence=(text,)))
+            elif self._away and not failed:
+                text = f"the API server answers again, after {time.monotonic() - self._away:.1f} s"
+                self.view.report(Verdict(Event.CLUSTER_BACK, evidence=(text,)))
+                self._away = 0.0
+                self.view.kick()
             if silent > WITHDRAW * seconds and not self.withdrawn:
                 self.withdrawn = (
-                    f"Lease {self._name} could not be renewed for {silent:.0f} s (kubernetes.office={seconds:g}): another "
-                    "driver may be in office"
+                    f"Lease {self._name} could not be renewed for {silent:.0f} s (kubernetes.office={seconds:g}): "
+                    "another driver may be in office"
                 )
 
-    _api_away = 0.0
-
-    def _told_back(self, text: str) -> None:
-        self._reports.append(Verdict(Event.CLUSTER_BACK, evidence=(text,)))
+    async def _judge(self) -> None:
+        """Look again at pods that wait: for some only time shows that something is wrong."""
+        while True:
+            await asyncio.sleep(JUDGE)
+            self.view.judge()
 
     # pods -------------------------------------------------------------------------------------------------------------
 
     async def _make(self, slot: str, machine: str) -> str | None:
         """Ask for a pod; its name, None if that was refused."""
         name = f"{self._job}-{secrets.token_hex(3)}"
-        unproven = {each.machine for each in self.table.unproven.values() if not self.gone(each.node)}
-        barred = {self._known.get(each, each) for each in self._barred} if self._config.kubernetes.one_a_node else set()
+        unproven = {each.machine for each in self.view.table.unproven.values() if not self.gone(each.node)}
+        barred = {self.view.machine_of(each) for each in self._barred} if self._config.kubernetes.one_a_node else set()
         manifest = pod(
             self._config,
             name,
@@ -277,16 +249,16 @@ class KubernetesCluster:
         try:
             made = await self._do(self.api.call, "POST", self.api.path("pods"), manifest)
         except KubernetesError as error:
-            self._report(verdicts.of_refusal(error, f"pod {name}"))
+            self.view.report(kubernetes_verdicts.of_refusal(error, f"pod {name}"))
             return None
-        self.table.pod_changed(made)
+        self.view.table.pod_changed(made)
         return name
 
     async def _runs(self, name: str, seconds: float) -> Pod | None:
         """The pod, once its container runs; None if it ends first, or does not run in time."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            found = next((each for each in self.table.pods.values() if each.name == name), None)
+            found = self.view.pod(name)
             if found is None or found.over or found.deleting:
                 return None
             if found.running:
@@ -296,12 +268,12 @@ class KubernetesCluster:
 
     async def _remove(self, name: str, seconds: float) -> None:
         """Have a node's pods end; those that do not are removed by force, and count as unproven."""
-        for each in self.table.of(name):
+        for each in self.view.table.of(name):
             await self._delete(each.name, GRACE)
         deadline = time.monotonic() + seconds
-        while self.table.of(name) and time.monotonic() < deadline:
+        while self.view.table.of(name) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK)
-        for each in self.table.of(name):
+        for each in self.view.table.of(name):
             self._say("driver", f"pod {each.name} on {each.machine} does not end: it is removed by force")
             await self._delete(each.name, 0)
 
@@ -312,67 +284,6 @@ class KubernetesCluster:
     async def _keep_blocked(self) -> None:
         while await self._ask(self.objects.write_blocked, self.objects.blocked) is _FAILED:
             await asyncio.sleep(5.0)
-
-    def _info(self, name: str) -> NodeInfo:
-        pods = [each for each in self.table.of(name) if not each.over and not each.deleting]
-        where = self._known.get(name, name)
-        machine = self.table.machines.get(where)
-        usable = machine is None or bool(machine.ready and not machine.drained)
-        usable = usable and not (machine is None and self.table.machines) and where not in self.objects.blocked
-        last = max((p for p in self.table.pods.values() if p.node == name), key=lambda p: p.created, default=None)
-        why = machine.why if machine is not None and machine.why else last.why if last is not None else ""
-        running = bool(pods) and (machine is None or bool(machine.ready))
-        return NodeInfo(name, pods[0].address if pods else "", usable, running or bool(pods), why)
-
-    # what the watches bring -------------------------------------------------------------------------------------------
-
-    def _changed(self, what: str, change: Change) -> None:
-        """In a watch's thread."""
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._take, what, change)
-
-    def _take(self, what: str, change: Change) -> None:
-        kind, things = change
-        table, pods = self.table, what == "pods"
-        if kind == "all":
-            (table.all_pods if pods else table.all_machines)(things)
-        for thing in things if kind != "all" else ():
-            if kind == "gone":
-                (table.pod_gone if pods else table.machine_gone)(thing)
-            else:
-                (table.pod_changed if pods else table.machine_changed)(thing)
-        self._remember()
-        self._judge()
-
-    def _remember(self) -> None:
-        self._known |= {each.node: each.machine for each in self.table.pods.values() if each.node}
-
-    def _judge(self) -> None:
-        """Verdicts on what is there now."""
-        now = time.monotonic()
-        by_machine: dict[str, list[str]] = {}
-        for each in self.table.pods.values():
-            found = verdicts.of_end(each) if each.over else verdicts.of_waiting(each, now - each.created)
-            if found is not None:
-                self._report(found, each.uid)
-            if each.running and not each.over:
-                by_machine.setdefault(each.machine, []).append(each.node)
-        for name, nodes in by_machine.items() if self._gpus else ():
-            machine = self.table.machines.get(name)
-            resource = self._config.kubernetes.gpu_resource
-            if machine is not None:
-                needed = machine.capacity.get(resource, 0)
-                if found := verdicts.of_devices(machine, tuple(nodes), resource, needed):
-                    self._report(found, name)
-
-    def _report(self, verdict: Verdict, about: str = "") -> None:
-        """Each once: about a pod or machine, or about what is refused at all."""
-        if about:
-            if (verdict.kind, about) in self._told:
-                return
-            self._told.add((verdict.kind, about))
-        self._reports.append(verdict)
 
     # threads ----------------------------------------------------------------------------------------------------------
 

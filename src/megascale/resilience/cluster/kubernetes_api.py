@@ -80,8 +80,7 @@ class KubernetesApi:
                 own = _context_namespace(config, file, context) or own
         except (config.ConfigException, OSError) as error:
             raise ConfigError(
-                f"no way to a Kubernetes API server is known: {error}; set --kubernetes.kubeconfig=FILE (and .context), "
-                "or KUBECONFIG"
+                f"no way to a Kubernetes API server is known: {error}; set --kubernetes.kubeconfig=FILE, or KUBECONFIG"
             ) from None
         configuration.retries = 0  # a request that fails is made again where that is wanted
         configuration.connection_pool_maxsize = 32
@@ -151,9 +150,7 @@ def _library() -> tuple[Any, Any]:
     try:
         from kubernetes import client, config
     except ImportError:
-        raise ConfigError(
-            "cluster kubernetes needs the official client: pip install 'megascale[kubernetes]' (or pip install kubernetes)"
-        ) from None
+        raise ConfigError("cluster kubernetes needs the official client: pip install 'megascale[kubernetes]'") from None
     return client, config
 
 

@@ -1,4 +1,4 @@
-"""The objects that a job has besides its pods: ConfigMap (owner of all, and the block list), Secret, and what they hold."""
+"""The objects that a job has besides its pods: the ConfigMap, owner of all and block list, and the Secret."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class JobObjects:
             found = self._api.call("POST", self._api.path("configmaps"), config_map(self._job, above))
         about = found["metadata"]
         self.owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": about["name"], "uid": about["uid"]}
-        self.blocked = read_blocked(found)
+        self.blocked.update(read_blocked(found))
 
     def write_secret(self, token: bytes) -> None:
         """What agents prove to the driver. Raises KubernetesError."""

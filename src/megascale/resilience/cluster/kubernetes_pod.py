@@ -26,7 +26,7 @@ def object_name(job: str) -> str:
     """Of the job's ConfigMap, Secret and Lease. ConfigError for a job that Kubernetes cannot name."""
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,45}[a-z0-9])?", job):
         raise ConfigError(
-            f"train.name={job} cannot name objects of Kubernetes: at most 47 small letters, digits and hyphens, such as "
+            f"train.name={job} cannot name objects of Kubernetes: at most 47 small letters, digits, hyphens, such as "
             f"--train.name={re.sub('[^a-z0-9]+', '-', job.lower()).strip('-')[:47] or 'job'}"
         )
     return f"megascale-{job}"
@@ -215,7 +215,7 @@ def _toleration(text: str) -> Json:
     found = _TAINT.fullmatch(text)
     if found is None:
         raise ConfigError(
-            f"kubernetes.tolerations has {text!r}; write KEY=VALUE:EFFECT or KEY:EFFECT, such as nvidia.com/gpu:NoSchedule"
+            f"kubernetes.tolerations has {text!r}; write KEY=VALUE:EFFECT or KEY:EFFECT, as nvidia.com/gpu:NoSchedule"
         )
     bears: Json = {"key": found["key"], "operator": "Exists" if found["value"] is None else "Equal"}
     bears |= {"value": found["value"]} if found["value"] is not None else {}

@@ -1,4 +1,4 @@
-"""What a Kubernetes cluster has of a job: its pods and the machines, kept from what the watches bring. No input, no output."""
+"""What a Kubernetes cluster has of a job, its pods and the machines: kept from what the watches bring, without I/O."""
 
 from __future__ import annotations
 

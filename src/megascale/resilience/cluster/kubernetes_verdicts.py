@@ -55,7 +55,9 @@ def of_end(pod: Pod) -> Verdict | None:
         said = f"{pod.name} on {pod.machine} was ended by the cluster: {pod.why}"
         return Verdict(Event.POD_FAILED, (pod.node,) if pod.node else (), action="none", evidence=(said,))
     if pod.why.startswith("OOMKilled"):
-        said = f"{pod.name} on {pod.machine} was ended for want of memory: {pod.why}; raise memory= in kubernetes.resources"
+        said = (
+            f"{pod.name} on {pod.machine} was ended for want of memory: {pod.why}; raise memory in kubernetes.resources"
+        )
         return Verdict(Event.OUT_OF_MEMORY, (pod.node,) if pod.node else (), action="none", evidence=(said,))
     return None
 
