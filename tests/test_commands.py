@@ -1,7 +1,7 @@
 """The commands of README and documents: run in a small world of their own, or parsed only, with the reason.
 
-Blocks marked sh or not marked at all count; in those with `$ ` before commands, the other lines are output. What is run has
-what makes it small (SMALL) behind it. Commands in running text and tables are parsed.
+Blocks marked sh or not marked at all count; in those with `$ ` before commands, the other lines are output. What is run
+has what makes it small (SMALL) behind it. Commands in running text and tables are parsed.
 """
 
 import re
