@@ -24,6 +24,7 @@ from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, rank_log
+from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import claim
 from megascale.train.clock import StepClock
@@ -155,15 +156,19 @@ class Trainer:
         life.callback(self._synchronize)  # what is under way is noted in the flight record, as long as that is open
         self.status = self.ending.status = self.telemetry.status
         self._resume()
+        self.callbacks = Callbacks(RunView(self.config, self.folder.path, place.rank, place.world, self.engine))
+        life.callback(self.callbacks.close)
         with Interrupts() as interrupts:
             self.saves.begin(self.step)
+            self.callbacks.run_begins(self.step)
             stop = min(train.steps, self.step + (train.stop_after or train.steps))
             life.callback(self.reporter.close)
             self._begin(feed=self.step < stop)
             if self.step < stop:
                 self.checkpointer.prepare()
             while self.step < stop and not self._stopping:
-                self._train_step(interrupts.wanted)
+                self._train_step(interrupts.wanted or self.callbacks.run.wants_stop)
+                self.callbacks.step_ends(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate(train.eval_samples)
                 if self.step < stop and (persist := self.saves.due(self.step)) is not None:
@@ -405,5 +410,6 @@ class Trainer:
             record["valid_bits_per_byte"] = found.bits_per_byte
         self.reporter.record(record)
         self.reporter.event(Event.EVALUATED, step=self.step, loss=found.loss, bits_per_byte=found.bits_per_byte)
+        self.callbacks.evaluated(found)
         self.clock.pause()
         return found
