@@ -52,7 +52,7 @@ def test_a_run_with_all_of_them(package, megascale, tiny, tokens, tmp_path):
 
 
 def test_the_notebooks_example_runs(tmp_path):
-    code = {title: code for title, code in EXAMPLES}
+    code = dict(EXAMPLES)
     process = Forked(["--version"], cwd=tmp_path, before=code["A loss"] + code["From a notebook"])
     said, _ = process.communicate(timeout=120)
     assert process.wait() == 0, said

@@ -1,4 +1,4 @@
-"""A loss and a callback of another package: any layout trains alike with them, and a run calls what its setting names."""
+"""A loss and a callback of another package: layouts train alike with it, and a run calls what is named."""
 
 from __future__ import annotations
 
