@@ -80,7 +80,7 @@ def register(app: typer.Typer) -> None:
 
         check_timeouts(config)
         config, size = start_driver.prepare(config)
-        resolved = api.resolve(config)
+        resolved = api.with_precision(api.resolve(config), bool(size.devices))
         lay_out(resolved, size.world)  # what does not divide is said once, before any process starts
         console = Console(highlight=False, soft_wrap=True)
 

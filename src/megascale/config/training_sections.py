@@ -95,8 +95,8 @@ class TrainConfig(Section):
     global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences in one step over all ranks")
     precision: Annotated[Literal["float32", "bfloat16", "float64"], BeforeValidator(_full_name)] = Field(
         "float32",
-        description="type of weights in use and of activations; master weights are at least float32; bf16, fp32 and "
-        "fp64 are understood",
+        description="type of weights in use and of activations; default: bfloat16 on GPUs that have it, else float32; "
+        "master weights are at least float32; bf16, fp32 and fp64 are understood",
     )
     linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.check)] = Field(
         "default",

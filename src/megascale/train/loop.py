@@ -19,7 +19,7 @@ from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
 from megascale.data.loader.feed import open_feed
-from megascale.errors import DataError, MegascaleError, TrainingError, kind_of, named
+from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
@@ -114,15 +114,25 @@ class Trainer:
                 self.config, rank=at.rank, world=at.world, local_rank=at.local_rank, device=at.device
             )
             life.callback(self._leave)
-            mine = (self.attempt, refusal and (kind_of(refusal), str(refusal)))
-            self.attempt, told = Peers().share(mine, tuple[int, tuple[str, str] | None])
-            refusal = refusal or (named(*told) if told else None)
+            mine = (self.attempt, self.config.train.precision, refusal and (kind_of(refusal), str(refusal)))
+            self.attempt, precision, told = Peers().share(mine, tuple[int, str, tuple[str, str] | None])
+            refusal = refusal or (named(*told) if told else self._other_precision(precision))
         if refusal is not None:
             self.ending.told = True  # whoever trains there has the word
             raise refusal
         self.folder.started = self.attempt
         rank_log.begin(self.place, self.attempt)
         self.ending.mine = True
+
+    def _other_precision(self, first: str) -> MegascaleError | None:
+        """An error where this rank would compute in another type than rank 0: the default follows the device."""
+        mine = self.config.train.precision
+        if mine == first:
+            return None
+        return ConfigError(
+            f"train.precision is {mine} on rank {self.place.rank} and {first} on rank 0, whose devices differ; set "
+            f"--train.precision={first if self.place.device.type == 'cuda' else 'float32'}"
+        )
 
     def _build(self, life: contextlib.ExitStack) -> None:
         config, place = self.config, self.place
