@@ -241,7 +241,7 @@ class Trainer:
             step,
             rate,
             wants_stop,
-            before_update=self.checkpointer.before_update,
+            before_update=lambda: self.checkpointer.before_update(step),
             more=step < train.steps,
             count_casts=bool(counts := self.config.observe.float8_interval) and step % counts == 0,
         )
