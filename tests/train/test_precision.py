@@ -18,7 +18,7 @@ def losses(run):
     return [record["loss"] for record in lines(run / "metrics.jsonl") if "loss" in record]
 
 
-def test_what_is_set_stays():
+def test_what_is_set_is_kept():
     assert with_precision(Config(), True).train.precision == "bfloat16"
     assert with_precision(Config(), False).train.precision == "float32"
     for said in ("fp32", "float32", "float64"):
