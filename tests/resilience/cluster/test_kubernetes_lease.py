@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("kubernetes")
-
 from megascale.bench.resilience.kubernetes_kubelets import machine
 from megascale.bench.resilience.kubernetes_server import Server, Store
 from megascale.config import KubernetesConfig
@@ -20,6 +18,8 @@ from megascale.resilience.cluster import kubernetes_lease
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError
 from megascale.resilience.cluster.kubernetes_lease import Office, is_dead, own_identity
 from megascale.resilience.cluster.kubernetes_watch import Watch
+
+pytest.importorskip("kubernetes")
 
 
 @pytest.fixture
