@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.bench.resilience import machines
@@ -80,13 +80,13 @@ class Given:
     Attributes:
         programs: folder of kubelet and kube-proxy.
         kubeconfig: of the API, with an administrator's rights.
-        images: archives that each node loads.
+        images: archive that each node loads.
         environment: of the programs.
     """
 
     programs: Path
     kubeconfig: Path
-    images: Sequence[Path]
+    images: Path
     environment: dict[str, str]
 
 
@@ -110,13 +110,24 @@ class KubernetesNode:
         return f"{PODS}.{self.number}.0/24"
 
     def start(self) -> None:
-        """Start containerd, load the images, start kubelet and kube-proxy; the machine is on."""
+        """Start all that a node runs; the machine is on."""
+        self.boot()
+        self.join()
+
+    def boot(self) -> None:
+        """Start containerd, and do not wait for it."""
         self._prepare()
-        self.start_containerd()
+        self._daemon("containerd", ["containerd", "-c", f"{self.folder}/containerd.toml"])
+
+    def join(self) -> None:
+        """Load the images, and start kubelet and kube-proxy."""
+        ctr = ["ctr", "-a", SOCKET]
+        there = self.machine.inside([*ctr, "version"])
+        wait(lambda: subprocess.run(there, capture_output=True).returncode == 0, f"containerd of {self.name}", 60.0)
+        self.run(*ctr, "-n", "k8s.io", "images", "import", str(self._given.images))
         self.start_kubelet()
-        self._daemon(
-            "kube-proxy", [str(self._given.programs / "kube-proxy"), f"--config={self.folder}/proxy.yaml", "--v=0"]
-        )
+        proxy = self._given.programs / "kube-proxy"
+        self._daemon("kube-proxy", [str(proxy), f"--config={self.folder}/proxy.yaml", "--v=0"])
 
     def _prepare(self) -> None:
         """Files, folders of its own in the machine's view of the file system, and rules of its network."""
@@ -134,15 +145,6 @@ class KubernetesNode:
         lines += [f"mount --bind {folder / place.replace('/', '_')} {place}" for place in _OWN]
         lines += [f"mount -t tmpfs tmpfs {_RUN}", "mount --make-rshared /", "echo 1 > /proc/sys/net/ipv4/ip_forward"]
         self.run("bash", "-c", "\n".join(lines))
-
-    def start_containerd(self) -> None:
-        """containerd, with the images."""
-        self._daemon("containerd", ["containerd", "-c", f"{self.folder}/containerd.toml"])
-        ctr = ["ctr", "-a", SOCKET]
-        there = self.machine.inside([*ctr, "version"])
-        wait(lambda: subprocess.run(there, capture_output=True).returncode == 0, f"containerd of {self.name}", 60.0)
-        for image in self._given.images:
-            self.run(*ctr, "-n", "k8s.io", "images", "import", str(image))
 
     def start_kubelet(self) -> None:
         """kubelet; what it finds running it takes over."""
@@ -222,42 +224,52 @@ def _network(pods: str) -> dict[str, object]:
     return {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge, {"type": "loopback"}]}
 
 
-def make_image(
-    file: Path,
-    name: str,
-    files: dict[str, bytes],
-    folders: Sequence[str] = (),
-    links: dict[str, str] | None = None,
-    entry: Sequence[str] = (),
-) -> None:
-    """An archive as `docker save` writes it, of one layer.
+@dataclass(frozen=True)
+class Image:
+    """An image of one layer.
 
-    Args:
-        file: to write.
+    Attributes:
         name: with its tag.
-        files: contents by path in the image, executable.
-        folders: paths; those that begin with tmp are for everybody.
-        links: targets by path.
+        files: contents by path, executable; folders: paths, those that begin with tmp for everybody; links: targets by
+            path.
         entry: what its containers run unless told otherwise.
     """
+
+    name: str
+    files: dict[str, bytes]
+    folders: Sequence[str] = ()
+    links: dict[str, str] = field(default_factory=dict)
+    entry: Sequence[str] = ()
+
+
+def write_images(file: Path, images: Sequence[Image]) -> None:
+    """An archive as `docker save` writes it."""
+    manifest: list[dict[str, object]] = []
+    with tarfile.open(file, "w") as tar:
+        for image in images:
+            layer = _layer(image)
+            digest = hashlib.sha256(layer).hexdigest()
+            settings = {"Entrypoint": list(image.entry) or None, "Env": ["PATH=/usr/local/bin:/usr/bin:/bin:/sbin"]}
+            about = {"architecture": "amd64", "os": "linux", "config": settings, "history": [{"created_by": "bench"}]}
+            about["rootfs"] = {"type": "layers", "diff_ids": [f"sha256:{digest}"]}
+            config = json.dumps(about).encode()
+            name = f"{hashlib.sha256(config).hexdigest()}.json"
+            _add(tar, name, config)
+            _add(tar, f"{digest}/layer.tar", layer)
+            manifest.append({"Config": name, "RepoTags": [image.name], "Layers": [f"{digest}/layer.tar"]})
+        _add(tar, "manifest.json", json.dumps(manifest).encode())
+
+
+def _layer(image: Image) -> bytes:
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
-        for path in folders:
+        for path in image.folders:
             _add(tar, path, b"", tarfile.DIRTYPE, 0o1777 if path.startswith("tmp") else 0o755)
-        for path, target in (links or {}).items():
+        for path, target in image.links.items():
             _add(tar, path, b"", tarfile.SYMTYPE, 0o777, target)
-        for path, data in files.items():
+        for path, data in image.files.items():
             _add(tar, path, data)
-    data = layer.getvalue()
-    settings = {"Entrypoint": list(entry) or None, "Env": ["PATH=/usr/local/bin:/usr/bin:/bin:/sbin"]}
-    about = {"architecture": "amd64", "os": "linux", "config": settings, "history": [{"created_by": "make_image"}]}
-    about["rootfs"] = {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(data).hexdigest()}"]}
-    config = json.dumps(about).encode()
-    digest = f"{hashlib.sha256(config).hexdigest()}.json"
-    manifest = json.dumps([{"Config": digest, "RepoTags": [name], "Layers": ["layer.tar"]}]).encode()
-    with tarfile.open(file, "w") as tar:
-        for path, content in ((digest, config), ("layer.tar", data), ("manifest.json", manifest)):
-            _add(tar, path, content)
+    return layer.getvalue()
 
 
 def _add(

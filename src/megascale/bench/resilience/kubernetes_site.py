@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,8 +25,9 @@ from megascale.bench.resilience.kubernetes_node import (
     PAUSE,
     SERVICES,
     Given,
+    Image,
     KubernetesNode,
-    make_image,
+    write_images,
 )
 from megascale.bench.resilience.machines import Machines, wait
 from megascale.errors import TrainingError
@@ -112,7 +113,10 @@ class KubernetesSite:
                 self.machines[name], number, given, f"topology.megascale/switch=s{number % 2}"
             )
         self._routes()
-        _all_at_once([node.start for node in self.nodes.values()])
+        for node in self.nodes.values():
+            node.boot()
+        for node in self.nodes.values():
+            node.join()
         self.until_ready(self.names)
 
     def _routes(self) -> None:
@@ -123,13 +127,13 @@ class KubernetesSite:
                     here.ip("route", "add", node.pods, "via", node.machine.address)
             here.ip("route", "add", SERVICES, "dev", "eth0")
 
-    def _images(self) -> list[Path]:
-        pause, own = self.folder / "pause.tar", self.folder / "image.tar"
-        make_image(pause, PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
+    def _images(self) -> Path:
+        pause = Image(PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
         files = {name: Path("/", name).read_bytes() for name in _FILES if Path("/", name).exists()}
         places = sorted({str(p).strip("/") for m in mounts() for p in (Path(m), *Path(m).parents) if p != Path("/")})
-        make_image(own, IMAGE, files, [*dict.fromkeys([*_FOLDERS, *places])], _LINKS)
-        return [pause, own]
+        own = Image(IMAGE, files, list(dict.fromkeys([*_FOLDERS, *places])), _LINKS)
+        write_images(self.folder / "images.tar", [pause, own])
+        return self.folder / "images.tar"
 
     # the control plane ------------------------------------------------------------------------------------------------
 
@@ -262,25 +266,21 @@ class KubernetesSite:
         self._daemons.clear()
 
 
-def mounts() -> list[str]:
-    """Folders of this machine that a pod needs, read-only, to run what is installed here."""
+def source() -> Path:
+    """Where this package is imported from."""
     import megascale
 
-    source = Path(megascale.__file__).resolve().parent.parent
-    wanted = ["/usr", sys.prefix, sys.base_prefix, str(source)]
+    return Path(megascale.__file__).resolve().parent.parent
+
+
+def mounts() -> list[str]:
+    """Folders of this machine that a pod needs, read-only, to run what is installed here."""
+    wanted = ["/usr", sys.prefix, sys.base_prefix, str(source())]
     found: list[str] = []
     for each in sorted(dict.fromkeys(wanted), key=len):
         if not any(Path(each).is_relative_to(other) for other in found):
             found.append(each)
     return found
-
-
-def _all_at_once(calls: Sequence[Callable[[], None]]) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for done in [pool.submit(call) for call in calls]:
-            done.result()
 
 
 def clean_groups(names: Sequence[str]) -> None:

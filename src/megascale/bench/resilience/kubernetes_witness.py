@@ -6,6 +6,7 @@ it is the trainer's own record. Neither agents nor the cluster are asked.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class Witness:
         found = []
         for rank in sorted({each.rank for each in self.trainers()}):
             all_of_it = self.trainers(rank)
-            for older, newer in zip(all_of_it, all_of_it[1:], strict=False):
+            for older, newer in itertools.pairwise(all_of_it):
                 beside = older.last - newer.first
                 if beside > 0:
                     found.append(f"rank {rank}: {older.pid} was there for {beside:.1f} s beside {newer.pid}")

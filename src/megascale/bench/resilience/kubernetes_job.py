@@ -1,0 +1,106 @@
+"""A tiny job on a Kubernetes of one's own: its driver on the machine of the control plane, its agents in real pods."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.bench.resilience.kubernetes_node import IMAGE
+from megascale.bench.resilience.kubernetes_site import KubernetesSite, mounts, source
+from megascale.bench.resilience.kubernetes_witness import Witness
+from megascale.bench.resilience.launched import WAIT, Launched
+from megascale.bench.resilience.machines import wait
+from megascale.core import strict_json
+
+LABEL = "megascale.dev/job"  # of a job's pods
+
+
+class KubernetesJob(Launched):
+    """`megascale launch --cluster kubernetes` of two ranks with a spare, in a namespace of its own.
+
+    Args:
+        site: where.
+        file: settings (launched.py::make).
+        name: of the run, and of the namespace.
+        words: more settings.
+        pace: least seconds of a step.
+        image: of the pods.
+
+    Attributes:
+        witness: sees each trainer until `close`.
+    """
+
+    def __init__(
+        self, site: KubernetesSite, file: Path, name: str, words: Sequence[str], pace: float, image: str = IMAGE
+    ) -> None:
+        self.site, self.name, self.folder = site, name, file.parent
+        self.shared = file.parent / "shared" / name
+        self.witness = Witness(name)
+        site.kubectl("create", "namespace", name)
+        own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}", f"--kubernetes.image={image}"]
+        own += ["--kubernetes.pull_policy=IfNotPresent", f"--kubernetes.python={sys.executable}"]
+        own += [f"--kubernetes.mounts={json.dumps(_mounts(file.parent))}"]
+        own += [f"--kubernetes.environment={json.dumps([f'PYTHONPATH={source()}', 'OMP_NUM_THREADS=1'])}"]
+        own += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
+        own += [f"--resilience.listen={site.address}", "--resilience.test_spares=false"]
+        super().__init__(file, name, [*own, *words], pace)
+        self.witness.__enter__()
+
+    def start(self) -> Any:
+        """The driver, on the machine with the control plane."""
+        words = self.command[self.command.index(sys.executable) :]
+        self.command = self.site.inside(["env", f"KUBECONFIG={self.site.kubeconfig}", *words])
+        return super().start()
+
+    def close(self) -> None:
+        """End the driver if it is there, and all that the namespace holds."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.witness.__exit__()
+        gone = ["--wait=false", "--ignore-not-found"]
+        self.site.kubectl("delete", "pods", "--all", "-n", self.name, "--force", "--grace-period=0", *gone)
+        self.site.kubectl("delete", "namespace", self.name, *gone)
+
+    # what the cluster knows -------------------------------------------------------------------------------------------
+
+    def pods(self) -> list[dict[str, Any]]:
+        """Of its nodes, as the API has them."""
+        return self.site.get("pods", "-n", self.name, "-l", f"{LABEL}={self.name}")
+
+    def holder(self, rank: int) -> str:
+        """The name, in the job, of the node that holds a rank now."""
+        node: str = next(e for e in reversed(self.events()) if e.kind == "attempt_started").nodes[rank]
+        return node
+
+    def pod(self, node: str) -> str:
+        """The name of the pod on a node, which has the name of the cluster's."""
+        living = [p for p in self.pods() if "deletionTimestamp" not in p["metadata"]]
+        return str(next(p["metadata"]["name"] for p in living if p["spec"].get("nodeName") == node))
+
+    # what it does -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """The last step that rank 0 has told of."""
+        file = self.run / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
+
+    def until_step(self, step: int, seconds: float = WAIT) -> None:
+        """Wait for a step; TrainingError if it does not come."""
+        wait(lambda: self.step() >= step, f"step {step} of {self.name}", seconds)
+
+    def attempts(self) -> int:
+        """How often trainers were started."""
+        return sum(e.kind == "attempt_started" for e in self.events())
+
+
+def _mounts(folder: Path) -> list[str]:
+    """What is installed here, read-only, and the job's folder, as on shared storage."""
+    return [*(f"host:{each}:{each}:ro" for each in mounts()), f"host:{folder}:{folder}"]
