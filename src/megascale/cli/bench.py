@@ -40,6 +40,7 @@ BENCHES: tuple[str, ...] = (
     "resilience.machines_bench",
     "resilience.recovery_bench",
     "resilience.slurm_bench",
+    "resilience.kubernetes_bench",
 )
 
 

@@ -91,8 +91,8 @@ def stop_api(job: KubernetesJob) -> Injected:
     time.sleep(_DOWN)
     before = job.step()
     job.site.start_api()
-    if before < job.step_at_strike + _TRAINED:
-        injected.wrong.append(f"training stood still without the API: {job.step_at_strike} to {before}")
+    if before < job.struck + _TRAINED:
+        injected.wrong.append(f"training stood still without the API: {job.struck} to {before}")
     job.until_step(job.step() + _TRAINED)
     return injected
 
@@ -132,7 +132,7 @@ def evict(job: KubernetesJob) -> Injected:
 def make_unhealthy(job: KubernetesJob) -> Injected:
     """The device plugin says that the node's GPU is bad."""
     injected = _of_rank_1(job)
-    job.site.bad_gpus(injected.node, [0])
+    job.site.nodes[injected.node].break_gpus([0])
     return injected
 
 

@@ -89,6 +89,8 @@ def serve(flag: Path, count: int) -> None:
         "Allocate": one(allocate, kinds["AllocateRequest"].FromString, out),
     }
     while True:
+        while not (_FOLDER / "kubelet.sock").exists():
+            time.sleep(_LOOK)
         server = grpc.server(ThreadPoolExecutor(8))
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("v1beta1.DevicePlugin", calls),))
         socket = _FOLDER / "bench-gpu.sock"

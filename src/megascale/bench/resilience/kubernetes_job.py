@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from megascale.bench.resilience.kubernetes_site import KubernetesSite, mounts, s
 from megascale.bench.resilience.kubernetes_witness import Witness
 from megascale.bench.resilience.launched import WAIT, Launched
 from megascale.bench.resilience.machines import wait
-from megascale.core import strict_json
 
 LABEL = "megascale.dev/job"  # of a job's pods
 
@@ -34,6 +31,7 @@ class KubernetesJob(Launched):
 
     Attributes:
         witness: sees each trainer until `close`.
+        struck: the last step before the fault.
     """
 
     def __init__(
@@ -41,7 +39,7 @@ class KubernetesJob(Launched):
     ) -> None:
         self.site, self.name, self.folder = site, name, file.parent
         self.shared = file.parent / "shared" / name
-        self.witness = Witness(name)
+        self.witness, self.struck = Witness(name), 0
         site.kubectl("create", "namespace", name)
         own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}", f"--kubernetes.image={image}"]
         own += ["--kubernetes.pull_policy=IfNotPresent", f"--kubernetes.python={sys.executable}"]
@@ -58,6 +56,19 @@ class KubernetesJob(Launched):
         self.command = self.site.inside(["env", f"KUBECONFIG={self.site.kubeconfig}", *words])
         return super().start()
 
+    def second(self) -> subprocess.Popen[bytes]:
+        """Another driver of the same job, whose run folder is one of its own."""
+        runs, null = self.folder / "others", subprocess.DEVNULL
+        words = [word for word in self.command if not word.startswith("--train.runs=")]
+        with open(self.output.with_suffix(".second"), "ab") as out:
+            return subprocess.Popen(
+                [*words, f"--train.runs={runs}"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
     def close(self) -> None:
         """End the driver if it is there, and all that the namespace holds."""
         if self.process.poll() is None:
@@ -67,6 +78,10 @@ class KubernetesJob(Launched):
         gone = ["--wait=false", "--ignore-not-found"]
         self.site.kubectl("delete", "pods", "--all", "-n", self.name, "--force", "--grace-period=0", *gone)
         self.site.kubectl("delete", "namespace", self.name, *gone)
+
+    def kubectl(self, *words: str) -> str:
+        """What kubectl prints, in the job's namespace."""
+        return self.site.kubectl("--namespace", self.name, *words)
 
     # what the cluster knows -------------------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import signal
 import subprocess
+import sys
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,6 +62,7 @@ evictionHard: {{memory.available: "100Mi", nodefs.available: "1%", nodefs.inodes
 clusterDNS: []
 resolvConf: /dev/null
 volumePluginDir: {folder}/plugins
+cgroupRoot: /{group}
 """
 _PROXY = """apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
@@ -82,12 +85,16 @@ class Given:
         kubeconfig: of the API, with an administrator's rights.
         images: archive that each node loads.
         environment: of the programs.
+        group: control group of its containers.
+        gpus: that each node says it has.
     """
 
     programs: Path
     kubeconfig: Path
     images: Path
     environment: dict[str, str]
+    group: str
+    gpus: int = 0
 
 
 class KubernetesNode:
@@ -128,6 +135,19 @@ class KubernetesNode:
         self.start_kubelet()
         proxy = self._given.programs / "kube-proxy"
         self._daemon("kube-proxy", [str(proxy), f"--config={self.folder}/proxy.yaml", "--v=0"])
+        if self._given.gpus:
+            words = ["-m", "megascale.bench.resilience.kubernetes_gpus", str(self._bad), str(self._given.gpus)]
+            self._daemon("gpus", [sys.executable, *words])
+
+    @property
+    def _bad(self) -> Path:
+        return self.folder / "bad-gpus"
+
+    def break_gpus(self, numbers: Sequence[int]) -> None:
+        """Exactly these are unhealthy from now on."""
+        temporary = self._bad.with_suffix(".tmp")
+        temporary.write_text(" ".join(map(str, numbers)))
+        os.replace(temporary, self._bad)
 
     def _prepare(self) -> None:
         """Files, folders of its own in the machine's view of the file system, and rules of its network."""
@@ -137,7 +157,7 @@ class KubernetesNode:
             Path(place).mkdir(parents=True, exist_ok=True)
         Path(_RUN).mkdir(parents=True, exist_ok=True)
         (folder / "containerd.toml").write_text(_CONTAINERD)
-        (folder / "kubelet.yaml").write_text(_KUBELET.format(address=address, folder=folder))
+        (folder / "kubelet.yaml").write_text(_KUBELET.format(address=address, folder=folder, group=self._given.group))
         proxy = _PROXY.format(address=address, name=self.name, kubeconfig=self._given.kubeconfig)
         (folder / "proxy.yaml").write_text(proxy)
         (folder / "_etc_cni_net.d" / "10-pods.conflist").write_text(json.dumps(_network(self.pods)))
@@ -188,6 +208,11 @@ class KubernetesNode:
         """Whether the machine has power."""
         return self.machine.init > 0 and Path(f"/proc/{self.machine.init}").exists()
 
+    @property
+    def has_kubelet(self) -> bool:
+        """Whether one was started and not killed."""
+        return "kubelet" in self._daemons
+
     def power_off(self) -> None:
         """Pull the plug."""
         self.machine.power_off()
@@ -206,7 +231,7 @@ class KubernetesNode:
         daemon.wait()
 
     def close(self) -> None:
-        """End what runs on it, and remove the kernel's groups of its containers."""
+        """End what runs on it."""
         with contextlib.suppress(Exception):
             self.machine.power_off()
         self._reap()

@@ -73,13 +73,15 @@ class KubernetesSite:
     Args:
         folder: for everything.
         nodes: how many.
+        gpus: that each says it has.
 
     Attributes:
         kubeconfig: of an administrator; the API is reached from the machine `head` and from nodes.
     """
 
-    def __init__(self, folder: Path, nodes: int) -> None:
-        self.folder, self.programs = folder, programs()
+    def __init__(self, folder: Path, nodes: int, gpus: int = 0) -> None:
+        self.folder, self.programs, self._gpus = folder, programs(), gpus
+        self._group = f"ms-{os.urandom(4).hex()}"
         self.names = [f"k{i + 1}" for i in range(nodes)]
         self.machines = Machines(folder / "m", ["head", *self.names])
         self.kubeconfig = folder / "kubeconfig"
@@ -107,7 +109,7 @@ class KubernetesSite:
     def _start(self) -> None:
         images = self._images()
         self._control_plane()
-        given = Given(self.programs, self.kubeconfig, images, self.environment)
+        given = Given(self.programs, self.kubeconfig, images, self.environment, self._group, self._gpus)
         for number, name in enumerate(self.names, 1):
             self.nodes[name] = KubernetesNode(
                 self.machines[name], number, given, f"topology.megascale/switch=s{number % 2}"
@@ -244,13 +246,16 @@ class KubernetesSite:
         wait(there, f"{', '.join(names)} to be Ready {' or '.join(wanted)}", seconds)
 
     def repair(self) -> None:
-        """The API answers, every node has power, network and a kubelet, and takes pods."""
+        """The API answers, every node has power, network, a kubelet and healthy GPUs, and takes pods."""
         if "kube-apiserver" not in self._daemons:
             self.start_api()
         for node in self.nodes.values():
             if not node.on:
                 node.power_on()
             node.machine.heal()
+            node.break_gpus([])
+            if not node.has_kubelet:
+                node.start_kubelet()
         self.until_ready(self.names)
         for name in self.names:
             self.kubectl("uncordon", name)
@@ -264,6 +269,7 @@ class KubernetesSite:
             daemon.kill()
             daemon.wait()
         self._daemons.clear()
+        _remove_groups(self._group)
 
 
 def source() -> Path:
@@ -283,10 +289,11 @@ def mounts() -> list[str]:
     return found
 
 
-def clean_groups(names: Sequence[str]) -> None:
-    """Remove empty control groups that ended containers have left."""
-    for name in names:
-        for top in Path("/sys/fs/cgroup").glob(f"*/{name}"):
-            for group in sorted((p for p in top.rglob("*") if p.is_dir()), key=lambda p: -len(p.parts)):
-                with contextlib.suppress(OSError):
-                    group.rmdir()
+def _remove_groups(name: str) -> None:
+    """The kernel's groups of containers that have ended."""
+    for top in Path("/sys/fs/cgroup").glob(f"*/{name}"):
+        for group in sorted((p for p in top.rglob("*") if p.is_dir()), key=lambda p: -len(p.parts)):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        with contextlib.suppress(OSError):
+            top.rmdir()
