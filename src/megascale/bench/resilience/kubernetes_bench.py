@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,8 +15,7 @@ from typing import Any
 
 import typer
 
-from megascale.bench.resilience.kubernetes_faults import FAULTS, KubernetesFault
-from megascale.bench.resilience.kubernetes_job import KubernetesJob
+from megascale.bench.resilience.kubernetes_faults import FAULTS
 from megascale.bench.resilience.kubernetes_run import LOCAL, one_local, one_of
 from megascale.bench.resilience.kubernetes_site import KubernetesSite, impossible, programs
 from megascale.bench.resilience.kubernetes_table import show
@@ -101,7 +99,9 @@ def _all(folder: Path, kinds: Sequence[str], runs: int) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     known = {row["name"] for row in done(folder)}
-    missing = [(kind, f"{kind}-{i}") for i in range(runs) for kind in dict.fromkeys(kinds) if f"{kind}-{i}" not in known]
+    missing = [
+        (kind, f"{kind}-{i}") for i in range(runs) for kind in dict.fromkeys(kinds) if f"{kind}-{i}" not in known
+    ]
     if not missing:
         return
     gpus = int(any(FAULTS[kind].gpus for kind, _ in missing if kind != LOCAL))
@@ -113,7 +113,9 @@ def _all(folder: Path, kinds: Sequence[str], runs: int) -> None:
             with open(folder / "rows.jsonl", "a") as rows:
                 rows.write(strict_json.dumps(row) + "\n")
             console.print("[green]right[/] " if row["right"] else "[bold red]WRONG[/] ", end="")
-            console.print(strict_json.dumps({k: v for k, v in row.items() if k not in ("events", "said")}), markup=False)
+            console.print(
+                strict_json.dumps({k: v for k, v in row.items() if k not in ("events", "said")}), markup=False
+            )
 
 
 def one(site: KubernetesSite, file: Path, kind: str, name: str, folder: Path) -> dict[str, Any]:

@@ -172,8 +172,7 @@ def replenished(job: KubernetesJob, injected: Injected) -> list[str]:
     """The spare was used, and another pod came in its place before the job's end."""
     actions = [e.action for e in job.events() if e.kind == "recovery_action" and e.time > injected.at]
     wrong = [] if "spare" in actions else [f"no spare was used: {actions}"]
-    came = [e for e in job.events() if e.kind in ("node_joined", "agent_joined", "node_added") and e.time > injected.at]
-    return wrong + ([] if came else ["no new pod has become a node"])
+    return wrong + ([] if job.joined(injected.at) else ["no new pod has become a node"])
 
 
 def in_place(job: KubernetesJob, injected: Injected) -> list[str]:
@@ -193,7 +192,7 @@ class KubernetesFault:
         steps: of the run; lost: steps that may be done twice.
         words: settings besides.
         gpus: whether nodes have any.
-        driver: a process outside, or a pod.
+        pods: of its agents, spares too.
     """
 
     strike: Callable[[KubernetesJob], Injected]
@@ -204,7 +203,7 @@ class KubernetesFault:
     lost: int = 1
     words: tuple[str, ...] = ()
     gpus: bool = False
-    driver: Literal["process", "pod"] = "process"
+    pods: int = 3
 
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")

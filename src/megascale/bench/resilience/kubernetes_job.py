@@ -27,22 +27,19 @@ class KubernetesJob(Launched):
         name: of the run, and of the namespace.
         words: more settings.
         pace: least seconds of a step.
-        image: of the pods.
 
     Attributes:
         witness: sees each trainer until `close`.
         struck: the last step before the fault.
     """
 
-    def __init__(
-        self, site: KubernetesSite, file: Path, name: str, words: Sequence[str], pace: float, image: str = IMAGE
-    ) -> None:
+    def __init__(self, site: KubernetesSite, file: Path, name: str, words: Sequence[str], pace: float) -> None:
         self.site, self.name, self.folder = site, name, file.parent
         self.shared = file.parent / "shared" / name
         self.witness, self.struck = Witness(name), 0
         site.kubectl("create", "namespace", name)
-        own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}", f"--kubernetes.image={image}"]
-        own += ["--kubernetes.pull_policy=IfNotPresent", f"--kubernetes.python={sys.executable}"]
+        own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}", f"--kubernetes.image={IMAGE}"]
+        own += [f"--kubernetes.kubeconfig={site.kubeconfig}", f"--kubernetes.python={sys.executable}"]
         own += [f"--kubernetes.mounts={json.dumps(_mounts(file.parent))}"]
         own += [f"--kubernetes.environment={json.dumps([f'PYTHONPATH={source()}', 'OMP_NUM_THREADS=1'])}"]
         own += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
@@ -52,8 +49,7 @@ class KubernetesJob(Launched):
 
     def start(self) -> Any:
         """The driver, on the machine with the control plane."""
-        words = self.command[self.command.index(sys.executable) :]
-        self.command = self.site.inside(["env", f"KUBECONFIG={self.site.kubeconfig}", *words])
+        self.command = self.site.inside(self.command[self.command.index(sys.executable) :])
         return super().start()
 
     def second(self) -> subprocess.Popen[bytes]:
@@ -110,6 +106,18 @@ class KubernetesJob(Launched):
     def until_step(self, step: int, seconds: float = WAIT) -> None:
         """Wait for a step; TrainingError if it does not come."""
         wait(lambda: self.step() >= step, f"step {step} of {self.name}", seconds)
+
+    def until_joined(self, count: int) -> None:
+        """Wait until so many agents have come, spares too."""
+        wait(lambda: len(self.joined()) >= count, f"{count} nodes of {self.name}", WAIT)
+
+    def joined(self, since: float = 0.0) -> list[str]:
+        """Nodes whose agents have come since then, seconds since 1970."""
+        return sorted({n for e in self.events() if e.kind == "node_joined" and e.time > since for n in e.nodes})
+
+    def said(self) -> str:
+        """What the driver said."""
+        return self.output.read_text(errors="replace")
 
     def attempts(self) -> int:
         """How often trainers were started."""

@@ -24,7 +24,7 @@ def one_of(
     """One fault on the cluster; see kubernetes_bench.one."""
     row: dict[str, Any] = {"kind": kind, "name": name, "verdict": None, "lost": None, "wrong": ["it did not start"]}
     calm = _calm(folder, fault.steps) if fault.ends != "stop" else {}
-    job = KubernetesJob(site, file, name, [f"--train.steps={fault.steps}", *fault.words], PACE, fault.driver)
+    job = KubernetesJob(site, file, name, [f"--train.steps={fault.steps}", *fault.words], PACE)
     try:
         try:
             row |= _stopped(job, fault) if fault.ends == "stop" else _strike(job, fault)
@@ -77,7 +77,7 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> dict[str, Any]:
     row: dict[str, Any] = {"wrong": ["no first step"]}
     if job.first(lambda e: e.kind == "first_step") is None:
         return row
-    job.until_spare()
+    job.until_joined(fault.pods)
     job.until_step(_BEFORE)
     before, began, job.struck = job.events()[-1].id, time.time(), job.step()
     injected = fault.strike(job)
@@ -162,7 +162,10 @@ def _tell(row: dict[str, Any], job: KubernetesJob, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "driver.out").write_text(job.said())
     (folder / "events").write_text("\n".join(told))
-    seen = (f"{s.born} rank {s.rank} pid {s.pid}: {s.first:.2f} to {s.last:.2f}, step {s.step}" for s in job.witness.trainers())
+    seen = (
+        f"{s.born} rank {s.rank} pid {s.pid}: {s.first:.2f} to {s.last:.2f}, step {s.step}"
+        for s in job.witness.trainers()
+    )
     (folder / "trainers").write_text("\n".join(seen))
     with contextlib.suppress(Exception):
         (folder / "cluster").write_text(job.kubectl("get", "events,pods", "-o", "wide"))
