@@ -1,4 +1,4 @@
-"""Jobs on a real Kubernetes: pods deleted, nodes lost, drained and cut off, the API away, drivers killed and doubled."""
+"""Jobs on a real Kubernetes: pods deleted, nodes lost, drained and cut off, the API away, drivers killed, doubled."""
 
 from __future__ import annotations
 

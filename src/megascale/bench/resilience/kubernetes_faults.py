@@ -199,7 +199,7 @@ class KubernetesFault:
     check: Callable[[KubernetesJob, Injected], list[str]] = in_place
     verdicts: tuple[str, ...] = ()
     ends: Literal["recover", "ride", "stop"] = "recover"
-    steps: int = 300
+    steps: int = 200
     lost: int = 1
     words: tuple[str, ...] = ()
     gpus: bool = False

@@ -54,7 +54,7 @@ class KubernetesJob(Launched):
 
     def second(self) -> subprocess.Popen[bytes]:
         """Another driver of the same job, whose run folder is one of its own."""
-        runs, null = self.folder / "others", subprocess.DEVNULL
+        runs = self.folder / "others"
         words = [word for word in self.command if not word.startswith("--train.runs=")]
         with open(self.output.with_suffix(".second"), "ab") as out:
             return subprocess.Popen(
