@@ -38,10 +38,11 @@ class KubernetesJob(Launched):
         self.shared = file.parent / "shared" / name
         self.witness, self.struck = Witness(name), 0
         site.kubectl("create", "namespace", name)
-        own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}", f"--kubernetes.image={IMAGE}"]
-        own += [f"--kubernetes.kubeconfig={site.kubeconfig}", f"--kubernetes.python={sys.executable}"]
-        own += [f"--kubernetes.mounts={json.dumps(_mounts(file.parent))}"]
-        own += [f"--kubernetes.environment={json.dumps([f'PYTHONPATH={source()}', 'OMP_NUM_THREADS=1'])}"]
+        own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
+        own += [f"--kubernetes.kubeconfig={site.kubeconfig}"]
+        own += [
+            f"--kubernetes.{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in here(file.parent).items()
+        ]
         own += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
         own += [f"--resilience.listen={site.address}", "--resilience.test_spares=false"]
         super().__init__(file, name, [*own, *words], pace)
@@ -124,6 +125,12 @@ class KubernetesJob(Launched):
         return sum(e.kind == "attempt_started" for e in self.events())
 
 
-def _mounts(folder: Path) -> list[str]:
-    """What is installed here, read-only, and the job's folder, as on shared storage."""
-    return [*(f"host:{each}:{each}:ro" for each in mounts()), f"host:{folder}:{folder}"]
+def here(folder: Path) -> dict[str, str | list[str]]:
+    """Settings of [kubernetes] by which pods run what is installed here.
+
+    Args:
+        folder: the job's, which pods see as if on shared storage.
+    """
+    mounted = [*(f"host:{each}:{each}:ro" for each in mounts()), f"host:{folder}:{folder}"]
+    environment = [f"PYTHONPATH={source()}", "OMP_NUM_THREADS=1"]
+    return {"image": IMAGE, "python": sys.executable, "mounts": mounted, "environment": environment}
