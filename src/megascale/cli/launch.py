@@ -27,9 +27,7 @@ def register(app: typer.Typer) -> None:
         dashboard: int = typer.Option(
             None, "--dashboard", metavar="PORT", min=0, max=65535, help="Serve the run's page there meanwhile (0: any)."
         ),
-        cluster: str = typer.Option(
-            None, "--cluster", help="Where nodes come from: local, ssh, slurm, kubernetes, manual."
-        ),
+        cluster: str = typer.Option(None, "--cluster", help="Where nodes come from: local, ssh, slurm, kubernetes, manual."),
         hosts: Path = typer.Option(None, "--hosts", help="With ssh: file with a machine a line.", show_default=False),
         dry_run: bool = typer.Option(False, "--dry-run", help="With slurm: print the batch script and start nothing."),
     ) -> None:
