@@ -109,7 +109,7 @@ def _all(folder: Path, kinds: Sequence[str], runs: int) -> None:
         file = make(work)
         for kind, name in missing:
             row = one(site, file, kind, name, folder)
-            row["load"] = round(os.getloadavg()[0], 1)
+            row["machine_load"] = round(os.getloadavg()[0], 1)
             with open(folder / "rows.jsonl", "a") as rows:
                 rows.write(strict_json.dumps(row) + "\n")
             console.print("[green]right[/] " if row["right"] else "[bold red]WRONG[/] ", end="")

@@ -15,6 +15,7 @@ from megascale.bench.resilience.machines import wait
 _TRAINED = 20  # steps that training goes on where it is to go on
 _DOWN = 60.0  # seconds without an API server
 _SOON = 90.0  # seconds in which something must follow
+_MANY = 32  # pods of the job of which all but two are lost
 _NEVER = "docker.io/local/no-such-image:1"
 
 
@@ -51,6 +52,20 @@ def force_delete_pod(job: KubernetesJob) -> Injected:
     """The object is gone at once; the kubelet ends its processes."""
     injected = _of_rank_1(job)
     job.kubectl("delete", "pod", injected.pod, "--force", "--grace-period=0", "--wait=false")
+    return injected
+
+
+def lose_many(job: KubernetesJob) -> Injected:
+    """All pods but rank 0's and one spare's are gone at once."""
+    injected = _of_rank_1(job)
+    kept = {job.pod(job.holder(0))}
+    held = {job.holder(0), job.holder(1)}
+    kept.add(job.pod(next(node for node in job.joined() if node not in held)))
+    lost = [pod["metadata"]["name"] for pod in job.pods() if pod["metadata"]["name"] not in kept]
+    if len(lost) != _MANY - 2:
+        injected.wrong.append(f"{len(lost)} pods were there to be lost, not {_MANY - 2}")
+    injected.at = time.time()
+    job.kubectl("delete", "pod", *lost, "--force", "--grace-period=0", "--wait=false")
     return injected
 
 
@@ -207,6 +222,9 @@ class KubernetesFault:
 
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
+# So many processes on few cores answer late: what is silent counts as lost later.
+_CROWD = (f"--resilience.spares={_MANY - 2}", "--kubernetes.one_a_node=false", "--resilience.window=30")
+_CROWD += ("--resilience.agent_lease=60", "--resilience.replacements=100")
 FAULTS: dict[str, KubernetesFault] = {
     "pod-deleted": KubernetesFault(delete_pod, in_place, _LOST),
     "node-off": KubernetesFault(power_off, replaced, _LOST),
@@ -222,4 +240,5 @@ FAULTS: dict[str, KubernetesFault] = {
     "stuck-terminating": KubernetesFault(stick, replaced, _LOST),
     "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=600),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),
+    "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_MANY),
 }

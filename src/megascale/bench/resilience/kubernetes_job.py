@@ -14,8 +14,9 @@ from megascale.bench.resilience.kubernetes_site import KubernetesSite, mounts, s
 from megascale.bench.resilience.kubernetes_witness import Witness
 from megascale.bench.resilience.launched import WAIT, Launched
 from megascale.bench.resilience.machines import wait
+from megascale.errors import TrainingError
 
-LABEL = "megascale.dev/job"  # of a job's pods
+LABEL, SLOT = "megascale.dev/job", "megascale.dev/slot"  # of a job's pods
 
 
 class KubernetesJob(Launched):
@@ -92,9 +93,13 @@ class KubernetesJob(Launched):
         return node
 
     def pod(self, node: str) -> str:
-        """The name of the pod on a node, which has the name of the cluster's."""
-        living = [p for p in self.pods() if "deletionTimestamp" not in p["metadata"]]
-        return str(next(p["metadata"]["name"] for p in living if p["spec"].get("nodeName") == node))
+        """The name of a node's pod. A node has the name of its machine, and behind it what tells pods there apart."""
+        machine, _, slot = node.partition(".")
+        for pod in self.pods():
+            about, there = pod["metadata"], pod["spec"].get("nodeName")
+            if (there, about["labels"].get(SLOT, "")) == (machine, slot) and "deletionTimestamp" not in about:
+                return str(about["name"])
+        raise TrainingError(f"no pod of node {node} is there")
 
     # what it does -----------------------------------------------------------------------------------------------------
 

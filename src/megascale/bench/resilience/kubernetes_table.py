@@ -15,14 +15,14 @@ def show(rows: list[dict[str, Any]], kinds: Sequence[str]) -> None:
     from rich.table import Table
 
     heads = ("fault", "right", "same weights", "doubles", "detect", "stop", "load", "first step", "in all", "lost")
-    table = Table(*heads, "actions", "load", title="seconds: median (worst)", box=None, padding=(0, 2))
+    table = Table(*heads, "actions", "machine's load", title="seconds: median (worst)", box=None, padding=(0, 2))
     for kind in dict.fromkeys(kinds):
         own = [row for row in rows if row["kind"] == kind]
         if not own:
             continue
         lost = [row["lost"] for row in own if row["lost"] is not None]
         compared = [row["same"] for row in own if row["same"] is not None]
-        loads = [row["load"] for row in own]
+        loads = [row["machine_load"] for row in own]
         table.add_row(
             kind,
             f"{sum(row['right'] for row in own)} of {len(own)}",
