@@ -222,10 +222,14 @@ class Checkpointer:
         if self.config.background:
             self._background()
 
-    def before_update(self) -> None:
-        """Let a copy under way finish before the state changes: call it before each optimizer update."""
+    def before_update(self, step: int | None = None) -> None:
+        """Let a copy under way finish before the state changes: call it before each optimizer update.
+
+        step: which the update makes. Where its state is to be saved too, the last snapshot must be at its peer first:
+        a lost host costs at most the steps between two of them.
+        """
         if self._snapshots is not None:
-            self._snapshots.before_update()
+            self._snapshots.before_update(kept=step is not None and self.due(step) is not None)
 
     def poll(self) -> list[SaveOutcome]:
         """Saves that have come to an end since the last call."""

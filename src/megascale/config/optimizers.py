@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megascale.config.registry import Registry
 
-# Half of what came out best in docs/performance.md, for 0.05 to 0.16 more loss: those runs were short.
+# Half of what came out best in docs/reports/convergence.md, for 0.05 to 0.16 more loss: those runs were short.
 LAMB_PEAK = 5e-3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

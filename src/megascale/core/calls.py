@@ -3,6 +3,9 @@
 The engine says what it starts, what it waits for and where it stands in the schedule. Each word costs about a
 microsecond and no system call. `rank-N.calls` lies beside `rank-N.status`; the hang verdict joins all ranks' files.
 Without a trainer nothing is recorded (`NoCalls`).
+
+Another process reads while this one writes, so words are aligned to 8 bytes and a record is written as one copy of
+bytes: a reader sees an old word or a new one. `struct.pack_into` would clear a word first and write it byte by byte.
 """
 
 from __future__ import annotations
@@ -30,12 +33,12 @@ OPS = (
 _CODES = {op: code for code, op in enumerate(OPS)}
 READER = "reader"  # what a rank waits for that waits for its samples
 
-_MAGIC = b"MSCALL1\0"
+_MAGIC = b"MSCALL2\0"
 _SLOTS, _RING = 64, 2048
 # magic, pid, rank, world, used slots, host name
 _HEAD = struct.Struct("<8sIIII40s")
 # events, time_ns, step, index in the schedule, chunk, microbatch, action
-_PLACE = struct.Struct("<QqqiiI24s")
+_PLACE = struct.Struct("<QqqiiI24sxxxx")
 _PLACE_AT = 64
 # slot (-1: nothing, -2: reader), reader's pid, sequence, since_ns, nanoseconds waited in all
 _WAIT = struct.Struct("<iIQqQ")
@@ -46,7 +49,7 @@ _COUNTS = struct.Struct("<QQ")
 _COUNTS_IN = 64
 _SLOTS_AT = 256
 # sequence in the group, step, bytes, microbatch, chunk, slot, op
-_ENTRY = struct.Struct("<QQQiiHH")
+_ENTRY = struct.Struct("<QQQiiHHxxxx")
 _ENTRIES_AT = _SLOTS_AT + _SLOTS * _SLOT.size
 # number of entries written in all
 _TOTAL = struct.Struct("<Q")
@@ -109,7 +112,7 @@ class Calls(NoCalls):
         slot = self._names[group] = len(self._names)
         self._started.append(0)
         self._finished.append(0)
-        _SLOT.pack_into(self._map, _SLOTS_AT + slot * _SLOT.size, group.encode()[:56], size, 0, 0)
+        self._put(_SLOTS_AT + slot * _SLOT.size, _SLOT.pack(group.encode()[:56], size, 0, 0))
         self._head()
 
     def begin(self, group: str, op: str, size: int) -> int:
@@ -121,9 +124,9 @@ class Calls(NoCalls):
         _, chunk, microbatch, _ = self._place
         at = _ENTRIES_AT + self._total % _RING * _ENTRY.size
         code = _CODES[op]
-        _ENTRY.pack_into(self._map, at, sequence, self._step, size, _signed(microbatch), chunk, slot, code)
+        self._put(at, _ENTRY.pack(sequence, self._step, size, _signed(microbatch), chunk, slot, code))
         self._total += 1
-        _TOTAL.pack_into(self._map, _TOTAL_AT, self._total)
+        self._put(_TOTAL_AT, _TOTAL.pack(self._total))
         self._count(slot)
         return slot << 48 | sequence
 
@@ -167,28 +170,31 @@ class Calls(NoCalls):
         """Let go of the file; its last word stays."""
         self._map.close()
 
+    def _put(self, at: int, record: bytes) -> None:
+        self._map[at : at + len(record)] = record
+
     def _head(self) -> None:
         host = socket.gethostname().encode()[:40]
-        _HEAD.pack_into(self._map, 0, _MAGIC, *self._identity, len(self._names), host)
+        self._put(0, _HEAD.pack(_MAGIC, *self._identity, len(self._names), host))
 
     def _count(self, slot: int) -> None:
         at = _SLOTS_AT + slot * _SLOT.size + _COUNTS_IN
-        _COUNTS.pack_into(self._map, at, self._started[slot], self._finished[slot])
+        self._put(at, _COUNTS.pack(self._started[slot], self._finished[slot]))
         self._put_place()
 
     def _put_place(self) -> None:
         self._events += 1
-        _PLACE.pack_into(self._map, _PLACE_AT, self._events, time.time_ns(), self._step, *self._place)
+        self._put(_PLACE_AT, _PLACE.pack(self._events, time.time_ns(), self._step, *self._place))
 
     def _wait(self, slot: int, pid: int, sequence: int) -> None:
         self._since = time.perf_counter_ns()
-        _WAIT.pack_into(self._map, _WAIT_AT, slot, pid, sequence, time.time_ns(), self._waited)
+        self._put(_WAIT_AT, _WAIT.pack(slot, pid, sequence, time.time_ns(), self._waited))
 
     def _idle(self) -> None:
         if self._since:
             self._waited += time.perf_counter_ns() - self._since
             self._since = 0
-        _WAIT.pack_into(self._map, _WAIT_AT, -1, 0, 0, 0, self._waited)
+        self._put(_WAIT_AT, _WAIT.pack(-1, 0, 0, 0, self._waited))
 
 
 def _signed(microbatch: int) -> int:

@@ -95,9 +95,12 @@ class StatusFile:
 def read_status(path: Path) -> Status | None:
     """The last whole record of a rank, or None if there is none yet or it is being written."""
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            data = file.read()
+            file.seek(0)
+            after = file.read(_HEADER.size)
         sequence, length = _HEADER.unpack_from(data)
-        if sequence % 2 or not length:
+        if sequence % 2 or not length or after != data[: _HEADER.size]:
             return None
         status = Status(**json.loads(data[_HEADER.size : _HEADER.size + length]))
     except (OSError, struct.error, ValueError, TypeError):

@@ -21,11 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, latest, load, object_collectives, steps
-from megascale.checkpoint.background import pending_saves, replica_token, service, service_protocol, snapshot
+from megascale.checkpoint.background import pending_saves, replica_address, replica_token, service, service_protocol
+from megascale.checkpoint.background.last_snapshot import LastSnapshot
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.replica import partners
-from megascale.checkpoint.background.service_protocol import COPIES, Fill, ListHeld, Register
-from megascale.checkpoint.background.staging import Staging
+from megascale.checkpoint.background.service_protocol import COPIES, Fill, ListHeld, Register, Staged
+from megascale.checkpoint.background.staging import Copy, SaveOutcome, Staging
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
@@ -227,6 +228,56 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
     assert checkpointer.loaded_from == "storage"
 
 
+def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
+    """Of each update whether the peer's service held the copy of the step before it, complete."""
+    tensors = logical_state(1)
+    config = _config(replicas=True, memory_interval=1, location=str(run / "checkpoints"))
+    checkpointer = Checkpointer(config, run / f"host-{rank}", cut(tensors, "flat", rank, size))
+    checkpointer.prepare()
+    assert checkpointer.snapshots is not None
+    checkpointer.snapshots._last = LastSnapshot(60.0)  # a busy machine is no reason to go on without
+    peer = service.connect(service_protocol.private_folder(run / f"host-{1 - rank}"))
+    kept = []
+    for step in range(1, 13):
+        assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
+        checkpointer.before_update(step + 1)
+        held = peer.ask(ListHeld()).held
+        kept.append(any(each.replica and each.rank == rank and each.step == step for each in held))
+    peer.close()
+    checkpointer.finish(over=False)
+    return kept
+
+
+def test_an_update_waits_for_the_last_snapshot_at_the_peer(run: Path) -> None:
+    """So that a host that is lost costs one step: the state after it is not made before the state before it is safe."""
+    assert run_group(2, _kept_at_each_update, run) == [[True] * 12] * 2
+
+
+def test_a_peer_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    def copy(step: int) -> Copy:
+        return Copy(SaveOutcome(step), _staged(step), 0.0)
+
+    last = LastSnapshot(most=0.01)
+    last.wait()  # there is none
+    late = copy(1)
+    last.begins(late)
+    last.wait()
+    assert "the snapshot of step 1 is not at the peer" in caplog.text
+    last.begins(copy(2))
+    last.wait()
+    assert "step 2" not in caplog.text
+    late.kept.set()
+    last.wait()
+    assert "the snapshot of step 2 is not at the peer" in caplog.text
+
+
+def _staged(step: int) -> Staged:
+    return Staged(
+        rank=0, slot=0, step=step, generation="", identity="", state="", ranks=1, size=0, persist=False, storage="",
+        needed=0, keep=1, above=0, local=(0,), leader=True, plan="", peer=("10.0.0.1", 1), token="",
+    )  # fmt: skip
+
+
 def _spoken(rank: int, size: int, run: Path, token: str) -> tuple[str, bytes]:
     """(what a start with replicas failed of, all that this process said to the others)."""
     if token:
@@ -268,9 +319,9 @@ def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> Non
 
 
 def test_addresses_that_other_machines_reach_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    snapshot._tell_open_addresses([("127.0.0.1", 1), ("::1", 2)])
+    replica_address.tell_open([("127.0.0.1", 1), ("::1", 2)])
     assert not caplog.records
-    snapshot._tell_open_addresses([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
+    replica_address.tell_open([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
     (record,) = caplog.records
     said = record.getMessage()
     assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in said

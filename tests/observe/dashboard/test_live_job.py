@@ -19,7 +19,7 @@ __all__ = ["launch"]  # the fixture
 WORDS = ["--resilience.nodes=4", "--resilience.spares=1", "--train.steps=100000", "--resilience.faults=true"]
 # Heartbeats that are rare leave a person the time to be quicker than the driver's own rule for slow nodes.
 LASTING = [
-    "--resilience.interval=2",
+    "--resilience.interval=6",
     "--resilience.window=60",
     "--observe.spans=5",
     "--parallel.data=4",
@@ -46,13 +46,13 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     job = launch("watched", "--dashboard=0", *WORDS, *LASTING)
     job.until_step(2)
     act = read_tokens(job.run).act.decode()
-    # Slow by a fifth: less than the driver's own rule evicts for.
-    inject(job.run, "slow-rank", Options(rank=2, seconds=0.02, persistent=True))
+    # Slow also where the machine is busy and all steps take longer.
+    inject(job.run, "slow-rank", Options(rank=2, seconds=0.1, persistent=True))
     address = job.wait(lambda: re.search(r"dashboard of .*: (http\S+)\n", job.output.read_text()), "its page")[1]
 
     # Who looks sees the slow rank, among four.
     page.goto(f"{address}heatmap")
-    page.wait_for_selector("section[aria-label=outliers] >> text=rank 2", timeout=60_000)
+    page.wait_for_selector("section[aria-label=outliers] >> text=rank 2", timeout=180_000)
     page.locator(".outliers button", has_text="rank 2").click()
     assert "an outlier" in page.locator("section[aria-label='rank 2']").inner_text()
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,7 @@ class Kubelets:
             ready = thing["status"]["conditions"][0]["status"] == "True" and not thing["spec"].get("unschedulable")
             allowed = all((name in t["values"]) == (t["operator"] == "In") for t in terms)
             if ready and allowed and not (apart and name in taken):
-                self._store.update(
-                    "pods", pod["metadata"]["name"], lambda p, name=name: p["spec"].update(nodeName=name)
-                )  # type: ignore[misc]
+                self._store.update("pods", pod["metadata"]["name"], partial(_bind, node=name))
                 return
         if not pod["status"].get("conditions"):
             why = {
@@ -182,6 +181,10 @@ class Kubelets:
 
     def _say(self, name: str, status: dict[str, Any]) -> None:
         self._store.update("pods", name, lambda pod: pod["status"].update(status))
+
+
+def _bind(pod: Json, node: str) -> None:
+    pod["spec"]["nodeName"] = node
 
 
 def _ended(code: int) -> Json:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +21,9 @@ import msgspec
 import torch
 
 from megascale.checkpoint.background import replica, replica_token, service, service_protocol
+from megascale.checkpoint.background.last_snapshot import LastSnapshot
 from megascale.checkpoint.background.pending_saves import BLANK
+from megascale.checkpoint.background.replica_address import own_address, tell_open
 from megascale.checkpoint.background.service_protocol import (
     Allocate,
     Fill,
@@ -43,7 +43,6 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree, cut
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.core.ports import is_loopback
 from megascale.errors import FitError, TrainingError
 from megascale.services.conversation import Conversation
 
@@ -90,13 +89,11 @@ class Snapshots:
     ) -> None:
         self.peers, self.keep, self.slots_wanted, self._above = peers, keep, slots, above
         self.storage = open_storage(folder)
-        self._linger, self._place, self._log = (
-            linger,
-            service_protocol.private_folder(run),
-            run / "logs" / "checkpoint-service.log",
-        )
+        self._linger, self._place = linger, service_protocol.private_folder(run)
+        self._log = run / "logs" / "checkpoint-service.log"
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._current: Copy | None = None
+        self._last = LastSnapshot()
         self._broken = False
         self.part, plan = agree(peers, shards)
         start = None
@@ -179,6 +176,7 @@ class Snapshots:
         copy = Copy(SaveOutcome(step, bytes=self.needed), message, begun)
         slot.free.clear()
         slot.filled = self.generation
+        self._last.begins(copy)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -202,11 +200,14 @@ class Snapshots:
         free, whole, other = flags[:count], flags[count : 2 * count], flags[2 * count :]
         return next_slot(free, whole, [s.filled for s in slots], [not flag for flag in other], self._above > 0)
 
-    def before_update(self) -> None:
+    def before_update(self, kept: bool = False) -> None:
         """Let the copy under way finish before the shards change: call it before each optimizer update.
 
-        On CUDA the current stream waits, not the host.
+        On CUDA the current stream waits, not the host. kept: the host also waits until the last snapshot is complete in
+        the peer's memory too; for a few seconds, since a peer that is gone must not hold up training.
         """
+        if kept:
+            self._last.wait()
         copy, self._current = self._current, None
         if copy is None:
             return
@@ -251,8 +252,8 @@ class Snapshots:
         try:
             self._sock = service.connect(self._place, self._linger, self._log)
             self._sock.timeout = _GRACE_PERIOD
-            told = self._sock.ask(Register(token, _address(self._listen)))
-            me = (told.service, _address(self._listen), told.port, self._domain)
+            told = self._sock.ask(Register(token, own_address(self._listen)))
+            me = (told.service, own_address(self._listen), told.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
         answers = self.peers.exchange((problem, me), tuple[str | None, tuple[str, str, int, str]])
@@ -261,7 +262,7 @@ class Snapshots:
         everyone = [other for _, other in answers]
         hosts = list(dict.fromkeys(name for name, *_ in everyone))
         if self._replicas and self.peers.rank == 0:
-            _tell_open_addresses([(address, port) for _, address, port, _ in everyone])
+            tell_open([(address, port) for _, address, port, _ in everyone])
         self._local = [rank for rank, other in enumerate(everyone) if other[0] == me[0]]
         self._peer, self._token = None, token
         if self._replicas and len(hosts) > 1:
@@ -345,11 +346,13 @@ class Snapshots:
                 copy.copied.set()
                 sock.answer()
                 slot.whole = True
+                copy.kept.set()
                 copy.outcome.replica = sock.answer().replica
             except (OSError, TrainingError) as error:
                 copy.outcome.why = str(error)
                 self._broken = self._broken or isinstance(error, ConnectionError | TrainingError)
             copy.copied.set()
+            copy.kept.set()
             slot.free.set()
             if copy.message.persist and self.peers.rank == 0 and not copy.outcome.why:
                 self._watches.put((copy, copy.message.generation))
@@ -381,23 +384,3 @@ class Snapshots:
             copy.outcome.stall += copy.waits[0].elapsed_time(copy.waits[1]) / 1e3
         copy.outcome.seconds = time.monotonic() - copy.started
         self._outcomes.put(copy.outcome)
-
-
-def _tell_open_addresses(found: Sequence[tuple[str, int]]) -> None:
-    """Say where hosts take copies that more than themselves reach, and what keeps strangers out."""
-    if reached := sorted({f"{address}:{port}" for address, port in found if not is_loopback(address)}):
-        more = f" and {len(reached) - 4} more" if len(reached) > 4 else ""
-        log.warning(
-            "checkpoint.replica_address: other machines reach the checkpoint services at %s%s; they ask for the "
-            "replicas' token, and what they are sent is authenticated, not encrypted: keep them on a network that only "
-            "the job's machines reach, or set checkpoint.replicas=false",
-            ", ".join(reached[:4]),
-            more,
-        )
-
-
-def _address(setting: str) -> str:
-    if setting != "auto":
-        return setting
-    # An agent knows which network its node is reached on; a host's own name often means loopback, or nothing.
-    return os.environ.get("MEGASCALE_NODE_ADDRESS") or socket.gethostbyname(socket.gethostname())

@@ -54,12 +54,17 @@ class SaveOutcome:
 
 @dataclass
 class Copy:
-    """A copy under way."""
+    """A copy under way.
+
+    Attributes:
+        copied: set once all is in host memory; kept: once it is complete there and at the peer, or has failed.
+    """
 
     outcome: SaveOutcome
     message: Staged
     started: float
     copied: threading.Event = field(default_factory=threading.Event)
+    kept: threading.Event = field(default_factory=threading.Event)
     event: torch.cuda.Event | None = None
     waits: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 

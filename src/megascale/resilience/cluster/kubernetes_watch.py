@@ -56,7 +56,8 @@ class Watch:
         found: list[Json] = []
         more: dict[str, Any] = {}
         while True:
-            page = self._api.call("GET", self._path, seconds=30.0, limit=PAGE, **self._query, **more)
+            query: dict[str, Any] = {"limit": PAGE, **self._query, **more}
+            page = self._api.call("GET", self._path, seconds=30.0, **query)
             found += page.get("items") or []
             about = page.get("metadata") or {}
             self.version = str(about.get("resourceVersion") or "")

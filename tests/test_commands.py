@@ -1,0 +1,169 @@
+"""The commands of README and documents: run in a small world of their own, or parsed only, with the reason.
+
+Blocks marked sh or not marked at all count; in those with `$ ` before commands, the other lines are output. What is run
+has what makes it small (SMALL) behind it. Commands in running text and tables are parsed.
+"""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+
+from megascale.cli.main import app
+from megascale.config.reference import find
+from tests.forked import Forked
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs/log.md"})]
+BLOCK = re.compile(r"^```(?:sh|console)?\n(.*?)^```", re.M | re.S)
+INLINE = re.compile(r"`(megascale [^`]+)`")
+# Of a setting, in the words of a command.
+SETTING = re.compile(r"--([a-z]+\.[a-z_0-9]+)(?:=|$)")
+
+# What makes a command small: behind each one that begins so.
+ONE_LAYER = ["--model.layers=1", "--model.hidden=32", "--model.heads=2", "--model.sequence_length=32"]
+FEW_STEPS = [
+    "--train.steps=2",
+    "--train.micro_batch=2",
+    "--train.global_batch=4",
+    "--train.eval_samples=4",
+    "--train.sample_tokens=4",
+    "--train.device=cpu",
+    "--checkpoint.linger=0",
+    "--lr.warmup_steps=0",
+]
+SMALL = {
+    r"(train|launch) (examples/(gpt|stdlib-3d)|--model\.preset=gpt|job\.toml --node-rank)": ["--dry-run"],
+    r"train runs/": FEW_STEPS,
+    r"train|launch .*--cluster slurm": [*ONE_LAYER, *FEW_STEPS],
+    r"launch": [*ONE_LAYER, *FEW_STEPS, "--train.steps=25", "--observe.spans=1", "--resilience.window=20"],
+    r"generate": ["--tokens=4"],
+}
+# What stands in the world where a document speaks of another.
+THERE = (
+    (r"~/", ""),
+    (r"runs/(NAME|hour)", "runs/kept"),
+    (r"^((?:nodes|events) runs)/stdlib", r"\1/kept"),
+    (r"--steps \d+-\d+|--before .* --after \S+", "--steps 3-10"),
+    (r"^(decline .*)--steps 3-10", r"\1--before 1-5 --after 6-10"),
+    (r"--rank 5|--ranks 0-7", "--rank 0"),
+    (r"^(timeline .*)--rank 0", r"\1--ranks 0"),
+    (r"--step 300", "--step 10"),
+    (r" --node-rank$", ""),
+)
+# What is parsed only, and why.
+PARSED = {
+    r"data build --stdlib": "half a minute; `make train` does it",
+    r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
+    r"launch .*--cluster (ssh|manual)|agent ": "needs machines (tests/resilience/test_machines.py)",
+    r"nodes job|events job|logs job|evict job": "needs a job elsewhere (tests/resilience/driver/api)",
+    r"bench (layouts|init|kernels)": "minutes, or a GPU (tests/exact, tests/bench)",
+    r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page's blocks, continued lines joined, comments and prompts cut off."""
+    found = []
+    for block in BLOCK.findall(page.read_text()):
+        lines = block.replace("\\\n", " ").splitlines()
+        if any(line.startswith("$ ") for line in lines):
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        for line in lines:
+            words = " ".join(line.split())
+            if words.startswith("torchrun ") and " -m megascale " in words:
+                words = "megascale " + words.partition(" -m megascale ")[2] + " --node-rank"
+            if words.startswith("megascale "):
+                found.append(words.removeprefix("megascale "))
+    return found
+
+
+def why_not(command: str) -> str:
+    """Why a command is parsed only; "" if it runs."""
+    return next((reason for words, reason in PARSED.items() if re.search(words, command)), "")
+
+
+def parse(command: str) -> None:
+    """Fail if the command line has no such command or option, or the configuration no such setting."""
+    words = [word for word in shlex.split(command, comments=True) if word != "--node-rank"]
+    words = words[: words.index(">")] if ">" in words else words
+    at, context = typer.main.get_command(app), None
+    while hasattr(at, "resolve_command") and words:
+        context = at.make_context("megascale", words, parent=context, resilient_parsing=True)
+        _, at, words = at.resolve_command(context, words)
+    for key in filter(None, (SETTING.match(word) for word in words)):
+        assert [setting.key for setting in find(key[1])] == [key[1]], command
+    if words or not hasattr(at, "resolve_command"):
+        at.make_context(command, words)
+
+
+RUN = [(page.name, c) for page in PAGES for c in commands(page) if not why_not(c)]
+ONLY_PARSED = [(page.name, c, why_not(c)) for page in PAGES for c in commands(page) if why_not(c)]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with what the documents speak of, small: texts, a data set, a run, a model to bring in."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for texts in ("my/texts", "texts", "crawl"):
+        (folder / texts).mkdir(parents=True)
+        for file in sorted((ROOT / "src/megascale/config").glob("*.py"))[:4]:
+            shutil.copy(file, folder / texts / f"{file.stem}.txt")
+    shutil.copy(ROOT / "LICENSE", folder / "book.txt")
+    shutil.copy(ROOT / "examples/stdlib.toml", folder / "job.toml")
+    run(folder, "data build --input my/texts --vocab-size 300 --out datasets/stdlib")
+    run(folder, "train examples/stdlib.toml")
+    run(folder, "convert export runs/stdlib --out models/pythia-160m")
+    (folder / "llama").mkdir()
+    shutil.copy(folder / "datasets/stdlib/tokenizer.json", folder / "llama/tokenizer.json")
+    return folder
+
+
+def run(folder: Path, command: str) -> None:
+    """Run a command of the documents in `folder`, made small; an error of its own fails."""
+    command = command.partition(" #")[0]
+    small = next((more for begin, more in SMALL.items() if re.match(begin, command)), [])
+    for theirs, ours in THERE:
+        command = re.sub(theirs, ours, command)
+    words = [*shlex.split(command.partition(" > ")[0]), *small]
+    process = Forked(words, env={"COLUMNS": "200"}, cwd=folder)
+    try:
+        said, _ = process.communicate(timeout=240)
+        assert process.wait() == 0, f"megascale {shlex.join(words)}\n{said}"
+    finally:
+        process.kill()
+
+
+def test_commands_run(world, record_property):
+    done: dict[str, str] = {}
+    for page, command in sorted(RUN, key=lambda one: one[0] != "quickstart.md"):  # which launches what others look at
+        if command.partition(" #")[0] not in done:
+            run(world, command)
+        done[command.partition(" #")[0]] = page
+    record_property("documents: commands run", len(done))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_running_text_are_parsed(page):
+    said = {" ".join(words.split()) for words in INLINE.findall(page.read_text())}
+    for words in sorted(said):
+        if not re.search(r"\.\.\.|\[|\b[A-Z][A-Z]+\b|\b[A-Z]\b", words):  # left out, or to be filled in
+            try:
+                parse(words.removeprefix("megascale "))
+            except Exception as error:
+                if type(error).__name__ not in ("MissingParameter", "BadOptionUsage", "Exit"):  # a name, or --help
+                    pytest.fail(f"{words}: {type(error).__name__}: {error}")
+
+
+def test_commands_that_are_not_run_are_parsed(record_property):
+    for page, command, why in ONLY_PARSED:
+        try:
+            parse(command)
+        except Exception as error:
+            pytest.fail(f"{page}: megascale {command}: {error}")
+        record_property("documents: parsed only", f"{page}: megascale {command.partition(' #')[0]}: {why}")
+    assert len(ONLY_PARSED) <= (len(RUN) + len(ONLY_PARSED)) / 3
