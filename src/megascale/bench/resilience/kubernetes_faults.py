@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from megascale.bench.resilience.kubernetes_job import KubernetesJob
+from megascale.bench.resilience.kubernetes_job import DriverPodJob, KubernetesJob
 from megascale.bench.resilience.machines import wait
+from megascale.errors import TrainingError
 
 _TRAINED = 20  # steps that training goes on where it is to go on
 _DOWN = 60.0  # seconds without an API server
@@ -27,12 +30,14 @@ class Injected:
         at: when, seconds since 1970.
         node: to which node of the cluster, "" for none; pod: to which pod.
         wrong: what was not as it should be, in words.
+        work: what still goes on.
     """
 
     at: float
     node: str = ""
     pod: str = ""
     wrong: list[str] = field(default_factory=list)
+    work: threading.Thread | None = None
 
 
 def _of_rank_1(job: KubernetesJob) -> Injected:
@@ -84,10 +89,47 @@ def partition(job: KubernetesJob) -> Injected:
 
 
 def drain(job: KubernetesJob) -> Injected:
-    """`kubectl drain`: cordoned, and its pods evicted through the API."""
+    """`kubectl drain`: cordoned, and its pods evicted through the API; it waits until they are gone."""
     injected = _of_rank_1(job)
     words = ["--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=120s"]
-    job.site.kubectl("drain", injected.node, *words, seconds=130.0)
+
+    def run() -> None:
+        try:
+            job.site.kubectl("drain", injected.node, *words, seconds=130.0)
+        except (TrainingError, subprocess.TimeoutExpired) as error:
+            injected.wrong.append(f"kubectl drain: {error}")
+
+    injected.work = threading.Thread(target=run)
+    injected.work.start()
+    return injected
+
+
+def delete_driver(job: KubernetesJob) -> Injected:
+    """The driver's pod is deleted, and its Job makes another one."""
+    injected = Injected(time.time(), pod=_driver(job)["metadata"]["name"])
+    job.kubectl("delete", "pod", injected.pod, "--wait=false")
+    return _taken_over(job, injected)
+
+
+def crash_driver(job: KubernetesJob) -> Injected:
+    """SIGKILL to the driver in its pod, whose kubelet starts its container again."""
+    pod = _driver(job)
+    node = job.site.nodes[pod["spec"]["nodeName"]]
+    injected = Injected(time.time(), pod=pod["metadata"]["name"])
+    node.run("pkill", f"-{signal.SIGKILL}", "-f", f"launch .*{job.name}|launch /etc/megascale/job")
+    return _taken_over(job, injected)
+
+
+def _driver(job: KubernetesJob) -> dict[str, Any]:
+    assert isinstance(job, DriverPodJob)
+    return job.driver()
+
+
+def _taken_over(job: KubernetesJob, injected: Injected) -> Injected:
+    """Training goes on while there is no driver, and when there is one again."""
+    if job.first(lambda e: e.kind == "driver_took_over" and e.time > injected.at, _SOON) is None:
+        injected.wrong.append(f"no driver took over within {_SOON:g} s")
+    job.until_step(job.step() + _TRAINED)
     return injected
 
 
@@ -208,6 +250,7 @@ class KubernetesFault:
         words: settings besides.
         gpus: whether nodes have any.
         pods: of its agents, spares too.
+        driver_pod: whether the driver is a pod too.
     """
 
     strike: Callable[[KubernetesJob], Injected]
@@ -219,24 +262,28 @@ class KubernetesFault:
     words: tuple[str, ...] = ()
     gpus: bool = False
     pods: int = 3
+    driver_pod: bool = False
 
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 # So many processes on few cores answer late: what is silent counts as lost later.
 _CROWD = (f"--resilience.spares={_MANY - 2}", "--kubernetes.one_a_node=false", "--resilience.window=30")
 _CROWD += ("--resilience.agent_lease=60", "--resilience.replacements=100")
+_NO_WAIT = "--resilience.replenish_wait=60"
 FAULTS: dict[str, KubernetesFault] = {
     "pod-deleted": KubernetesFault(delete_pod, in_place, _LOST),
     "node-off": KubernetesFault(power_off, replaced, _LOST),
     "node-partitioned": KubernetesFault(partition, replaced, _LOST),
     "node-drained": KubernetesFault(drain, replaced, (*_LOST, "node_cordoned")),
     "image-missing": KubernetesFault(
-        nothing, in_place, ("image_pull_failed",), "stop", words=(f"--kubernetes.image={_NEVER}",)
+        nothing, in_place, ("image_pull_failed",), "stop", words=(f"--kubernetes.image={_NEVER}", _NO_WAIT)
     ),
     "quota": KubernetesFault(quota, in_place, _LOST),
     "gpu-unhealthy": KubernetesFault(make_unhealthy, replaced, ("device_fault",), gpus=True),
     "api-down": KubernetesFault(stop_api, in_place, (), "ride", steps=1200),
     "two-drivers": KubernetesFault(second_driver, in_place, (), "ride", steps=600),
+    "driver-deleted": KubernetesFault(delete_driver, in_place, (), "ride", steps=600, driver_pod=True),
+    "driver-killed": KubernetesFault(crash_driver, in_place, (), "ride", steps=600, driver_pod=True),
     "stuck-terminating": KubernetesFault(stick, replaced, _LOST),
     "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=600),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),

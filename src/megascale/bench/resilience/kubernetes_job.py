@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megascale.bench.resilience.launched import WAIT, Launched
 from megascale.bench.resilience.machines import wait
 from megascale.errors import TrainingError
 
-LABEL, SLOT = "megascale.dev/job", "megascale.dev/slot"  # of a job's pods
+LABEL, SLOT, ROLE = "megascale.dev/job", "megascale.dev/slot", "megascale.dev/role"  # of a job's pods
 
 
 class KubernetesJob(Launched):
@@ -32,7 +33,10 @@ class KubernetesJob(Launched):
     Attributes:
         witness: sees each trainer until `close`.
         struck: the last step before the fault.
+        outside: whether the driver is no pod.
     """
+
+    outside = True
 
     def __init__(self, site: KubernetesSite, file: Path, name: str, words: Sequence[str], pace: float) -> None:
         self.site, self.name, self.folder = site, name, file.parent
@@ -40,12 +44,13 @@ class KubernetesJob(Launched):
         self.witness, self.struck = Witness(name), 0
         site.kubectl("create", "namespace", name)
         own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
-        own += [f"--kubernetes.kubeconfig={site.kubeconfig}"]
+        own += [f"--kubernetes.kubeconfig={site.kubeconfig}"] if self.outside else []
         own += [
             f"--kubernetes.{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in here(file.parent).items()
         ]
         own += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
-        own += [f"--resilience.listen={site.address}", "--resilience.test_spares=false"]
+        own += [f"--resilience.listen={site.address}"] if self.outside else []
+        own.append("--resilience.test_spares=false")
         super().__init__(file, name, [*own, *words], pace)
         self.witness.__enter__()
 
@@ -85,7 +90,7 @@ class KubernetesJob(Launched):
 
     def pods(self) -> list[dict[str, Any]]:
         """Of its nodes, as the API has them."""
-        return self.site.get("pods", "-n", self.name, "-l", f"{LABEL}={self.name}")
+        return self.site.get("pods", "-n", self.name, "-l", f"{LABEL}={self.name},{ROLE}=agent")
 
     def holder(self, rank: int) -> str:
         """The name, in the job, of the node that holds a rank now."""
@@ -128,6 +133,63 @@ class KubernetesJob(Launched):
     def attempts(self) -> int:
         """How often trainers were started."""
         return sum(e.kind == "attempt_started" for e in self.events())
+
+
+class DriverPodJob(KubernetesJob):
+    """The same with the driver in a pod too: as `launch --dry-run --form driver` prints it, given to `kubectl apply`."""
+
+    outside = False
+
+    def start(self) -> Any:
+        """Print the manifests and have the cluster make them; nothing of the job is a child of this process."""
+        words = self.command[self.command.index(sys.executable) :]
+        done = subprocess.run([*words, "--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
+        self.output.with_suffix(".yaml").write_text(done.stdout)
+        self.site.kubectl("apply", "--namespace", self.name, "-f", "-", said=done.stdout)
+        self.process = subprocess.Popen(["sleep", "0"])  # there is none here
+        return self.process
+
+    def first(self, wanted: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
+        """As Launched.first, until the driver's Job has ended."""
+        deadline, after, asked, over = time.monotonic() + grace_period, 0, time.monotonic(), False
+        while time.monotonic() < deadline:
+            fresh = self.events(after)
+            if found := next((e for e in fresh if wanted(e)), None):
+                return found
+            after = fresh[-1].id if fresh else after
+            if over:
+                return None
+            if time.monotonic() - asked > 2.0:
+                over, asked = self.state() != "", time.monotonic()
+            time.sleep(0.05)
+        return None
+
+    def state(self) -> str:
+        """Complete or Failed once the driver's Job is that, else ""."""
+        jobs = self.site.get("jobs", "-n", self.name)
+        states = [c["type"] for job in jobs for c in job["status"].get("conditions", ()) if c["status"] == "True"]
+        return states[0] if states else ""
+
+    def end(self, grace_period: float = WAIT) -> int:
+        """0 if the driver's Job is complete, 1 if it has failed, -1 if neither."""
+        deadline = time.monotonic() + grace_period
+        while not (state := self.state()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return {"Complete": 0, "Failed": 1}.get(state, -1)
+
+    def said(self) -> str:
+        """What the newest driver said."""
+        try:
+            return self.kubectl("logs", self.driver()["metadata"]["name"])
+        except TrainingError as error:
+            return str(error)
+
+    def driver(self) -> dict[str, Any]:
+        """The newest pod of the driver."""
+        found = self.site.get("pods", "-n", self.name, "-l", f"{ROLE}=driver")
+        if not found:
+            raise TrainingError("no pod of the driver is there")
+        return max(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
 
 def here(folder: Path) -> dict[str, str | list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.bench.resilience.kubernetes_faults import FAULTS, Injected, KubernetesFault
-from megascale.bench.resilience.kubernetes_job import KubernetesJob
+from megascale.bench.resilience.kubernetes_job import DriverPodJob, KubernetesJob
 from megascale.bench.resilience.kubernetes_site import KubernetesSite
 from megascale.bench.resilience.launched import Launched, make, phases
 
@@ -24,7 +24,8 @@ def one_of(
     """One fault on the cluster; see kubernetes_bench.one."""
     row: dict[str, Any] = {"kind": kind, "name": name, "verdict": None, "lost": None, "wrong": ["it did not start"]}
     calm = _calm(folder, fault.steps) if fault.ends != "stop" else {}
-    job = KubernetesJob(site, file, name, [f"--train.steps={fault.steps}", *fault.words], PACE)
+    kind_of_job = DriverPodJob if fault.driver_pod else KubernetesJob
+    job = kind_of_job(site, file, name, [f"--train.steps={fault.steps}", *fault.words], PACE)
     try:
         try:
             row |= _stopped(job, fault) if fault.ends == "stop" else _strike(job, fault)
@@ -35,7 +36,7 @@ def one_of(
             row["same"] = None
             row["right"] = not row["wrong"]
         else:
-            row["same"] = row.get("code") == 0 and _same(_weights(job), calm)
+            row["same"] = row.get("code") == 0 and _same(job.weights(), calm)
             lost = row["lost"] is None or row["lost"] <= fault.lost
             row["right"] = bool(row["same"] and lost and not row["wrong"] and not row["doubles"])
         if not row["right"]:
@@ -96,6 +97,8 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> dict[str, Any]:
     row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]
     row["attempts"] = job.attempts()
     row["lost"] = max(0, done - row["resumed_from"]) if again and row["resumed_from"] is not None else None
+    if injected.work is not None:
+        injected.work.join()
     row["wrong"] = injected.wrong + fault.check(job, injected) + _bad(row, fault)
     return row
 
@@ -143,10 +146,6 @@ def _calm(folder: Path, steps: int) -> dict[str, Any]:
         shutil.rmtree(work, ignore_errors=True)
     weights: dict[str, Any] = torch.load(kept, weights_only=True)
     return weights
-
-
-def _weights(job: KubernetesJob) -> dict[str, Any]:
-    return job.weights()
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
