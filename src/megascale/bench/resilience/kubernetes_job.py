@@ -136,7 +136,7 @@ class KubernetesJob(Launched):
 
 
 class DriverPodJob(KubernetesJob):
-    """The same with the driver in a pod too: as `launch --dry-run --form driver` prints it, given to `kubectl apply`."""
+    """The same with the driver in a pod too: as `launch --dry-run --form driver` prints it, for `kubectl apply`."""
 
     outside = False
 
