@@ -37,6 +37,7 @@ BENCHES: tuple[str, ...] = (
     "resilience.driver_bench",
     "resilience.fuzz",
     "resilience.hostile",
+    "resilience.kubernetes_scale",
     "resilience.machines_bench",
     "resilience.recovery_bench",
     "resilience.slurm_bench",
