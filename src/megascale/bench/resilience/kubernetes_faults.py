@@ -18,6 +18,7 @@ from megascale.errors import TrainingError
 _TRAINED = 20  # steps that training goes on where it is to go on
 _DOWN = 60.0  # seconds without an API server
 _SOON = 90.0  # seconds in which something must follow
+_AGENT = "megascale.resilience.agent.pod"
 _MANY = 32  # pods of the job of which all but two are lost
 _NEVER = "docker.io/local/no-such-image:1"
 
@@ -134,10 +135,15 @@ def _taken_over(job: KubernetesJob, injected: Injected) -> Injected:
 
 
 def stick(job: KubernetesJob) -> Injected:
-    """The node's kubelet is gone and the pod is deleted: it stays Terminating, and its processes run on."""
+    """The node's kubelet is gone, its pod is deleted and its processes end, which nobody says: it is Terminating."""
     injected = _of_rank_1(job)
-    job.site.nodes[injected.node].kill_kubelet()
+    node = job.site.nodes[injected.node]
+    node.kill_kubelet()
     job.kubectl("delete", "pod", injected.pod, "--wait=false")
+    injected.at = time.time()
+    node.run("pkill", f"-{signal.SIGKILL}", "-f", _AGENT)
+    if "Terminating" not in job.kubectl("get", "pod", injected.pod):
+        injected.wrong.append(f"{injected.pod} is not Terminating: nothing was tested")
     return injected
 
 
@@ -225,6 +231,12 @@ def replaced(job: KubernetesJob, injected: Injected) -> list[str]:
     return [f"{injected.node} has got ranks again"] if injected.node in last.nodes else []
 
 
+def removed(job: KubernetesJob, injected: Injected) -> list[str]:
+    """So it is, and the pod that stayed Terminating is no object any more."""
+    left = [pod["metadata"]["name"] for pod in job.pods()]
+    return replaced(job, injected) + ([f"{injected.pod} is still Terminating"] if injected.pod in left else [])
+
+
 def replenished(job: KubernetesJob, injected: Injected) -> list[str]:
     """The spare was used, and another pod came in its place before the job's end."""
     actions = [e.action for e in job.events() if e.kind == "recovery_action" and e.time > injected.at]
@@ -284,7 +296,7 @@ FAULTS: dict[str, KubernetesFault] = {
     "two-drivers": KubernetesFault(second_driver, in_place, (), "ride", steps=600),
     "driver-deleted": KubernetesFault(delete_driver, in_place, (), "ride", steps=600, driver_pod=True),
     "driver-killed": KubernetesFault(crash_driver, in_place, (), "ride", steps=600, driver_pod=True),
-    "stuck-terminating": KubernetesFault(stick, replaced, _LOST),
+    "stuck-terminating": KubernetesFault(stick, removed, _LOST),
     "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=600),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),
     "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_MANY),
