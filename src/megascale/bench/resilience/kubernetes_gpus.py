@@ -35,7 +35,8 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str, str, bool], ...]] = {
 }
 
 
-def _messages() -> dict[str, Any]:
+def messages() -> dict[str, Any]:
+    """A class for each message that is used, by its name."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     types = {"string": descriptor_pb2.FieldDescriptorProto.TYPE_STRING}
@@ -56,7 +57,7 @@ def serve(flag: Path, count: int) -> None:
     """Serve until ended; registers again when the kubelet was started anew."""
     import grpc
 
-    kinds = _messages()
+    kinds = messages()
 
     def devices(request: Any, context: Any) -> Iterator[Any]:
         last: set[str] | None = None

@@ -65,9 +65,10 @@ class Witness:
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK):
-            self._look()
+            self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Note who is there now."""
         for folder in Path("/proc").iterdir():
             if folder.name.isdecimal():
                 self._look_at(folder)
