@@ -59,7 +59,9 @@ def register(app: typer.Typer) -> None:
 
           megascale launch job.toml --cluster slurm --nodes 4 --spares 1 --dry-run > job.sbatch
 
-          megascale launch job.toml --cluster kubernetes --kubernetes.image=IMAGE --dry-run --form driver | kubectl apply -f -
+          megascale launch job.toml --cluster kubernetes --nodes 4 --spares 1 --kubernetes.image=registry/megascale:1
+
+          megascale launch job.toml --cluster kubernetes --dry-run --form driver | kubectl apply -f -
 
           megascale launch job.toml --cluster manual --nodes 2 --resilience.listen=10.0.0.1 --resilience.port=29400
         """

@@ -1,8 +1,8 @@
 """A thousand nodes as a driver sees them on Kubernetes: its table of pods and machines, and what it asks of the server.
 
 The cluster's side of the driver is the real one, on one core; the API server is the small one of
-kubernetes_server.py in a process of its own, where pods are objects that change and nothing runs. What agents cost the driver
-is measured by `megascale bench driver`.
+kubernetes_server.py in a process of its own, where pods are objects that change and nothing runs.
+What agents cost the driver is measured by `megascale bench driver`.
 """
 
 from __future__ import annotations
