@@ -154,8 +154,8 @@ def stop_api(job: KubernetesJob) -> Injected:
     time.sleep(_DOWN)
     before = job.step()
     job.site.start_api()
-    if before < job.struck + _TRAINED:
-        injected.wrong.append(f"training stood still without the API: {job.struck} to {before}")
+    if before < job.step_before + _TRAINED:
+        injected.wrong.append(f"training stood still without the API: {job.step_before} to {before}")
     job.until_step(job.step() + _TRAINED)
     return injected
 

@@ -32,7 +32,7 @@ class KubernetesJob(Launched):
 
     Attributes:
         witness: sees each trainer until `close`.
-        struck: the last step before the fault.
+        step_before: the last step before the fault.
         outside: whether the driver is no pod.
     """
 
@@ -41,7 +41,7 @@ class KubernetesJob(Launched):
     def __init__(self, site: KubernetesSite, file: Path, name: str, words: Sequence[str], pace: float) -> None:
         self.site, self.name, self.folder = site, name, file.parent
         self.shared = file.parent / "shared" / name
-        self.witness, self.struck = Witness(name), 0
+        self.witness, self.step_before = Witness(name), 0
         site.kubectl("create", "namespace", name)
         own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
         own += [f"--kubernetes.kubeconfig={site.kubeconfig}"] if self.outside else []

@@ -80,7 +80,7 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> dict[str, Any]:
         return row
     job.until_joined(fault.pods)
     job.until_step(_BEFORE)
-    before, began, job.struck = job.events()[-1].id, time.time(), job.step()
+    before, began, job.step_before = job.events()[-1].id, time.time(), job.step()
     injected = fault.strike(job)
     verdict = again = None
     done = 0

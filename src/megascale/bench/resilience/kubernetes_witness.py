@@ -123,7 +123,7 @@ class Witness:
         for rank in sorted({each.rank for each in self.trainers()}):
             all_of_it = self.trainers(rank)
             for older, newer in itertools.pairwise(all_of_it):
-                beside = older.last - newer.first
-                if beside > 0:
-                    found.append(f"rank {rank}: {older.pid} was there for {beside:.1f} s beside {newer.pid}")
+                overlap = older.last - newer.first
+                if overlap > 0:
+                    found.append(f"rank {rank}: {older.pid} was there for {overlap:.1f} s with {newer.pid}")
         return found
