@@ -41,6 +41,7 @@ BENCHES: tuple[str, ...] = (
     "resilience.machines_bench",
     "resilience.recovery_bench",
     "resilience.slurm_bench",
+    "resilience.kubernetes_bench",
 )
 
 
