@@ -16,7 +16,7 @@ from megascale.config import KubernetesConfig
 from megascale.errors import ConfigError
 from megascale.resilience.cluster import kubernetes_lease
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError
-from megascale.resilience.cluster.kubernetes_lease import Office, is_dead, own_identity
+from megascale.resilience.cluster.kubernetes_lease import DriverLease, is_dead, own_identity
 from megascale.resilience.cluster.kubernetes_watch import Watch
 
 pytest.importorskip("kubernetes")
@@ -45,29 +45,29 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return name
 
 
-def office(api: KubernetesApi, seconds: float = 30.0) -> Office:
-    return Office(api, "megascale-job", seconds, {})
+def lease(api: KubernetesApi, seconds: float = 30.0) -> DriverLease:
+    return DriverLease(api, "megascale-job", seconds, {})
 
 
 def test_a_second_driver_is_refused_while_the_first_renews(api, named):
     named("pod=a uid=1")
-    first = office(api)
+    first = lease(api)
     first.take(print)
     named("pod=b uid=2")
     said: list[str] = []
     with pytest.raises(ConfigError, match="pod=a uid=1"):
-        office(api).take(said.append, sleep=lambda seconds: first.renew())
+        lease(api).take(said.append, sleep=lambda seconds: first.renew())
     assert len(said) == 1
 
 
 def test_a_driver_that_was_replaced_learns_it(api, named, monkeypatch):
     named("pod=a uid=1")
-    first = office(api, 30.0)
+    first = lease(api, 30.0)
     first.take(print)
     named("pod=b uid=2")
     now = [time.monotonic()]
     monkeypatch.setattr(kubernetes_lease.time, "monotonic", lambda: now[0])
-    second = office(api, 30.0)
+    second = lease(api, 30.0)
     second.take(print, sleep=lambda seconds: now.__setitem__(0, now[0] + 10.0))
     assert api.call("GET", api.path("leases", "megascale-job", kubernetes_lease.GROUP))["spec"]["leaseTransitions"] == 1
     first.renew()
@@ -82,13 +82,13 @@ def test_what_is_released_or_of_a_dead_driver_is_taken_at_once(api, named):
         raise AssertionError("it waits")
 
     named("pod=a uid=1")
-    first = office(api)
+    first = lease(api)
     first.take(print, never)
     first.release()
     named("pod=b uid=2")
-    office(api).take(print, never)
+    lease(api).take(print, never)
     named("pod=b uid=2")  # its container was started again
-    office(api).take(print, never)
+    lease(api).take(print, never)
 
 
 def test_who_is_known_to_be_dead():
@@ -101,7 +101,7 @@ def test_who_is_known_to_be_dead():
 
 def test_a_lease_that_was_removed_is_made_again(api, server, named):
     named("pod=a uid=1")
-    mine = office(api)
+    mine = lease(api)
     mine.take(print)
     server.store.delete("leases", "megascale-job", 0)
     mine.renew()

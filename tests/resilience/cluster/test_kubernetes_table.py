@@ -135,3 +135,16 @@ def test_devices_that_the_plugin_calls_unhealthy_evict_the_node():
     assert found is not None
     assert (found.kind, found.action, found.nodes) == ("device_fault", "evict", ("k1",))
     assert "1 of 8" in found.evidence[0]
+
+
+def test_a_pod_that_should_have_ended_is_stuck():
+    made, clock = table()
+    deleted = pod(RUNNING)
+    deleted["metadata"] |= {"deletionTimestamp": "now", "deletionGracePeriodSeconds": 30}
+    made.pod_changed(deleted)
+    clock.now += 35.0
+    assert not made.stuck(5.0)
+    clock.now += 0.1
+    assert [each.name for each in made.stuck(5.0)] == ["job-1"]
+    made.pod_changed(deleted | {"status": pod(ENDED)["status"]})
+    assert not made.stuck(5.0)
