@@ -101,7 +101,7 @@ class MachineFault:
     verdicts: tuple[str, ...]
     ends: str = "recover"
     back: bool = False
-    steps: int = 400
+    steps: int = 250
 
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
@@ -111,5 +111,5 @@ FAULTS: dict[str, MachineFault] = {
     "one-way-loss": MachineFault(lambda m, job: m.cut(outgoing=False), (*_LOST, "hang")),
     "slow-link": MachineFault(lambda m, job: m.limit(LINK / 10), (), "ride"),
     "agent-killed": MachineFault(kill_agent, (*_LOST, "agent_restarted")),
-    "driver-gone": MachineFault(lambda m, job: job.move(), ("driver_took_over",), "ride"),
+    "driver-gone": MachineFault(lambda m, job: job.move(), ("driver_took_over",), "ride", steps=400),
 }

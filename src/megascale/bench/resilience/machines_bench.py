@@ -135,6 +135,8 @@ def _strike(job: MachinesJob, kind: str) -> dict[str, Any]:
     if fault.verdicts:
         verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > injected - 0.01)
     if fault.ends == "recover":
+        job.first(lambda e: e.kind == "attempt_started" and e.id > before)
+        step = job.step()  # all have stopped, none has loaded
         again = job.first(lambda e: e.kind == "first_step" and e.id > before)
     row |= phases(job, injected, verdict, again)
     row["code"] = job.end()

@@ -176,7 +176,7 @@ class SlurmFault:
         verdicts: events of which one must come after it; empty: none.
         ends: recover: trainers start again; next: the job saves, and goes on when Slurm starts it again; ride: training
             goes on without.
-        steps: of the run; lost: steps that may be done twice: at most those since a checkpoint.
+        steps: of the run; lost: steps that may be done twice, as each is copied to a peer.
         sbatch: further options.
     """
 
@@ -185,7 +185,7 @@ class SlurmFault:
     verdicts: tuple[str, ...]
     ends: Literal["recover", "next", "ride"] = "recover"
     steps: int = 250
-    lost: int = 50
+    lost: int = 1
     sbatch: str = ""
 
 
