@@ -87,7 +87,8 @@ def _all(folder: Path, kinds: list[str], runs: int) -> list[dict[str, Any]]:
 def _calm(file: Path, steps: int) -> dict[str, Any]:
     from megascale.errors import TrainingError
 
-    job = Launched(file, f"calm-{steps}", [f"--train.steps={steps}", "--resilience.spares=0"], pace=0.0)
+    # A pace of 0 stands for the injected fault's default, half a second.
+    job = Launched(file, f"calm-{steps}", [f"--train.steps={steps}", "--resilience.spares=0"], pace=0.001)
     if code := job.end():
         raise TrainingError(f"the undisturbed run ended with {code}: {job.output.read_text()[-2000:]}")
     return job.weights()
