@@ -39,6 +39,8 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> bool:
 
 def test_a_certificate_from_a_clock_that_is_ahead_is_known(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
+    for run in (tmp_path, tmp_path / "other"):
+        (run / "driver").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr(tls, "datetime", Ahead)
         server = tls.server_context(tmp_path, "0.0.0.0", None, None)
