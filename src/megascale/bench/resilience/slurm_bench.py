@@ -194,7 +194,7 @@ def _strike(job: SlurmJob, fault: SlurmFault) -> dict[str, Any]:
     job.first(lambda e: e.kind == "driver_ended")
     row["code"] = job.end(_SETTLE)
     if row["code"] < 0:
-        # A slurmd that comes back kills the batch script of a job that its node was taken from: not before it has ended.
+        # A slurmd that comes back kills the batch script of a job that has lost its node: not before that has ended.
         job.site.start_all()
         row["code"] = job.end()
     events = job.events()
