@@ -38,6 +38,7 @@ BENCHES: tuple[str, ...] = (
     "resilience.fuzz",
     "resilience.hostile",
     "resilience.machines_bench",
+    "resilience.many_nodes",
     "resilience.recovery_bench",
     "resilience.slurm_bench",
 )
