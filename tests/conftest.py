@@ -122,3 +122,15 @@ def megascale(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProc
 def lines(file: Path) -> list[dict]:
     """The records of a JSON-lines file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests of the documents ran, and what they only parsed and why."""
+    told = [
+        (key, value)
+        for report in terminalreporter.stats.get("passed", [])
+        for key, value in report.user_properties
+        if key.startswith("documents: ")
+    ]
+    for key, value in dict.fromkeys(told):
+        terminalreporter.write_line(f"{key}: {value}")

@@ -144,7 +144,7 @@ def test_commands_run(world, record_property):
         if command.partition(" #")[0] not in done:
             run(world, command)
         done[command.partition(" #")[0]] = page
-    record_property("commands of documents run", len(done))
+    record_property("documents: commands run", len(done))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -165,5 +165,5 @@ def test_commands_that_are_not_run_are_parsed(record_property):
             parse(command)
         except Exception as error:
             pytest.fail(f"{page}: megascale {command}: {error}")
-        record_property("command parsed only", f"{page}: {command} ({why})")
+        record_property("documents: parsed only", f"{page}: megascale {command.partition(' #')[0]}: {why}")
     assert len(ONLY_PARSED) <= (len(RUN) + len(ONLY_PARSED)) / 3

@@ -78,11 +78,18 @@ def resolve(config: Config) -> Config:
     return config
 
 
+def with_precision(config: Config, bfloat16: bool) -> Config:
+    """train.precision as it is where somebody set it, else bfloat16 where the devices have that."""
+    if "precision" in config.train.model_fields_set or not bfloat16:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": "bfloat16"})})
+
+
 def describe(config: Config) -> RunDescription:
-    """Sizes of a run without starting it."""
+    """Sizes of a run here without starting it."""
     from megascale.core.flops import flops_per_token, parameters
 
-    config = resolve(config)
+    config = with_precision(resolve(config), visible_gpus(config) > 0)
     total = parameters(config.model)
     return RunDescription(
         config,
@@ -108,11 +115,12 @@ def train(config: Config) -> TrainResult:
     from megascale.core.layout import lay_out
     from megascale.train.claim import tell_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.rank_info import check_place, find_rank_info
+    from megascale.train.rank_info import check_place, find_rank_info, has_bfloat16
 
     try:
         config = resolve(config)
         place = find_rank_info(config)
+        config = with_precision(config, has_bfloat16(place.device))
         lay_out(config, place.world)
         check_place(config, place, keeps=True)
     except MegascaleError as error:

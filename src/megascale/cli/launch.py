@@ -27,7 +27,9 @@ def register(app: typer.Typer) -> None:
         dashboard: int = typer.Option(
             None, "--dashboard", metavar="PORT", min=0, max=65535, help="Serve the run's page there meanwhile (0: any)."
         ),
-        cluster: str = typer.Option(None, "--cluster", help="Where nodes come from: local, ssh, slurm, manual."),
+        cluster: str = typer.Option(
+            None, "--cluster", help="Where nodes come from: local, ssh, slurm, kubernetes, manual."
+        ),
         hosts: Path = typer.Option(None, "--hosts", help="With ssh: file with a machine a line.", show_default=False),
         dry_run: bool = typer.Option(False, "--dry-run", help="With slurm: print the batch script and start nothing."),
     ) -> None:
@@ -80,7 +82,7 @@ def register(app: typer.Typer) -> None:
 
         check_timeouts(config)
         config, size = start_driver.prepare(config)
-        resolved = api.resolve(config)
+        resolved = api.with_precision(api.resolve(config), bool(size.devices))
         lay_out(resolved, size.world)  # what does not divide is said once, before any process starts
         console = Console(highlight=False, soft_wrap=True)
 

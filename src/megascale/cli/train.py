@@ -50,14 +50,14 @@ def register(app: typer.Typer) -> None:
             summary.print_description(api.describe(config), world)
             try:
                 check_data(api.resolve(config))
-                launcher.check(api.resolve(config), world, keeps=True)
+                launcher.check(api.describe(config).config, world, keeps=True)
             except MegascaleError as error:
                 typer.echo(f"# would be refused here: {error}")
             return
         if not launcher.started_by_launcher():
             world = launcher.processes_wanted(config, api.visible_gpus(config))
             if world > 1:
-                config = api.resolve(config)
+                config = api.with_precision(api.resolve(config), api.visible_gpus(config) > 0)
                 lay_out(config, world)  # what does not divide is said once, before any process starts
                 check_data(config)
                 words = ["train", *([file] if file else []), *context.args]

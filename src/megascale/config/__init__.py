@@ -6,6 +6,7 @@ obeys it.
 
 from megascale.config.base import DEEP, MOST, Section
 from megascale.config.data_section import DataConfig
+from megascale.config.kubernetes_section import KubernetesConfig
 from megascale.config.loading import from_tree, load, load_command_line, preset, presets
 from megascale.config.migration import migrate
 from megascale.config.model_section import ModelConfig
@@ -25,6 +26,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "KernelsConfig",
+    "KubernetesConfig",
     "LrConfig",
     "ModelConfig",
     "ObserveConfig",

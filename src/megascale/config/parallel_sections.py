@@ -65,7 +65,8 @@ class ParallelConfig(Section):
 
 
 # Layers as wide and micro-batches as small as this gained 0.4 to 1.4% by independent GEMMs on a side stream; narrower
-# layers and larger micro-batches lost 0.4 to 0.6%, save serial blocks cut by tensor parallelism: docs/reports/overlaps.md
+# layers and larger micro-batches lost 0.4 to 0.6%, save serial blocks cut by tensor parallelism
+# (docs/reports/overlaps.md).
 WIDE, FEW_TOKENS = 4096, 4096
 
 

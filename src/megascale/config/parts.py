@@ -129,6 +129,10 @@ SPAN_SINKS = SpanSinks(
     },
     home="megascale.observe.store",
 )
+LOSSES: Registry[PartFacts] = Registry(
+    "train.loss", {"cross_entropy": PartFacts("of the next token, natural logarithm")}, home="megascale.ops"
+)
+CALLBACKS: Registry[PartFacts] = Registry("train.callbacks", {}, home="megascale.train")
 SINKS: Registry[PartFacts] = Registry(
     "observe.sinks",
     {"tensorboard": PartFacts("scalars for TensorBoard"), "wandb": PartFacts("Weights & Biases, under the run's name")},

@@ -23,8 +23,8 @@ class ResilienceConfig(Section):
     cluster: str = Field(
         "local",
         min_length=1,
-        description="where nodes come from: local (processes of this machine), ssh (--hosts), slurm, manual (agents "
-        "that somebody else starts) or a registered one",
+        description="where nodes come from: local (processes of this machine), ssh (--hosts), slurm, kubernetes, "
+        "manual (agents that somebody else starts) or a registered one",
     )
     hosts: str = Field(
         "", description="cluster ssh: file with a machine a line: [user@]host[:port] gpus=8 interface=eth1"
@@ -59,6 +59,12 @@ class ResilienceConfig(Section):
     grace_period: float = Field(60.0, gt=0, description="seconds that trainers get to save when they are asked to stop")
     orphan: float = Field(
         600.0, gt=0, description="seconds an agent lets training go on without a driver before it stops it"
+    )
+    agent_lease: float | None = Field(
+        None,
+        ge=0.5,
+        description="seconds after which an agent that the driver does not answer ends its ranks, so that they may be "
+        "started elsewhere while nobody reaches it; unset: 8 on Kubernetes, elsewhere never",
     )
     lease: float = Field(3.0, gt=0, description="seconds after which another host's silent driver may be replaced")
     budget_seconds: float = Field(3600.0, gt=0, description="time over which the budgets below count")
@@ -108,6 +114,16 @@ class ResilienceConfig(Section):
     def _pair(self) -> ResilienceConfig:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("resilience.tls_certificate and resilience.tls_key belong together; give both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _leases(self) -> ResilienceConfig:
+        if self.agent_lease is not None and self.agent_lease < 2 * self.interval:
+            raise ValueError(
+                f"resilience.agent_lease={self.agent_lease:g} is shorter than two heartbeats "
+                f"(resilience.interval={self.interval:g}): one that is late would end ranks; raise it to "
+                f"{2 * self.interval:g} or more"
+            )
         return self
 
     @model_validator(mode="after")

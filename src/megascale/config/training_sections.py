@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from megascale.config.base import MOST, Section
 from megascale.config.optimizers import OPTIMIZERS
-from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES
 
 # As Megatron-LM's and torchtitan's users write them.
 SHORT_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -95,13 +95,22 @@ class TrainConfig(Section):
     global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences in one step over all ranks")
     precision: Annotated[Literal["float32", "bfloat16", "float64"], BeforeValidator(_full_name)] = Field(
         "float32",
-        description="type of weights in use and of activations; master weights are at least float32; bf16, fp32 and "
-        "fp64 are understood",
+        description="type of weights in use and of activations; default: bfloat16 on GPUs that have it, else float32; "
+        "master weights are at least float32; bf16, fp32 and fp64 are understood",
     )
     linear_precision: Annotated[str, AfterValidator(LINEAR_PRECISIONS.check)] = Field(
         "default",
         description="how the GEMMs of linear layers are done; default: in the type of train.precision; float8: in "
         "float8 with one scale a matrix; float8_rowwise: with a scale a row, weight gradients in train.precision",
+    )
+    loss: Annotated[str, AfterValidator(LOSSES.check)] = Field(
+        "cross_entropy",
+        description="what training lowers; evaluation is cross-entropy whatever it is (ops/token_loss.py)",
+    )
+    callbacks: list[Annotated[str, AfterValidator(CALLBACKS.check)]] = Field(
+        default_factory=list,
+        description="what is called on every rank between steps, by name: what installed packages register "
+        "(train/callbacks.py)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one, else the CPU")
     fit: Literal["check", "force"] = Field(

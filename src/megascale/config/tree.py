@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from megascale.config.base import Section
 from megascale.config.data_section import DataConfig
+from megascale.config.kubernetes_section import KubernetesConfig
 from megascale.config.model_section import ModelConfig
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
@@ -36,6 +37,7 @@ class Config(Section):
     rendezvous: RendezvousConfig = RendezvousConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @property
     def gemms_on_side_stream(self) -> bool:

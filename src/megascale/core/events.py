@@ -42,6 +42,15 @@ class Event(StrEnum):
     NODE_UNCORDONED = "node_uncordoned"
     NODE_REQUESTED = "node_requested"
     NODE_DIAGNOSED = "node_diagnosed"
+    RANKS_FENCED = "ranks_fenced"  # ranks of a lost node can run no more: they may start elsewhere
+    # What a cluster says about nodes that were asked for, and of itself.
+    QUOTA_REACHED = "quota_reached"
+    IMAGE_PULL_FAILED = "image_pull_failed"
+    ADMISSION_DENIED = "admission_denied"
+    UNSCHEDULABLE = "unschedulable"
+    POD_FAILED = "pod_failed"
+    CLUSTER_UNREACHABLE = "cluster_unreachable"
+    CLUSTER_BACK = "cluster_back"
     MESSAGE_REFUSED = "message_refused"
     TRANSITION_REFUSED = "transition_refused"  # something happened that the driver's state machine does not have
     ATTEMPT_STARTED = "attempt_started"

@@ -8,6 +8,7 @@ import torch
 
 from megascale.config import ModelConfig
 from megascale.core.inventory import LayerInventory, layer_inventory
+from megascale.ops.token_loss import TokenLoss
 from megascale.parallel.collectives import Axis
 from megascale.parallel.linear import LinearPrecision
 
@@ -57,12 +58,14 @@ class ForwardContext:
         token_grad: the gradient of each token's loss, where it is known before backward: the last chunk then makes
             its gradients while its logits are there.
         cache: keys and values of earlier tokens, for generation.
+        token_loss: instead of cross-entropy.
     """
 
     dropout_key: int | None = None
     sample_start: int = 0
     token_grad: torch.Tensor | None = None
     cache: KVCache | None = None
+    token_loss: TokenLoss | None = None
 
 
 EVALUATION = ForwardContext()

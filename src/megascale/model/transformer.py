@@ -120,8 +120,9 @@ class Chunk(nn.Module):
         if targets_SB is None:
             return x
         grad = context.token_grad if torch.is_grad_enabled() else None
+        head = (self.output_weight, self.head_bias)
         return vocabulary_loss(
-            x, self.output_weight, self.head_bias, targets_SB, self.model.vocab, self.axis, grad, self.linears
+            x, *head, targets_SB, self.model.vocab, self.axis, grad, self.linears, context.token_loss
         )
 
     @property

@@ -19,6 +19,7 @@ from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import main_of, sink_of
 from megascale.ops.linear import ComputeType, Gemms, Operand
 from megascale.ops.reduce import column_sum
+from megascale.ops.token_loss import TokenLogits, TokenLoss
 
 GEMMS = ComputeType()
 LOGITS_BYTES = 1 << 30  # a chunk's logits stay below this; wider chunks waste less on re-reading the accumulator
@@ -232,6 +233,7 @@ class _Head:
         self.shard: VocabShard | None = options["shard"]
         rows = weight.shape[0]
         self.start = self.shard.start if self.shard is not None else 0
+        self.own: TokenLoss | None = options["loss"]
         vocab = options["vocab"]
         self.gemms: Gemms = options["gemms"]
         self.valid = rows if vocab is None else max(0, min(rows, vocab - self.start))
@@ -254,8 +256,11 @@ class _Head:
         return self.gemms.forward(x, self.weight, self.bias), x
 
     def losses(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp and loss (0 where ignored) of a chunk."""
+        """Log-sum-exp (0 with a loss of one's own) and loss (0 where ignored) of a chunk."""
         targets = self.targets[part]
+        if self.own is not None:
+            loss = self.own(self.seen(self.logits(part)[0], targets))
+            return torch.zeros_like(loss), loss.where(targets != self.ignore, 0)
         statistics = local_statistics(self.logits(part)[0], targets, self.start, self.valid)
         lse, loss = merge_statistics(*statistics, self.shard)
         return lse, loss.where(targets != self.ignore, 0)
@@ -263,7 +268,10 @@ class _Head:
     def losses_and_gradients(self, part: slice, scale: Tensor) -> tuple[Tensor, Tensor]:
         """As `losses`, and the chunk's share of the gradients, with `scale` sent back to each token."""
         (logits_TV, x), targets = self.logits(part), self.targets[part]
-        if self.shard is None:
+        if self.own is not None:
+            loss = self.own_loss_and_gradient_(logits_TV, targets, scale)
+            lse = torch.zeros_like(loss)
+        elif self.shard is None:
             lse, loss = loss_and_gradient_(logits_TV, targets, scale, self.ignore, self.valid)
         else:
             kept = targets != self.ignore
@@ -279,7 +287,30 @@ class _Head:
         targets = self.targets[part]
         scale = scale.where(targets != self.ignore, 0)
         logits_TV, x = self.logits(part)
+        if self.own is not None:
+            self.own_loss_and_gradient_(logits_TV, targets, scale)
+            self.add(part, x, logits_TV)
+            return
         self.add(part, x, local_gradient_(logits_TV, targets, lse, scale, self.start, self.valid))
+
+    def seen(self, logits_TV: Tensor, targets: Tensor) -> TokenLogits:
+        """What a loss of one's own sees of a chunk."""
+        wide = logits_TV.detach()[:, : self.valid].to(torch.promote_types(logits_TV.dtype, torch.float32))
+        known = targets.where(targets != self.ignore, 0)
+        reduces = (self.shard.all_reduce_max, self.shard.all_reduce_sum) if self.shard is not None else (None, None)
+        return TokenLogits(wide, known, self.start, *reduces)
+
+    def own_loss_and_gradient_(self, logits_TV: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+        """The chunk's losses by a loss of one's own; logits become their gradient, `scale` sent to each token."""
+        assert self.own is not None
+        kept, seen = targets != self.ignore, self.seen(logits_TV, targets)
+        with torch.enable_grad():
+            seen.values.requires_grad_()
+            loss = self.own(seen)
+            (grad,) = torch.autograd.grad(loss, seen.values, scale.where(kept, 0).to(loss.dtype))
+        logits_TV[:, : self.valid] = grad.to(logits_TV.dtype)
+        logits_TV[:, self.valid :] = 0
+        return loss.detach().where(kept, 0)
 
     def add(self, part: slice, x: Operand, grad_TV: Tensor) -> None:
         gradient = self.gemms.gradient(grad_TV, self.weight)
@@ -364,6 +395,7 @@ def linear_cross_entropy(
     token_grad: Tensor | None = None,
     shard: VocabShard | None = None,
     gemms: Gemms = GEMMS,
+    loss: TokenLoss | None = None,
 ) -> Tensor:
     """Per-token loss [...] (float32 or wider) of the logits x @ weight.T + bias, which exist one chunk at a time.
 
@@ -380,8 +412,11 @@ def linear_cross_entropy(
     global, and x's gradient is this rank's share, to be summed by the caller.
 
     gemms: how the GEMMs are done.
+
+    loss: instead of cross-entropy (token_loss.py).
     """
     options = {
+        "loss": loss,
         "ignore_index": ignore_index,
         "vocab": vocab,
         "chunk": chunk,

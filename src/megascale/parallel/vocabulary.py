@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
 from megascale.ops.embedding import embedding
+from megascale.ops.token_loss import TokenLoss
 from megascale.parallel.collectives import Axis, all_gather, all_reduce, gather_sequence, scatter_sequence
 from megascale.parallel.linear import PLAIN, LinearPrecision
 
@@ -46,12 +47,14 @@ def vocabulary_loss(
     axis: Axis,
     token_grad: torch.Tensor | None = None,
     linears: LinearPrecision = PLAIN,
+    loss: TokenLoss | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` do not exist.
+    """Loss of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` do not exist.
 
     token_grad: what backward will send for each token, if known: gradients are then made in the forward pass.
+    loss: instead of cross-entropy.
     """
-    options = {"bias": bias, "vocab": vocab, "token_grad": token_grad, "gemms": linears.logits}
+    options = {"bias": bias, "vocab": vocab, "token_grad": token_grad, "gemms": linears.logits, "loss": loss}
     if axis.size == 1:
         return linear_cross_entropy(x_SBH, weight, targets_SB, **options)  # type: ignore[arg-type]
     shard = VocabShard(

@@ -82,7 +82,7 @@ def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
         axes.barh(len(parts), at, color="#222222", height=0.72)
         axes.text(at + 0.008 * longest, len(parts), f"{at:.2f} s", va="center", fontsize=8, weight="bold")
         axes.set_title(f"{result.scenario.label}\n{result.seconds:.2f} s, MFU {100 * result.mfu:.1f}%", fontsize=10)
-        axes.set_xlabel("seconds of a step")
+        axes.set_xlabel("Step time (s)")
         axes.set_xlim(0, longest * 1.14)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_yticks(range(len(parts) + 1), [*(PART_NAMES[p] for p in parts), "step"], fontsize=9)
@@ -113,7 +113,7 @@ def ablation_chart(
     axes.set_xticks(spots + (wide / 2 if printed is not None else 0), names, rotation=25, ha="right", fontsize=9)
     everything = [*values, *(printed if printed is not None else [])]
     axes.set_ylim(max(0.0, min(everything) - 8), max(everything) + 5)
-    axes.set_ylabel("MFU, % (the axis does not start at 0)")
+    axes.set_ylabel("MFU (%), axis not from 0")
     _save(figure, path)
 
 
@@ -138,7 +138,7 @@ def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) ->
         right.plot(x, [100 * m["mfu"] for m in members], marker="o", ms=3.5, color=line.get_color(), label=label)
     numeric = all(isinstance(row[keys[0]], int | float) for row in rows)
     spread = [row[keys[0]] for row in rows]
-    for axes, title in ((left, "seconds of a step"), (right, "MFU, %")):
+    for axes, title in ((left, "Step time (s)"), (right, "MFU, %")):
         if numeric and min(spread) > 0 and max(spread) / min(spread) > 8:
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted(set(spread)), [f"{v:g}" for v in sorted(set(spread))], rotation=30)
@@ -163,7 +163,7 @@ def tornado(changes: Mapping[str, tuple[float, float]], by: float, path: Path, t
     axes.set_yticks(range(len(changes)), list(changes))
     axes.invert_yaxis()
     axes.axvline(0, color="#333333", lw=0.8)
-    axes.set_xlabel("change of the step, %")
+    axes.set_xlabel("Change of step time (%)")
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, loc="lower right", title="figure changed by")
     _save(figure, path)
@@ -180,8 +180,8 @@ def effective(curve: Sequence[tuple[float, float]], marks: Mapping[str, float], 
     ticks = [x / 60 for x, _ in curve][::2]
     axes.set_xticks(ticks, [f"{t:.3g}" for t in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("minutes between checkpoints")
-    axes.set_ylabel("effective training time, %")
+    axes.set_xlabel("Minutes between checkpoints")
+    axes.set_ylabel("Effective training time (%)")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -206,8 +206,8 @@ def scatter(pairs: Sequence[tuple[str, float, float, bool]], path: Path, title: 
     axes.set_ylim(*ends)
     _plain(axes.xaxis)
     _plain(axes.yaxis)
-    axes.set_xlabel("measured step, s")
-    axes.set_ylabel("predicted step, s")
+    axes.set_xlabel("Measured step time (s)")
+    axes.set_ylabel("Predicted step time (s)")
     axes.set_title("\n".join(textwrap.wrap(title, 58)), fontsize=9)
     axes.legend(frameon=False)
     _save(figure, path)

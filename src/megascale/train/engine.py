@@ -18,7 +18,7 @@ from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
-from megascale.ops import launch
+from megascale.ops import launch, token_loss
 from megascale.ops.dispatch import Kernels
 from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
@@ -194,6 +194,7 @@ class Engine:
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
         self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, runtime)
         self._token_gradient = self._make_token_grad()
+        self._token_loss = token_loss.KINDS[config.train.loss]
         self.graphs = self._chunk_graphs(shape)
         if stages > 1 and device.type == "cuda":
             self.load_kernels()
@@ -291,7 +292,7 @@ class Engine:
         self.runtime.calls.at(b"kernels")
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
-        where = ForwardContext(0, 0, self._token_gradient)
+        where = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.first:
@@ -362,9 +363,8 @@ class Engine:
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             first = first_sample + i * train.micro_batch
-            return self._compute(
-                chunk, inputs(chunk, i, x), ForwardContext(train.seed + step, first, self._token_gradient)
-            )
+            where = ForwardContext(train.seed + step, first, self._token_gradient, token_loss=self._token_loss)
+            return self._compute(chunk, inputs(chunk, i, x), where)
 
         self._weights_changed()
         for chunk in self.chunks:
@@ -415,7 +415,9 @@ class Engine:
 
     def _compute_fixed(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """As every micro-batch is computed where there is no dropout."""
-        return self._compute(chunk, inputs, ForwardContext(token_grad=self._token_gradient))
+        return self._compute(
+            chunk, inputs, ForwardContext(token_grad=self._token_gradient, token_loss=self._token_loss)
+        )
 
     def synchronize(self) -> None:
         """Leave nothing under way: before the groups are shut down."""

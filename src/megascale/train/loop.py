@@ -19,11 +19,12 @@ from megascale.core.flops import CONVENTION, device_peak, mfu
 from megascale.core.layout import lay_out
 from megascale.core.spans import SpanKind
 from megascale.data.loader.feed import open_feed
-from megascale.errors import DataError, MegascaleError, TrainingError, kind_of, named
+from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, kind_of, named
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, rank_log
+from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import claim
 from megascale.train.clock import StepClock
@@ -113,15 +114,25 @@ class Trainer:
                 self.config, rank=at.rank, world=at.world, local_rank=at.local_rank, device=at.device
             )
             life.callback(self._leave)
-            mine = (self.attempt, refusal and (kind_of(refusal), str(refusal)))
-            self.attempt, told = Peers().share(mine, tuple[int, tuple[str, str] | None])
-            refusal = refusal or (named(*told) if told else None)
+            mine = (self.attempt, self.config.train.precision, refusal and (kind_of(refusal), str(refusal)))
+            self.attempt, precision, told = Peers().share(mine, tuple[int, str, tuple[str, str] | None])
+            refusal = refusal or (named(*told) if told else self._other_precision(precision))
         if refusal is not None:
             self.ending.told = True  # whoever trains there has the word
             raise refusal
         self.folder.started = self.attempt
         rank_log.begin(self.place, self.attempt)
         self.ending.mine = True
+
+    def _other_precision(self, first: str) -> MegascaleError | None:
+        """An error where this rank would compute in another type than rank 0: the default follows the device."""
+        mine = self.config.train.precision
+        if mine == first:
+            return None
+        return ConfigError(
+            f"train.precision is {mine} on rank {self.place.rank} and {first} on rank 0, whose devices differ; set "
+            f"--train.precision={first if self.place.device.type == 'cuda' else 'float32'}"
+        )
 
     def _build(self, life: contextlib.ExitStack) -> None:
         config, place = self.config, self.place
@@ -155,15 +166,19 @@ class Trainer:
         life.callback(self._synchronize)  # what is under way is noted in the flight record, as long as that is open
         self.status = self.ending.status = self.telemetry.status
         self._resume()
+        self.callbacks = Callbacks(RunView(self.config, self.folder.path, place.rank, place.world, self.engine))
+        life.callback(self.callbacks.close)
         with Interrupts() as interrupts:
             self.saves.begin(self.step)
+            self.callbacks.run_begins(self.step)
             stop = min(train.steps, self.step + (train.stop_after or train.steps))
             life.callback(self.reporter.close)
             self._begin(feed=self.step < stop)
             if self.step < stop:
                 self.checkpointer.prepare()
             while self.step < stop and not self._stopping:
-                self._train_step(interrupts.wanted)
+                self._train_step(interrupts.wanted or self.callbacks.run.wants_stop)
+                self.callbacks.step_ends(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate(train.eval_samples)
                 if self.step < stop and (persist := self.saves.due(self.step)) is not None:
@@ -405,5 +420,6 @@ class Trainer:
             record["valid_bits_per_byte"] = found.bits_per_byte
         self.reporter.record(record)
         self.reporter.event(Event.EVALUATED, step=self.step, loss=found.loss, bits_per_byte=found.bits_per_byte)
+        self.callbacks.evaluated(found)
         self.clock.pause()
         return found

@@ -64,6 +64,11 @@ def find_rank_info(config: Config) -> RankInfo:
     return RankInfo(rank, world, local_rank, local_world, device)
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a rank's device computes in bfloat16 at full rate: NVIDIA GPUs from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _say_come() -> None:
     """Tell whoever starts ranks in waves that this one has imported everything."""
     channel = os.environ.pop(CAME, "")

@@ -161,6 +161,14 @@ def test_a_signal_is_not_explained_by_a_line_before_it():
     assert one(ended(worker(1, state="exited", code=1, stderr_tail=tail)), "user_error")
 
 
+def test_a_calm_line_of_the_log_is_nobodys_last_words():
+    calm = "2026-11-24T04:27:29.274Z attempt 1 rank 1 INFO megascale.train: process 12379 on vm, one of 2, begins"
+    told = worker(1, state="signalled", code=signal.SIGKILL, stderr_tail=calm)
+    assert exits.last_words(told) == ""
+    warned = calm.replace("INFO", "WARNING")
+    assert exits.last_words(worker(1, state="exited", code=1, stderr_tail=f"{warned}\n{calm}")) == warned
+
+
 def test_who_failed_first_and_by_itself_names_the_cause():
     first = worker(0, state="exited", code=1, error="ModuleNotFoundError: No module named 'x'", ended_age=0.4)
     killed = worker(1, state="signalled", code=signal.SIGKILL, ended_age=0.2)

@@ -341,7 +341,7 @@ def plot(results: list[InitResult], path: Path) -> None:
         axis.set_yticks(range(len(bars)), names)
         axis.invert_yaxis()
         axis.set_xscale("log")
-        axis.set_xlabel("seconds")
+        axis.set_xlabel("Time (s)")
         axis.set_title(f"{size:,} ranks", fontsize=11)
         for place, bar in enumerate(bars):
             axis.annotate(bar[3], (bar[1], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)

@@ -413,7 +413,7 @@ def draw(record: dict[str, Any], runs: list[AblationRun], out: Path) -> None:
     places = [names.index(one["row"]) for one in last]
     axes.plot(places, values, "s--", color="0.6", label=f"paper, 175B on 256 GPUs: {values[-1]:.2f}x (of MFU)")
     axes.set_xticks(range(len(names)), [names[0], *(f"+ {name}" for name in names[1:])], rotation=25, ha="right")
-    axes.set_ylabel("tokens a second, in those of the first row")
+    axes.set_ylabel("Relative throughput")
     axes.set_title(f"{record['file']} on {record['processes']} x {record['device']}, {record['date']}", fontsize=10)
     axes.grid(alpha=0.3, axis="y")
     axes.spines[["top", "right"]].set_visible(False)

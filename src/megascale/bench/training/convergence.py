@@ -436,29 +436,39 @@ def show(outcomes: list[ConvergenceOutcome], console: Any) -> None:
     console.print(table)
 
 
+STYLES = ("-", "--", ":", "-.")
+
+
+def seeds_in_words(seeds: list[int]) -> str:
+    """Which style of line is which seed."""
+    shapes = ("solid", "dashed", "dotted", "dash-dotted")
+    return ", ".join(f"seed {seed} {shapes[i % len(shapes)]}" for i, seed in enumerate(seeds))
+
+
 def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
-    """Held-out loss over tokens: a colour a variant, a line a seed."""
+    """Held-out loss over tokens: a colour a variant, a style of line a seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    names = list(dict.fromkeys(o.variant for o in outcomes))
+    names, seeds = (list(dict.fromkeys(getattr(o, what) for o in outcomes)) for what in ("variant", "seed"))
     for o in outcomes:
         number = names.index(o.variant)
         first = o is next(p for p in outcomes if p.variant == o.variant)
         mean = statistics.mean(p.last for p in outcomes if p.variant == o.variant)
         label = f"{o.variant}: {mean:.3f}" if first else None
         places = [t / 1e6 for t in o.tokens]
-        axes.plot(places, o.held_out, ".-", color=f"C{number}", linewidth=1.2, markersize=3, label=label)
+        style = STYLES[seeds.index(o.seed) % len(STYLES)]
+        axes.plot(places, o.held_out, style, color=f"C{number}", linewidth=1.2, label=label)
     low = min(o.last for o in outcomes)
     tops = [o.held_out[min(2, len(o.held_out) - 1)] for o in outcomes]
     axes.set_ylim(low * 0.98, max(*tops, low * 1.05) * 1.02)
-    axes.set_xlabel("tokens (millions)")
-    axes.set_ylabel("held-out loss (nats a token)")
+    axes.set_xlabel("Tokens (millions)")
+    axes.set_ylabel("Held-out loss (nats per token)")
     axes.set_title(title, fontsize=10)
-    axes.legend(title="held-out loss at the end", frameon=False)
+    axes.legend(title="Held-out loss at the end\n" + seeds_in_words(seeds), frameon=False)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -175,6 +175,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         "date": date.today().isoformat(),
         **machine(config),
         "preset": model.preset,
+        "layers": model.layers,
         "processes": place.world,
         "parallel": config.parallel.model_dump(exclude_none=True),
         "micro_batch": train.micro_batch,
@@ -585,7 +586,8 @@ def draw(record: dict[str, Any], out: Path) -> None:
         "milliseconds: the whole step, height is the part of the time in which it runs, pale: waits for other ranks"
     )
     axes[-1, 0].set_xlabel("milliseconds: the piece in which communication runs most")
-    axes[0, 0].set_title(f"{record['preset']} on {record['processes']} x {record['device']}, {record['date']}")
+    cut = f" with {record['layers']} layers" if "layers" in record else ""
+    axes[0, 0].set_title(f"{record['preset']}{cut} on {record['processes']} x {record['device']}, {record['date']}")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     plt.close(figure)

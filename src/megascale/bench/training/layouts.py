@@ -226,14 +226,14 @@ def draw(record: dict[str, Any], out: Path) -> None:
             # A difference of nothing has no place on a logarithmic axis: it is drawn at the bottom.
             low.plot(steps, [max(d, floor) for d in apart], ".-", color=f"C{number}", linewidth=0.8, markersize=4)
             highest = max(highest, *apart)
-    top.set_ylabel("loss (nats a token)")
+    top.set_ylabel("Loss (nats per token)")
     top.set_title(f"{record['file']}, {record['precision']}", fontsize=10)
     top.legend()
-    low.set_ylabel("relative difference")
+    low.set_ylabel("Relative difference")
     low.set_yscale("log")
     low.set_ylim(floor / 2, 10 ** math.ceil(math.log10(min(highest, 1.0)) + 0.5))
     low.xaxis.set_major_locator(MaxNLocator(integer=True))
-    low.set_xlabel("step")
+    low.set_xlabel("Step")
     for axes in (top, low):
         axes.grid(alpha=0.3)
     out.parent.mkdir(parents=True, exist_ok=True)

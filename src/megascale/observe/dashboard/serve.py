@@ -140,7 +140,7 @@ def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], N
     url = f"{scheme}://{shown}:{listener.getsockname()[1]}/"
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, h11_max_incomplete_event_size=_HEAD_BYTES, lifespan="on",
-        limit_concurrency=_CONNECTIONS, server_header=False, timeout_graceful_shutdown=2, ws="none",
+        limit_concurrency=_CONNECTIONS, server_header=False, timeout_graceful_shutdown=10, ws="none",
     )  # fmt: skip
     if context is not None:
         config.ssl_certfile = str(at.certificate)  # marks the configuration as TLS; `load` makes no second context

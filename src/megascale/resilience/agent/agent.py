@@ -26,6 +26,7 @@ from megascale.core.failure import errno_of, keep_no_bytecode
 from megascale.core.ports import free_port
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
+from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.agent.services import end_services
 from megascale.resilience.agent.telemetry import Telemetry
 from megascale.resilience.agent.trainers import Trainers
@@ -33,10 +34,12 @@ from megascale.resilience.protocol.agent_messages import (
     REPORT,
     Diagnose,
     Explain,
+    Heard,
     HeldTrainers,
     Inject,
     Kept,
     Order,
+    Parted,
     Start,
     Stop,
 )
@@ -61,8 +64,9 @@ class Agent:
         self.ended = asyncio.Event()
         changed = asyncio.Event()
         self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared)
-        self.link = DriverLink(folder, address, self._hello, self._begun, self._obey)
-        self.telemetry = Telemetry(job, node, address, pod, self.trainers, self.link, changed)
+        self.lease = RankLease(job.limits.agent_lease, job.limits.orphan, self.trainers.cut_off)
+        self.link = DriverLink(folder, address, self._hello, self._begun, self._obey, self.lease)
+        self.telemetry = Telemetry(job, node, address, pod, self.trainers, self.link, changed, self.lease)
         self._doing: asyncio.Task[None] | None = None
         self._explaining: asyncio.Task[None] | None = None
         self._offered: deque[int] = deque(maxlen=100)
@@ -70,6 +74,7 @@ class Agent:
     async def run(self) -> None:
         """Serve until the driver says leave, or none came for `orphan` seconds."""
         self.trainers.serve()
+        self.lease.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ended.set)
@@ -123,7 +128,12 @@ class Agent:
         self.telemetry.begin_session()
 
     async def _obey(self, order: Order) -> None:
-        if isinstance(order, Stop):
+        if isinstance(order, Heard):
+            self.lease.answered(order.sequence)
+        elif isinstance(order, Parted):
+            log.warning("the driver has given this node up")
+            self.lease.parted()
+        elif isinstance(order, Stop):
             self.state = ""
             if self._doing is not None:
                 self._doing.cancel()
@@ -155,6 +165,9 @@ class Agent:
     def _start(self, order: Start) -> None:
         if order.attempt <= self.trainers.attempt:
             return  # sent twice
+        if why := self.lease.over():
+            self.link.say(do="failed", attempt=order.attempt, why=f"no ranks may run here: {why}")
+            return
         if self.trainers.running():
             self.link.say(do="failed", attempt=order.attempt, why="trainers of an older attempt still run")
             return

@@ -14,6 +14,7 @@ from typing import Any
 
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import known_epoch
+from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import LIMIT, Order, Refuse, Welcome
 from megascale.resilience.protocol.given import given, given_token
@@ -33,6 +34,7 @@ class DriverLink:
     hello: what the agent says of itself, but for the epoch and the version.
     begun: called when a driver has taken the agent in.
     obey: called with each order.
+    lease: of this node's ranks, which the driver's answers renew.
 
     Attributes:
         epoch: newest driver that was obeyed.
@@ -48,18 +50,21 @@ class DriverLink:
         hello: Callable[[], dict[str, Any]],
         begun: Callable[[], None],
         obey: Callable[[Order], Awaitable[None]],
+        lease: RankLease,
     ) -> None:
         self._folder, self._address, self._hello, self._begun, self._obey = folder, address, hello, begun, obey
         self.epoch = known_epoch(folder)
         self.channel: agent_channel.AgentChannel | None = None
         self.token = b""
         self.alone_since = time.monotonic()
+        self._lease = lease
         self._tried = 0  # of the places where a driver may be
         self._said = ""
 
     async def talk(self) -> None:
         """Keep a channel to whichever driver is the newest; does not return."""
         while True:
+            by_end = False  # whether the driver's kernel has closed the connection
             try:
                 await self._session()
             except (
@@ -69,6 +74,7 @@ class DriverLink:
                 TimeoutError,
                 MegascaleError,
             ) as error:
+                by_end = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
                 self._tried += self.channel is None
                 if (text := str(error) or type(error).__name__) != self._said:  # four times a second
                     self._said = text
@@ -78,6 +84,7 @@ class DriverLink:
             if self.channel is not None:
                 self.channel.close()
                 self.channel, self.alone_since = None, time.monotonic()
+                self._lease.closed(by_end)
             await asyncio.sleep(RETRY)
 
     def say(self, **message: Any) -> None:
@@ -114,6 +121,7 @@ class DriverLink:
                 token = given_token(self._folder)  # read anew: the next driver may have made another one
                 channel = await agent_channel.open_channel(reader, writer, token, driver=False)
                 own = {"epoch": self.epoch, "pid": os.getpid(), "version": agent_channel.VERSION}
+                sent = time.monotonic()
                 channel.send_message(do="hello", **self._hello(), **own)
                 welcome = await channel.receive()
             except BaseException:
@@ -128,6 +136,7 @@ class DriverLink:
             raise ProtocolError(f"the driver is of MegaScale {welcome.version}, this agent of {agent_channel.VERSION}")
         self._accept(welcome.epoch)
         self.channel, self.token, self._said = channel, token, ""
+        self._lease.opened(sent)
         log.info("driver of epoch %d at %s:%d", self.epoch, host, port)
         self._begun()
         watch = asyncio.create_task(self._newer(channel))

@@ -8,7 +8,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def parse_place(text: str) -> tuple[str, int]:
 
 
 def join(
-    places: Sequence[tuple[str, int]],
+    places: Iterable[tuple[str, int]],
     job: str,
     secret: bytes,
     node: str,
@@ -79,17 +79,19 @@ def join(
     interface: str,
     wait: float,
     say: Callable[[str], None],
+    pod: str = "",
 ) -> None:
     """Ask a driver into its job, then be the agent of this machine until the job ends.
 
     Args:
-        places: where a driver of the job may be, tried in turn.
+        places: where a driver of the job may be, tried in turn, looked at anew each time.
         node: name of this machine in the job.
         folder: for what nodes keep, None: ~/.megascale/JOB.
         address: at which the other nodes reach this one, "": that of `interface`, else the one that leads to the
             driver.
         wait: seconds to go on asking where no driver answers.
         say: called with a line for people.
+        pod: what its container is called, default: this machine's name.
 
     Raises ConfigError where the driver refuses or cannot be the right one, TrainingError if none answers in time.
     """
@@ -116,7 +118,7 @@ def join(
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
     say(f"node {node} at {own} is in job {job}; trainers write to {home}/runs/{job}")
-    serve(node, home, own, socket.gethostname())
+    serve(node, home, own, pod or socket.gethostname())
 
 
 def _check_own(address: str) -> None:
@@ -134,7 +136,7 @@ def _check_own(address: str) -> None:
 
 
 async def _ask(
-    places: Sequence[tuple[str, int]],
+    places: Iterable[tuple[str, int]],
     job: str,
     secret: bytes,
     node: str,

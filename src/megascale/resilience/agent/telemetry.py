@@ -12,6 +12,7 @@ from megascale.resilience.agent import gpu_health, node_health
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.logs import LogFilter
 from megascale.resilience.agent.metrics_tail import MetricsTail
+from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.agent.sent_files import SentFiles
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import Kept, Start
@@ -30,6 +31,7 @@ class Telemetry:
     trainers: whose state is told.
     link: to the driver.
     changed: set where a heartbeat is worth sending now.
+    lease: of the ranks, which answers to heartbeats renew.
 
     Attributes:
         facts: hardware and versions of this node.
@@ -45,9 +47,10 @@ class Telemetry:
         trainers: Trainers,
         link: DriverLink,
         changed: asyncio.Event,
+        lease: RankLease,
     ) -> None:
         self._job, self._node, self._address, self._pod = job, node, address, pod
-        self._trainers, self._link, self._changed = trainers, link, changed
+        self._trainers, self._link, self._changed, self._lease = trainers, link, changed, lease
         self._sequence = 0
         self.newest: Heartbeat | None = None
         self._metrics = MetricsTail(Path(job.run))
@@ -95,7 +98,9 @@ class Telemetry:
                 continue
             try:
                 self._pass_lines()
-                self._link.channel.send(self.heartbeat())
+                heartbeat = self.heartbeat()
+                self._lease.sent(heartbeat.sequence)
+                self._link.channel.send(heartbeat)
             except (ConnectionError, ValueError) as error:
                 log.warning("a heartbeat was not sent: %s", error)
 

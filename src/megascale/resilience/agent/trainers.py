@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -37,6 +38,7 @@ from megascale.resilience.protocol.heartbeat import TAIL, Worker, fit
 from megascale.services.messages import Message
 from megascale.services.shared_token import derive
 
+log = logging.getLogger("megascale.agent")
 # Imported once by the fork server; by name, as this package does not know the trainer's.
 PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "megascale.train.rank_info")
 
@@ -90,6 +92,7 @@ class Trainers:
         self._sock: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
         self._ready = False
+        self._cut = ""  # why the ranks were ended without their driver
         self._broken: Broken | None = None  # what the fork server said that cannot start
 
     # the fork server ------------------------------------------------------------------------------------------------
@@ -150,8 +153,8 @@ class Trainers:
                 self._server.wait(1.0)
             code = self._server.returncode or 0
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            error, self._cut = self._cut or f"its fork server (process {self._server.pid}) ended with {how}", ""
             for trainer in self.running():
-                error = f"its fork server (process {self._server.pid}) ended with {how}"
                 trainer.end(signal.SIGKILL, by_agent=True, error=error)
 
     def _received(self, message: Message) -> None:
@@ -226,6 +229,16 @@ class Trainers:
     def running(self) -> list[TrainerProcess]:
         """Those that have not ended."""
         return [t for t in self.trainers.values() if t.status is None]
+
+    def cut_off(self, why: str) -> None:
+        """End all ranks at once, from any thread: they may be started elsewhere from now on."""
+        server = self._server
+        if server is not None and server.returncode is None and any(t.status is None for t in self.trainers.values()):
+            if not self._cut:
+                log.error("ending the ranks of this node: %s", why)
+            self._cut = why
+            with contextlib.suppress(OSError):
+                os.kill(server.pid, signal.SIGKILL)  # its ranks end with it
 
     async def stop(self, how: Literal["save", "kill"], grace_period: float) -> None:
         """End all ranks: let them save first for at most `grace_period` seconds, or kill them at once."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from megascale.resilience.protocol.given import JobDescription
+from megascale.resilience.rules.verdicts import Verdict
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,60 @@ class Barring(Protocol):
     def bar(self, names: frozenset[str]) -> None:
         """`request` gives none of these from now on: they were evicted or cordoned, or their agents are there."""
         ...
+
+
+@runtime_checkable
+class Proving(Protocol):
+    """A cluster that may see for certain that nothing of the job runs on a node any more."""
+
+    def gone(self, name: str) -> bool:
+        """Whether it has: what was there has ended, by the word of whoever ran it."""
+        ...
+
+
+@runtime_checkable
+class Blocking(Protocol):
+    """A cluster that remembers which machines the job must not get again, beyond the driver's life."""
+
+    def block(self, name: str, why: str) -> None:
+        """A node was evicted: its machine is given to this job no more."""
+        ...
+
+    def unblock(self, name: str) -> None:
+        """It may be used again."""
+        ...
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A cluster that sees by itself what a verdict follows from: a quota, an image, a device."""
+
+    def reports(self) -> list[Verdict]:
+        """What is new since the last call."""
+        ...
+
+
+@runtime_checkable
+class Switched(Protocol):
+    """A cluster that knows what its nodes are connected by: ranks are put on nodes in this order."""
+
+    def switch(self, name: str) -> str:
+        """The switch of a node, "" where that is not known."""
+        ...
+
+
+@runtime_checkable
+class Succeeding(Protocol):
+    """A cluster that knows which driver is in office.
+
+    Attributes:
+        replaced: by whom this driver was replaced, in words; "" while it is in office. It then ends without touching
+            anything.
+        hands_over: whether SIGTERM to the driver means that another follows at once: it ends, and training goes on.
+    """
+
+    replaced: str
+    hands_over: bool
 
 
 @runtime_checkable

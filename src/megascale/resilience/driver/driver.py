@@ -35,6 +35,7 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
+from megascale.errors import EXIT_INTERRUPTED
 from megascale.resilience.cluster.base import Closing, Cluster
 from megascale.resilience.driver.audit_log import AuditLog
 from megascale.resilience.driver.diagnosis.diagnosis import Diagnosis
@@ -125,7 +126,7 @@ class Driver:
         self.files = ReceivedFiles(run, lambda: settings.config.to_toml())
         self.faults = PassedFaults(run, self.job, self.nodes, self.files.taken) if limits.faults else None
         self.lost = LostNodes(self.job, self.nodes, self.recovery, self.seen, self.response, limits.window)
-        self.notices = ClusterNotices(*common, note)
+        self.notices = ClusterNotices(*common, self.response, note)
         self.adoption = Adoption(*common, self.response, limits.window, note)
         self.operations = Operations(*common, self.recovery, settings, note)
         self.telemetry = AgentTelemetry(
@@ -136,6 +137,7 @@ class Driver:
         self.agent_server = AgentServer(job.name, self.token, self.telemetry)
         self.address: tuple[str, int] = ("", 0)
         self.api_url = ""
+        self.leaving = False
         self.slowest = 0.0  # seconds that the slowest look at everything took
 
     def note(self, kind: Event | str, **about: Any) -> Entry:
@@ -159,6 +161,11 @@ class Driver:
         write_contact(self.run_folder, contact)
         description = JobDescription(contact.job, contact.epoch, self.address, self.limits)
         self.nodes.cluster.announce(description, self.token)
+
+    def hand_over(self) -> None:
+        """End soon without touching the job: another driver follows."""
+        self.leaving = True
+        self.tasks.wake.set()
 
     def _outgrown(self, hello: Hello) -> None:
         """A node knows a newer driver than the journal does: the journal was removed, or is an older one.
@@ -187,6 +194,9 @@ class Driver:
         garbage = OldGarbage()
         try:
             await self._loop(now, garbage)
+            if self.leaving:
+                self.note(Event.DRIVER_ENDED, evidence=("it hands the job over to another driver; training goes on",))
+                return EXIT_INTERRUPTED
             await self._farewell()
         finally:
             garbage.close()
@@ -199,7 +209,7 @@ class Driver:
 
     async def _loop(self, now: float, garbage: OldGarbage) -> None:
         renewed, due = 0.0, now
-        while self.job.phase not in ENDED:
+        while self.job.phase not in ENDED and not self.leaving:
             if time.monotonic() - renewed > min(1.0, self.limits.lease / 3):
                 self.journal.renew()
                 self.job.flush()
@@ -257,9 +267,8 @@ class Driver:
         deadline = time.monotonic() + LEAVE
         while any(node.channel for node in self.nodes.all()) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        for info in self.nodes.cluster.nodes():
-            if info.running:
-                await self.nodes.cluster.fence(info.name)
+        running = [info.name for info in self.nodes.cluster.nodes() if info.running]
+        await asyncio.gather(*(self.nodes.cluster.fence(name) for name in running))
         self.note(Event.DRIVER_ENDED, evidence=(f"the job is {self.job.phase}: {self.job.state.why}",))
 
 

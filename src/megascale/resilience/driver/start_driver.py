@@ -80,6 +80,10 @@ def prepare(config: Config) -> tuple[Config, Size]:
     make = CLUSTERS[config.resilience.cluster]
     elsewhere = isinstance(make, Elsewhere)
     gpus, address = make.on_other_machines(config) if isinstance(make, Elsewhere) else (gpu_count(), "")
+    lease = getattr(make, "agent_lease", None)
+    if lease is not None and config.resilience.agent_lease is None:
+        limits = config.resilience.model_copy(update={"agent_lease": max(lease, 2 * config.resilience.interval)})
+        config = config.model_copy(update={"resilience": limits})
     found = size(config, gpus, shared=not elsewhere)
     if elsewhere:
         config = _for_other_machines(config, address)
@@ -269,7 +273,8 @@ async def _serve(driver: Driver) -> int:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, driver.operations.interrupt)
+        handed = number == signal.SIGTERM and getattr(driver.nodes.cluster, "hands_over", False)
+        loop.add_signal_handler(number, driver.hand_over if handed else driver.operations.interrupt)
     limits = driver.limits
     port = limits.port
     if not port and getattr(driver.nodes.cluster, "unseen", False):

@@ -284,15 +284,30 @@ class Inject(Message, frozen=True):
     fault: Annotated[str, Meta(max_length=FAULT)]
 
 
+class Heard(Message, frozen=True):
+    """Heartbeat `sequence` has come: the agent's ranks may run on (agent/rank_lease.py)."""
+
+    epoch: Count
+    sequence: Count
+
+
+class Parted(Message, frozen=True):
+    """The driver gives this node up and hangs up: its ranks must end, others may get them."""
+
+    epoch: Count
+
+
 class Leave(Message, frozen=True):
     """The job is over, or the node is not needed any more."""
 
     epoch: Count
 
 
-Order = Start | Stop | Diagnose | Explain | Kept | Inject | Leave
+Order = Start | Stop | Diagnose | Explain | Kept | Inject | Heard | Parted | Leave
 
 FROM_AGENT = Schema(
     Hello, Join, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=LIMIT
 )
-FROM_DRIVER = Schema(Welcome, Refuse, Described, Start, Stop, Diagnose, Explain, Kept, Inject, Leave, limit=LIMIT)
+FROM_DRIVER = Schema(
+    Welcome, Refuse, Described, Start, Stop, Diagnose, Explain, Kept, Inject, Heard, Parted, Leave, limit=LIMIT
+)

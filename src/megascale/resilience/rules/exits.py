@@ -27,6 +27,9 @@ from megascale.resilience.rules.verdicts import Action, Verdict
 from megascale.resilience.rules.view import RankView, View
 
 LAST_WORDS = "its last words: "
+_CALM = re.compile(
+    r"\s*\d{4}-\d\d-\d\dT\S+ attempt \d+ rank \d+ (INFO|DEBUG) "
+)  # a rank log's line that tells of no trouble
 _LOST = "lost contact"  # what a rank says that suffers from another's end
 _MEMORY_FULL = 0.9  # of a node's memory in use by its trainers before a SIGKILL is put down to want of memory
 PORTS = 5  # ports taken in a row after which a person is needed
@@ -263,10 +266,10 @@ def _plain(text: str) -> str:
 
 
 def last_words(worker: Worker) -> str:
-    """What a process said last: its message, else the last line of stderr that says something."""
+    """What a process said last: its message, else the last line of stderr that says something; "" if all is well."""
     if worker.message or worker.error:
         return (worker.message or worker.error)[:300]
-    lines = [line.strip() for line in worker.stderr_tail.splitlines() if line.strip()]
+    lines = [line.strip() for line in worker.stderr_tail.splitlines() if line.strip() and not _CALM.match(line)]
     for line in reversed(lines):
         if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line) or line.startswith(("error:", "Fatal")):
             return line[:300]

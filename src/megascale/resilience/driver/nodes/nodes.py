@@ -16,7 +16,8 @@ import msgspec
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
 from megascale.core.preflight import wave
-from megascale.resilience.cluster.base import Barring, Cluster, Draining, Taking
+from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Switched, Taking
+from megascale.resilience.driver.nodes.agent_leases import AgentLeases
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState
@@ -50,6 +51,8 @@ class Node:
         drained: why its cluster wants it to get nothing new, "" if it does not.
         held: the job as its trainers were started, and whether they have done a step (telemetry/adoption.py);
             None: none run.
+        leased: until when its agent lets ranks run that it is not told to end, once nobody hears it.
+        may_run: whether it has been given ranks and has not said that they have ended.
         tested: when it last passed them, seconds since 1970; 0: not yet.
     """
 
@@ -69,6 +72,8 @@ class Node:
     tested: float = 0.0
     drained: str = ""
     held: tuple[JobState, bool] | None = None
+    leased: float = 0.0
+    may_run: bool = False
 
     @property
     def state(self) -> NodeState:
@@ -127,6 +132,7 @@ class Nodes:
     def __init__(self, job: Job, cluster: Cluster, tasks: LoopTasks, limits: ResilienceConfig, note: Note) -> None:
         self._job, self.cluster, self._tasks, self._limits, self._note = job, cluster, tasks, limits, note
         self._nodes = {name: Node(name, record) for name, record in job.state.nodes.items()}
+        self.leases = AgentLeases(limits, cluster)
         self.requests = 0
         self.asked = 0.0
         self._on_their_way = 0  # agents started that have not come yet
@@ -181,6 +187,7 @@ class Nodes:
         """At the driver's start: have agents on as many nodes as the job and its spares take."""
         for node in self.all():
             node.last_seen, node.deadline = now, now + self._limits.window
+            self.leases.took_over(node, self._job.state, now)
             if node.state is NodeState.UP:  # whether it is there now will show
                 self.change(node.name, NodeEvent.AWAITED)
         wanted = self._limits.nodes + self._limits.spares
@@ -206,7 +213,7 @@ class Nodes:
         """Start a node's agent (again), in the background."""
         self.change(node.name, NodeEvent.AWAITED, why=why)
         node.deadline = float("inf")  # until it is started
-        node.disconnect()
+        self._give_up(node)
         self._tasks.spawn(self.start_now(node))
 
     async def start_now(self, node: Node) -> None:
@@ -266,7 +273,7 @@ class Nodes:
     def lose(self, node: Node, why: str) -> None:
         """A node is gone."""
         self.change(node.name, NodeEvent.GONE, why=why)
-        node.disconnect()
+        self._give_up(node)
         self._note(Event.NODE_LOST, nodes=(node.name,), evidence=(why,))
 
     def take_out(self, node: Node, evict: bool, why: str) -> None:
@@ -274,10 +281,32 @@ class Nodes:
         if evict:
             self.change(node.name, NodeEvent.EVICTED, why=why)
             self._note(Event.NODE_EVICTED, nodes=(node.name,), evidence=(why,))
+            if isinstance(self.cluster, Blocking):
+                self.cluster.block(node.name, why)
         elif node.state is not NodeState.LOST:
             self.change(node.name, NodeEvent.GONE, why=why)
-        node.disconnect()
+        self._give_up(node)
         self._tasks.spawn(self.cluster.fence(node.name))
+
+    def answer(self, node: Node, heartbeat: Heartbeat) -> None:
+        """A heartbeat has come: its ranks may run on."""
+        if self.leases.given:
+            self.leases.renew(node)
+            self.order(node, do="heard", sequence=heartbeat.sequence)
+
+    def held(self, now: float) -> list[Node]:
+        """Those that nobody reaches and that may still run ranks."""
+        return [node for node in self.all() if self.leases.held(node, now)]
+
+    def switch(self, name: str) -> str:
+        """What connects a node, "" where that is not known."""
+        return self.cluster.switch(name) if isinstance(self.cluster, Switched) else ""
+
+    def _give_up(self, node: Node) -> None:
+        """Hang up on a node that may be replaced: an agent that hears it ends its ranks now."""
+        if self.leases.given:
+            self.order(node, do="parted")
+        node.disconnect()
 
     def order(self, node: Node, **order: Any) -> None:
         """Send an order, if the node is there."""

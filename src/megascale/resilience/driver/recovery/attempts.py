@@ -111,7 +111,7 @@ class Attempts:
         words = list(self._words)
         if job.data * self.model_ranks != limits.nodes * job.ranks_per_node:
             words.append(f"--parallel.data={job.data}")
-        node.last_seen = max(node.last_seen, self.started)
+        node.last_seen, node.may_run = max(node.last_seen, self.started), True
         self._nodes.order(
             node,
             do="start",

@@ -50,6 +50,7 @@ class Placement:
         self._job, self._nodes, self._attempts, self._recovery, self._checks = job, nodes, attempts, recovery, checks
         self._settings, self._note, self._asked = settings, note, asked
         self._told_of_asked = False
+        self._unreached: dict[str, float] = {}  # nodes that may still run ranks, and since when that holds up a start
         self._there = ""  # what was there when nodes were last asked for
 
     def check_stopped(self, now: float) -> None:
@@ -72,8 +73,18 @@ class Placement:
                 self._checks.begin()
         elif waited:
             self._job.apply(JobEvent.GAP)
-        else:
+        elif not self._others_may_run(now):
             self._attempts.begin(now)
+
+    def _others_may_run(self, now: float) -> bool:
+        """Whether a node that nobody reaches may still run ranks that are to start elsewhere."""
+        held = {node.name for node in self._nodes.held(now)}
+        if freed := tuple(sorted(self._unreached.keys() - held)):
+            waited = now - min(self._unreached[name] for name in freed)
+            text = f"what ran on {', '.join(freed)} has ended its ranks for certain: waited {waited:.1f} s for that"
+            self._note(Event.RANKS_FENCED, nodes=freed, evidence=(text,))
+        self._unreached = {name: self._unreached.get(name, now) for name in held}
+        return bool(held)
 
     def place(self, now: float) -> None:
         """Give every rank a node, when there are enough: the old ones where they still serve, spares in the gaps."""
@@ -82,8 +93,10 @@ class Placement:
             return
         job, nodes, limits = self._job.state, self._nodes, self._settings.limits
         wanted, waited = limits.nodes, now - self._job.entered
-        free = [nodes[n] for n in sorted(nodes.names(), key=_natural) if n not in job.placement]
-        free = sorted((n for n in free if n.usable), key=lambda n: not n.tested)  # those that passed first
+        free = [nodes[n] for n in sorted(nodes.names(), key=self._order) if n not in job.placement]
+        lost = {nodes.switch(n) for n in job.placement if n not in nodes or not nodes[n].usable} - {""}
+        # Those that passed first, and those under the switch of what they replace.
+        free = sorted((n for n in free if n.usable), key=lambda n: (not n.tested, nodes.switch(n.name) not in lost))
         kept = [nodes.known(name) for name in job.placement]
         usable = sum(n.keeps for n in kept) + len(free)
         coming = nodes.requests or nodes.is_coming(nodes.all())
@@ -130,6 +143,10 @@ class Placement:
         names = tuple(n.name for n in filled)
         self._there = ""
         self._attempts.stop(JobEvent.PLACED, job.why or "first start", placement=names, data=data)
+
+    def _order(self, name: str) -> tuple[str, list[tuple[int, str]]]:
+        """Nodes under one switch are neighbours."""
+        return self._nodes.switch(name), _natural(name)
 
     def _must_wait_for_asked(self, waited: float) -> bool:
         """Whether nodes of the placement are unheard of that may come yet; ends the job where they should have.

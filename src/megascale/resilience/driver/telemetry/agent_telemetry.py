@@ -111,6 +111,7 @@ class AgentTelemetry:
         node = self._nodes.known(name)
         if node.channel is not None:
             node.channel.close()  # a connection that broke unnoticed, or an agent started anew
+        self._nodes.leases.came(node, node.boot == hello.boot, hello.held is not None)
         again, node.boot = node.boot not in ("", hello.boot), hello.boot
         node.channel, node.last_seen, node.attempt = channel, now, hello.attempt
         channel.send_message(do="welcome", epoch=self._job.state.epoch, version=agent_channel.VERSION)
@@ -161,6 +162,7 @@ class AgentTelemetry:
             return
         before = node.heartbeat
         node.beat(heartbeat, now)
+        self._nodes.answer(node, heartbeat)
         self._seen.learn(before, heartbeat)
         if _stages(before) != _stages(heartbeat):
             self._tasks.wake.set()
@@ -173,6 +175,7 @@ class AgentTelemetry:
         node.last_seen = time.monotonic()
         if isinstance(message, Stopped) and message.order == self._attempts.order:
             node.acknowledged, node.port = self._attempts.order, message.port
+            node.may_run = False
         elif isinstance(message, Diagnosed):
             self._checks.received(node, message)
         elif isinstance(message, StartFailed):

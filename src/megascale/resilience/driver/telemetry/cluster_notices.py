@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from megascale.core.events import Event
 from megascale.errors import EXIT_INTERRUPTED
-from megascale.resilience.cluster.base import Withdrawing
+from megascale.resilience.cluster.base import Reporting, Succeeding, Withdrawing
 from megascale.resilience.driver.nodes.nodes import Nodes, Note
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import ENDED
+from megascale.resilience.driver.state.journal import JournalFenced
 from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.telemetry.response import Response
 
 
 class ClusterNotices:
     """Args:
     job, nodes, attempts: what is told of.
+    response: for its verdicts.
     note: writes an event down.
     """
 
-    def __init__(self, job: Job, nodes: Nodes, attempts: Attempts, note: Note) -> None:
+    def __init__(self, job: Job, nodes: Nodes, attempts: Attempts, response: Response, note: Note) -> None:
         self._job, self._nodes, self._attempts, self._note = job, nodes, attempts, note
+        self._response = response
 
     def handle(self) -> None:
-        """Take in what is new."""
+        """Take in what is new. Raises JournalFenced where another driver is in office."""
+        cluster = self._nodes.cluster
+        if isinstance(cluster, Succeeding) and cluster.replaced:
+            raise JournalFenced(cluster.replaced)
+        if isinstance(cluster, Reporting):
+            self._response.act(cluster.reports())
         drained = self._nodes.drained
         for node in self._nodes.all():
             why = drained.get(node.name, "")
@@ -33,7 +42,6 @@ class ClusterNotices:
                 text = f"the cluster does not drain {node.name} any more"
                 self._note(Event.NODE_UNCORDONED, nodes=(node.name,), evidence=(text,))
             node.drained = why
-        cluster = self._nodes.cluster
         if not isinstance(cluster, Withdrawing) or not cluster.withdrawn or self._job.ending:
             return
         if self._job.phase not in ENDED:

@@ -1,0 +1,116 @@
+"""A loss and a callback of another package: layouts train alike with it, and a run calls what is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megascale.api import load_config, train
+from megascale.config import from_tree
+from megascale.config.parts import CALLBACKS
+from megascale.ops.cross_entropy import linear_cross_entropy
+from megascale.ops.token_loss import TokenLogits, register
+from megascale.train import callbacks
+from tests.conftest import lines
+from tests.exact.cases import case
+from tests.exact.compare import assert_equal
+from tests.exact.training import Told
+from tests.exact.training import train as train_steps
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+STEPS = 2
+
+
+def smoothed(logits: TokenLogits) -> torch.Tensor:
+    """Label smoothing of 0.1 and a penalty on the normaliser (Szegedy et al. 2016; Chowdhery et al. 2022)."""
+    lse = logits.log_sum_exp()
+    mean = logits.sum(logits.values) / 21
+    return lse - 0.9 * logits.of_targets() - 0.1 * mean + 0.05 * lse**2
+
+
+register("smoothed", smoothed)
+
+
+def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
+    """As `train_steps`; that a worker looks for this function here makes it register the loss."""
+    return train_steps(rank, world, tree, steps)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_layout_trains_with_a_loss_of_ones_own_as_one_process(zero, pool):
+    own = case(2, 2, 2, virtual=2, microbatches=2, zero=zero, train={"loss": "smoothed"})
+    [reference] = pool.run(train_own, 1, own.twin, STEPS)
+    [plain] = pool.run(train_own, 1, {**own.twin, "train": {**own.twin["train"], "loss": "cross_entropy"}}, STEPS)
+    found = pool.run(train_own, own.world, own.tree, STEPS)
+    assert_equal(reference, found, from_tree(own.tree).model)
+    assert reference.losses[0] != pytest.approx(plain.losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_its_gradients_are_autograds(early):
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (10, 24))
+    targets = torch.randint(21, (10,))
+    targets[3] = -100
+    scale = torch.full((), 0.1, dtype=torch.float64)
+    own = linear_cross_entropy(x, w, targets, vocab=21, chunk=4, token_grad=scale if early else None, loss=smoothed)
+    found = torch.autograd.grad((own * 0.1).sum(), (x, w))
+    logits = (x @ w.T)[:, :21]
+    lse, kept = logits.logsumexp(-1), targets != -100
+    picked = logits.gather(-1, targets.where(kept, 0)[:, None])[:, 0]
+    plain = (lse - 0.9 * picked - 0.1 * logits.mean(-1) + 0.05 * lse**2).where(kept, 0)
+    torch.testing.assert_close(own, plain)
+    for mine, theirs in zip(found, torch.autograd.grad((plain * 0.1).sum(), (x, w)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Seen(callbacks.Callback):
+    """Notes what it is told, and stops after a step."""
+
+    told: ClassVar[list[tuple[str, int]]] = []
+    stop_after = 0
+
+    def run_begins(self, run: callbacks.RunView) -> None:
+        """As the name says; likewise below."""
+        assert (run.rank, run.world) == (0, 1)
+        assert {name for name, _ in run.parameters()} >= {"token_embedding", "blocks.0.norm1.weight"}
+        self.told.append(("begins", run.step))
+
+    def step_ends(self, run: callbacks.RunView) -> None:
+        self.told.append(("step", run.step))
+        if run.step == self.stop_after:
+            run.stop()
+
+    def evaluated(self, run: callbacks.RunView, found: Any) -> None:
+        assert found.loss > 0
+        self.told.append(("evaluated", run.step))
+
+    def run_ends(self, run: callbacks.RunView) -> None:
+        self.told.append(("ends", run.step))
+
+
+@pytest.fixture(autouse=True)
+def _callback() -> Iterator[None]:
+    callbacks.register("seen", Seen)
+    Seen.told.clear()
+    yield
+    callbacks.KINDS.remove("seen")
+    CALLBACKS.remove("seen")
+
+
+def test_a_callback_is_told_of_steps_and_evaluations_and_may_stop_the_run(tiny, monkeypatch):
+    words = ["--train.callbacks=seen", "--train.steps=4", "--train.eval_interval=2", "--train.eval_samples=2"]
+    monkeypatch.setattr(Seen, "stop_after", 2)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_config(tiny, words))
+    stopped = [("begins", 0), ("step", 1), ("step", 2), ("evaluated", 2), ("step", 3), ("ends", 3)]
+    assert Seen.told == stopped
+    Seen.told.clear()
+    monkeypatch.setattr(Seen, "stop_after", 0)
+    assert train(load_config(tiny, words)).step == 4
+    assert Seen.told == [("begins", 3), ("step", 4), ("evaluated", 4), ("ends", 4)]
+    assert [r["step"] for r in lines(tiny.parent / "runs/tiny/metrics.jsonl") if "loss" in r] == [1, 2, 3, 4]

@@ -1,0 +1,89 @@
+"""Jobs whose nodes are pods of a small API server, run as processes here: what the driver makes of what it hears."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megascale.bench.resilience.kubernetes_kubelets import Kubelets, machine
+from megascale.bench.resilience.kubernetes_server import Server, Store
+from tests.resilience.conftest import Launched
+from tests.resilience.test_launch import losses
+
+pytest.importorskip("kubernetes")
+
+
+@dataclass
+class Site:
+    """A cluster, and a way to launch jobs on it."""
+
+    store: Store
+    server: Server
+    kubelets: Kubelets
+    launch: Callable[..., Launched]
+
+    def pod_of(self, node: str) -> str:
+        """Name of the living pod of a node."""
+        return next(p["metadata"]["name"] for p in self.store.all("pods") if p["spec"].get("nodeName") == node)
+
+
+@pytest.fixture
+def site(launch, tmp_path: Path) -> Iterator[Callable[..., Site]]:
+    """Makes a cluster of so many machines."""
+    made: list[Site] = []
+
+    def make(machines: int, *words: str) -> Site:
+        store = Store()
+        for i in range(machines):
+            store.create("nodes", machine(f"k{i}"))
+        server = Server(store)
+        (tmp_path / "kubeconfig").write_text(server.kubeconfig())
+        paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+        more = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGASCALE_TEST_REST": "0.1"}
+        more["PYTHONPATH"] = os.pathsep.join([*paths, str(Path(__file__).parents[1] / "paced")])
+        kubelets = Kubelets(store, tmp_path / "pods", more)
+        kubelets.start()
+
+        def start(name: str, *others: str) -> Launched:
+            return launch(
+                name,
+                "--cluster=kubernetes",
+                f"--kubernetes.kubeconfig={tmp_path / 'kubeconfig'}",
+                "--kubernetes.image=local/megascale:1",
+                f"--kubernetes.python={sys.executable}",
+                "--train.steps=100000",
+                *words,
+                *others,
+            )
+
+        made.append(Site(store, server, kubelets, start))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kubelets.stop()
+        each.server.down()
+
+
+def test_deleted_pod_is_replaced_by_a_spare_and_a_new_driver_takes_over(site):
+    cluster = site(4)
+    job = cluster.launch("kube", "--nodes=2", "--spares=1", "--checkpoint.interval=0")
+    first = job.until("attempt_started", attempt=1).nodes
+    job.until("first_step")
+    cluster.store.delete("pods", cluster.pod_of(first[1]), None)
+    job.until("first_step", attempt=2)
+    job.process.kill()
+    job.process.wait()
+    job.start()
+    job.until("driver_took_over")
+    seen = job.wait(lambda: losses(job.run), "a step")
+    job.until_step(seen[-1][0] + 3)
+    assert not [e for e in job.events() if e.kind == "attempt_started" and e.attempt > 2]
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.story()

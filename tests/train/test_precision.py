@@ -1,0 +1,46 @@
+"""The type that a run computes in where nobody says: the device's, alike on all ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megascale.api import load_config, train, with_precision
+from megascale.config import Config, load
+from megascale.train import rank_info
+from megascale.train.loop import Trainer
+from tests.conftest import lines
+
+
+def losses(run):
+    return [record["loss"] for record in lines(run / "metrics.jsonl") if "loss" in record]
+
+
+def test_what_is_set_is_kept():
+    assert with_precision(Config(), True).train.precision == "bfloat16"
+    assert with_precision(Config(), False).train.precision == "float32"
+    for said in ("fp32", "float32", "float64"):
+        config = load(overrides=[f"--train.precision={said}"])
+        assert with_precision(config, True) is config
+
+
+def test_a_device_with_bfloat16_trains_in_it(tiny, monkeypatch):
+    monkeypatch.setattr(rank_info, "has_bfloat16", lambda device: True)
+    for name, words, kept in (("own", [], "bfloat16"), ("said", ["--train.precision=fp32"], "float32")):
+        config = load_config(tiny, [f"--train.name={name}", "--train.steps=2", *words])
+        train(config)
+        assert load_config(config.run_folder / "config.toml").train.precision == kept
+    own, said = (losses(tiny.parent / "runs" / name) for name in ("own", "said"))
+    assert own != said
+    assert own == pytest.approx(said, rel=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_that_would_differ_are_told_what_to_set(device):
+    rank = SimpleNamespace(config=Config(), place=SimpleNamespace(rank=3, device=torch.device(device)))
+    assert Trainer._other_precision(rank, "float32") is None
+    error = str(Trainer._other_precision(rank, "bfloat16"))
+    assert "train.precision is float32 on rank 3 and bfloat16 on rank 0" in error
+    assert f"--train.precision={'bfloat16' if device == 'cuda' else 'float32'}" in error
