@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATA := datasets/stdlib
 
-.PHONY: help train demo docs test test-oldest lint page-types clean
+.PHONY: help train demo docs test test-oldest test-slurm test-kubernetes lint page-types clean
 
 help:
 	@echo "make train        build a data set from Python's own source, train a small GPT on it, show what it learnt"
@@ -12,6 +12,7 @@ help:
 	@echo "make docs         the documents as a site in .site; links are strict"
 	@echo "make test-oldest  the tests with the oldest torch that is supported, in an environment of its own"
 	@echo "make test-slurm   the tests under a real Slurm (root; Debian's slurm-wlm and munge)"
+	@echo "make test-kubernetes  the tests on a real Kubernetes, built once from Debian's source (root)"
 	@echo "make clean        remove the environments (.venv*); runs/ and datasets/ stay"
 
 .venv/ready:
@@ -81,6 +82,12 @@ test-oldest: .venv-oldest/ready
 test-slurm: .venv/dev
 	@scripts/system-packages slurm
 	@MEGASCALE_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm
+
+# Under an API server and kubelets of its own, which are built once (some minutes); skipped with the reason where there
+# can be none.
+test-kubernetes: .venv/dev
+	@scripts/kubernetes-build || true
+	@MEGASCALE_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/kubernetes
 
 clean:
 	rm -rf .venv .venv-oldest scripts/page-types/node_modules

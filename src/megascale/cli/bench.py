@@ -37,10 +37,12 @@ BENCHES: tuple[str, ...] = (
     "resilience.driver_bench",
     "resilience.fuzz",
     "resilience.hostile",
+    "resilience.kubernetes_scale",
     "resilience.machines_bench",
     "resilience.many_nodes",
     "resilience.recovery_bench",
     "resilience.slurm_bench",
+    "resilience.kubernetes_bench",
 )
 
 

@@ -31,7 +31,12 @@ def register(app: typer.Typer) -> None:
             None, "--cluster", help="Where nodes come from: local, ssh, slurm, kubernetes, manual."
         ),
         hosts: Path = typer.Option(None, "--hosts", help="With ssh: file with a machine a line.", show_default=False),
-        dry_run: bool = typer.Option(False, "--dry-run", help="With slurm: print the batch script and start nothing."),
+        dry_run: bool = typer.Option(
+            False, "--dry-run", help="With slurm, kubernetes: print the batch script or the manifests; start nothing."
+        ),
+        form: str = typer.Option(
+            "nodes", "--form", help="Manifests printed: nodes (as a driver here makes them), driver (as a Job), jobset."
+        ),
     ) -> None:
         """Train unattended: faults are found, explained and recovered from.
 
@@ -54,6 +59,10 @@ def register(app: typer.Typer) -> None:
 
           megascale launch job.toml --cluster slurm --nodes 4 --spares 1 --dry-run > job.sbatch
 
+          megascale launch job.toml --cluster kubernetes --nodes 4 --spares 1 --kubernetes.image=registry/megascale:1
+
+          megascale launch job.toml --cluster kubernetes --dry-run --form driver | kubectl apply -f -
+
           megascale launch job.toml --cluster manual --nodes 2 --resilience.listen=10.0.0.1 --resilience.port=29400
         """
         extra = list(context.args)
@@ -65,7 +74,10 @@ def register(app: typer.Typer) -> None:
 
         config = load_command_line(file, extra)
         if dry_run:
-            _print_batch_script(config, [*([file] if file else []), *extra])
+            if config.resilience.cluster == "kubernetes":
+                _print_manifests(config, form)
+            else:
+                _print_batch_script(config, [*([file] if file else []), *extra])
             return
         from rich.console import Console
 
@@ -109,6 +121,22 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(code)
 
 
+def _print_manifests(config: Config, form: str) -> None:
+    """What `kubectl apply` takes, on stdout."""
+    from typing import cast
+
+    from megascale.errors import ConfigError
+    from megascale.resilience.cluster.kubernetes import gpus_of_a_node
+    from megascale.resilience.cluster.kubernetes_manifests import FORMS, Form, manifests, to_yaml
+
+    if form not in FORMS:
+        raise ConfigError(f"--form={form} is none of {', '.join(FORMS)}")
+    if not config.kubernetes.image:
+        raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
+    found = manifests(config, cast(Form, form), gpus_of_a_node(config), str(config.run_folder.absolute()))
+    typer.echo(to_yaml(found), nl=False)
+
+
 def _print_batch_script(config: Config, words: list[str]) -> None:
     """What `sbatch` takes, on stdout."""
     import os
@@ -120,8 +148,8 @@ def _print_batch_script(config: Config, words: list[str]) -> None:
 
     if config.resilience.cluster != "slurm":
         raise ConfigError(
-            f"--dry-run prints a batch script for Slurm, but resilience.cluster={config.resilience.cluster}; add "
-            "--cluster slurm"
+            f"--dry-run is for Slurm and Kubernetes, but resilience.cluster={config.resilience.cluster}; add "
+            "--cluster slurm or --cluster kubernetes"
         )
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, or nothing at all
     blocked = evicted_nodes(config.run_folder)

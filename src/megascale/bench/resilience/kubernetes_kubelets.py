@@ -103,7 +103,7 @@ class Kubelets:
             ready = thing["status"]["conditions"][0]["status"] == "True" and not thing["spec"].get("unschedulable")
             allowed = all((name in t["values"]) == (t["operator"] == "In") for t in terms)
             if ready and allowed and not (apart and name in taken):
-                self._store.update("pods", pod["metadata"]["name"], partial(_bind, node=name))
+                self._store.update("pods", pod["metadata"]["name"], partial(_bind_to, name))
                 return
         if not pod["status"].get("conditions"):
             why = {
@@ -183,8 +183,8 @@ class Kubelets:
         self._store.update("pods", name, lambda pod: pod["status"].update(status))
 
 
-def _bind(pod: Json, node: str) -> None:
-    pod["spec"]["nodeName"] = node
+def _bind_to(machine: str, pod: Json) -> None:
+    pod["spec"]["nodeName"] = machine
 
 
 def _ended(code: int) -> Json:

@@ -117,14 +117,17 @@ class Machine:
     # its network ------------------------------------------------------------------------------------------------------
 
     def cut(self, incoming: bool = True, outgoing: bool = True) -> None:
-        """Lose every packet of one direction or both."""
+        """Lose every packet of one direction or both, those that it would pass on to containers too."""
         for chain, device, wanted in (("INPUT", "-i", incoming), ("OUTPUT", "-o", outgoing)):
-            if wanted:
-                self._iptables("-A", chain, device, "eth0", "-j", "DROP")
+            for each in (chain, "FORWARD") if wanted else ():
+                self._iptables("-I", each, device, "eth0", "-j", "DROP")
 
     def heal(self) -> None:
-        """No loss, no limit."""
-        self._iptables("-F")
+        """No loss, no limit; other rules stay."""
+        for chain, device in (("INPUT", "-i"), ("FORWARD", "-i"), ("OUTPUT", "-o"), ("FORWARD", "-o")):
+            drop = ["-D", chain, device, "eth0", "-j", "DROP"]
+            while subprocess.run([*self._enter(), "iptables", "-w", *drop], capture_output=True).returncode == 0:
+                pass
         for space, device in ((self._namespace, "eth0"), (self._switch, self._port)):
             subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", device, "root"], capture_output=True)
 
@@ -135,7 +138,15 @@ class Machine:
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
 
     def _iptables(self, *words: str) -> None:
-        _run("nsenter", f"--net=/run/netns/{self._namespace}", "iptables", "-w", *words)
+        _run(*self._enter(), "iptables", "-w", *words)
+
+    def _enter(self) -> list[str]:
+        """A command in its network, also when it is off."""
+        return ["nsenter", f"--net=/run/netns/{self._namespace}"]
+
+    def ip(self, *words: str) -> None:
+        """`ip` on it; TrainingError if that fails."""
+        _run(*self._enter(), "ip", *words)
 
 
 class Machines:

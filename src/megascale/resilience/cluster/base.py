@@ -72,6 +72,19 @@ class Barring(Protocol):
 
 
 @runtime_checkable
+class Ending(Protocol):
+    """A cluster that sees nodes end before they are gone, and takes long to start one again.
+
+    Attributes:
+        ending: nodes whose agents are told to end, by whomever: nothing is started on them.
+        slow_start: whether a spare takes over sooner than an agent that is started again.
+    """
+
+    ending: frozenset[str]
+    slow_start: bool
+
+
+@runtime_checkable
 class Proving(Protocol):
     """A cluster that may see for certain that nothing of the job runs on a node any more."""
 

@@ -51,11 +51,12 @@ class KubernetesCluster:
         taken: nodes that are not the job's any more. drained: machines that are to get nothing new.
         withdrawn: why this driver may not go on. replaced: which one has replaced it.
         hands_over: SIGTERM to the driver's pod means that another follows.
-        at_once: pods that are started at the same time.
+        at_once: pods that are started at the same time. slow_start: a spare is quicker than a new pod.
         notice_seconds: that it may take to tell a living agent of another driver.
     """
 
     at_once = 10_000
+    slow_start = True
     notice_seconds = 20.0
 
     def __init__(self, request: ClusterRequest) -> None:
@@ -126,6 +127,11 @@ class KubernetesCluster:
     def drained(self) -> dict[str, str]:
         """Nodes on machines that are cordoned or drained."""
         return self.view.drained()
+
+    @property
+    def ending(self) -> frozenset[str]:
+        """Nodes whose pod is being deleted, or has ended."""
+        return self.view.ending()
 
     def reports(self) -> list[Verdict]:
         return self.view.reports()
@@ -247,22 +253,24 @@ class KubernetesCluster:
             patch=self._patch,
         )
         try:
-            made = await self._do(self.api.call, "POST", self.api.path("pods"), manifest)
+            await self._do(self.api.call, "POST", self.api.path("pods"), manifest)
         except KubernetesError as error:
             self.view.report(kubernetes_verdicts.of_refusal(error, f"pod {name}"))
             return None
-        self.view.table.pod_changed(made)
         return name
 
     async def _runs(self, name: str, seconds: float) -> Pod | None:
         """The pod, once its container runs; None if it ends first, or does not run in time."""
-        deadline = time.monotonic() + seconds
+        deadline, seen = time.monotonic() + seconds, False
         while time.monotonic() < deadline:
             found = self.view.pod(name)
-            if found is None or found.over or found.deleting:
+            if found is None and seen:
                 return None
-            if found.running:
+            if found is not None and (found.over or found.deleting):
+                return None
+            if found is not None and found.running:
                 return found
+            seen = found is not None  # the watch may tell of it later than the answer to the request
             await asyncio.sleep(LOOK)
         return None
 

@@ -89,6 +89,12 @@ class ClusterView:
         found = {node: machines[where].drained for node, where in self.known.items() if where in machines}
         return {node: why for node, why in found.items() if why}
 
+    def ending(self) -> frozenset[str]:
+        """Nodes whose pods are all being deleted, or have ended."""
+        pods = self.table.pods.values()
+        living = {each.node for each in pods if not (each.over or each.ended or each.deleting)}
+        return frozenset({each.node for each in pods if each.node} - living)
+
     def reports(self) -> list[Verdict]:
         """Verdicts since the last call."""
         found, self._reports = self._reports, []

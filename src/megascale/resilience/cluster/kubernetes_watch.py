@@ -33,7 +33,8 @@ class Watch:
     """
 
     def __init__(self, api: KubernetesApi, path: str, changed: Callable[[Change], None], **query: str) -> None:
-        self._api, self._path, self._changed, self._query = api, path, changed, query
+        self._api, self._path, self._changed = api, path, changed
+        self._query: dict[str, Any] = dict(query)
         self._end = threading.Event()
         self._kick = threading.Event()
         self.version, self.lists, self.refused, self.broken = "", 0, "", ""

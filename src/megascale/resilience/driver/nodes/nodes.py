@@ -16,7 +16,7 @@ import msgspec
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
 from megascale.core.preflight import wave
-from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Switched, Taking
+from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Ending, Switched, Taking
 from megascale.resilience.driver.nodes.agent_leases import AgentLeases
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
@@ -51,6 +51,7 @@ class Node:
         drained: why its cluster wants it to get nothing new, "" if it does not.
         held: the job as its trainers were started, and whether they have done a step (telemetry/adoption.py);
             None: none run.
+        leaving: its cluster has it end, by whosever wish.
         leased: until when its agent lets ranks run that it is not told to end, once nobody hears it.
         may_run: whether it has been given ranks and has not said that they have ended.
         tested: when it last passed them, seconds since 1970; 0: not yet.
@@ -72,6 +73,7 @@ class Node:
     tested: float = 0.0
     drained: str = ""
     held: tuple[JobState, bool] | None = None
+    leaving: bool = False
     leased: float = 0.0
     may_run: bool = False
 
@@ -88,7 +90,11 @@ class Node:
     @property
     def keeps(self) -> bool:
         """Whether a new attempt may leave it the ranks that it has, if no other node can take them."""
-        return self.record.state is NodeState.UP and self.channel is not None and not self.record.cordoned
+        return (
+            self.record.state is NodeState.UP
+            and self.channel is not None
+            and not (self.record.cordoned or self.leaving)
+        )
 
     def forget_attempt(self) -> None:
         """A new attempt begins: what was said about older ones must not be judged again."""
@@ -180,6 +186,20 @@ class Nodes:
     def drained(self) -> Mapping[str, str]:
         """Those that the cluster wants to get nothing new, and why."""
         return self.cluster.drained if isinstance(self.cluster, Draining) else {}
+
+    @property
+    def slow_start(self) -> bool:
+        """Whether a spare takes over sooner than a node that is started again."""
+        return isinstance(self.cluster, Ending) and self.cluster.slow_start
+
+    @property
+    def ending(self) -> frozenset[str]:
+        """Those that the cluster has end."""
+        return self.cluster.ending if isinstance(self.cluster, Ending) else frozenset()
+
+    def answers(self, node: Node) -> bool:
+        """Whether a node answers, and is not about to end."""
+        return node.state is NodeState.UP and node.channel is not None and node.name not in self.ending
 
     # agents ---------------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class Situation:
         alive: an agent could be started on it.
         running: the cluster says that its agent runs; if it is not reachable too, nothing comes from it.
         spares: warm nodes that are free.
+        slow_start: a spare takes over sooner than an agent comes that is started again.
         tested: how many of them passed the self-checks.
         now: seconds, on the clock of the uses.
     """
@@ -54,6 +55,7 @@ class Situation:
     now: float
     running: bool = False
     tested: int = 0
+    slow_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
             why.append(f"respawn: not possible, {at.node} is down")
         elif at.node and at.running and not at.reachable and at.spares:
             why.append(f"respawn: left out, the agent of {at.node} runs but sends nothing: its network, or its machine")
+        elif at.node and at.slow_start and not at.reachable and at.spares:
+            why.append(f"respawn: left out, a spare is sooner there than {at.node} again")
         elif budget("respawn", config.respawns, at.node):
             return Choice("respawn", tuple(why))
     else:

@@ -54,12 +54,13 @@ class Recovery:
         at = Situation(
             node=name,
             evict=evict,
-            reachable=node is None or (node.state is NodeState.UP and node.channel is not None and not silent),
+            reachable=node is None or (nodes.answers(node) and not silent),
             alive=node is None or (name in known and known[name].alive),
             running=name in known and known[name].running,
             spares=len(spares),
             tested=sum(bool(n.tested) for n in spares),
             now=time.monotonic(),
+            slow_start=nodes.slow_start,
         )
         choice = escalation.choose(self._limits, at, self.uses)
         if node is not None and name not in job.placement and choice.action == "spare":

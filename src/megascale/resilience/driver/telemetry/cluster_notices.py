@@ -32,8 +32,9 @@ class ClusterNotices:
             raise JournalFenced(cluster.replaced)
         if isinstance(cluster, Reporting):
             self._response.act(cluster.reports())
-        drained = self._nodes.drained
+        drained, ending = self._nodes.drained, self._nodes.ending
         for node in self._nodes.all():
+            node.leaving = node.name in ending
             why = drained.get(node.name, "")
             if why and not node.drained:
                 text = f"the cluster drains {node.name} ({why}): what runs there goes on, it gets nothing new"

@@ -1,0 +1,37 @@
+"""A real Kubernetes, once for all tests of this folder.
+
+`make test-kubernetes` builds its programs once and runs them. In the default suite they are listed as skipped: each
+trains for about a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megascale.bench.resilience.kubernetes_bench import NODES
+from megascale.bench.resilience.kubernetes_site import KubernetesSite, impossible
+
+_ASKED = os.environ.get("MEGASCALE_TEST_KUBERNETES")
+WHY = impossible() if _ASKED else "trains on a real Kubernetes: make test-kubernetes"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if WHY and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=WHY))
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[KubernetesSite]:
+    folder = Path(tempfile.mkdtemp(prefix="ms"))
+    try:
+        with KubernetesSite(folder / "s", NODES, gpus=1) as there:
+            yield there
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

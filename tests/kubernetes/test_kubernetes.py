@@ -1,0 +1,35 @@
+"""What befalls pods and nodes, and what becomes of training, on a real control plane with real kubelets and containers.
+
+The cases and what is right in each are those of `megascale bench kubernetes-faults`, which repeats and times them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megascale.bench.resilience.kubernetes_bench import one
+from megascale.bench.resilience.kubernetes_faults import FAULTS
+from megascale.bench.resilience.kubernetes_session import session
+from megascale.bench.resilience.launched import make
+
+
+@pytest.fixture(scope="module")
+def file(site) -> Path:
+    return make(site.folder)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_what_is_right_comes_of_it(site, file, kind, tmp_path_factory):
+    row = one(site, file, kind, kind, tmp_path_factory.getbasetemp())
+    assert row["wrong"] == []
+    assert row["doubles"] == []
+    assert row["right"], row
+
+
+def test_the_session_that_the_documentation_shows(site, tmp_path):
+    said: list[str] = []
+    assert session(site, tmp_path, said.append), "\n".join(said)
+    site.repair()
+    assert any("spare" in line for line in said)
