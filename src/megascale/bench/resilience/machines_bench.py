@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -144,14 +145,22 @@ def _strike(job: MachinesJob, kind: str) -> dict[str, Any]:
     while job.step() < _BEFORE and time.monotonic() < deadline:
         time.sleep(0.05)
     machine, before, step = job.holder(1), job.events()[-1].id, job.step()
+    done = [step]
+
+    def look() -> None:
+        if job.first(lambda e: e.kind == "attempt_started" and e.id > before):
+            done.append(job.step())  # all have stopped, none has loaded
+
+    watch = threading.Thread(target=look, daemon=True)  # a strike may outlast the recovery
+    if fault.ends == "recover":
+        watch.start()
     injected = time.time()
     fault.strike(machine, job)
     verdict = again = None
     if fault.verdicts:
         verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > injected - 0.01)
     if fault.ends == "recover":
-        job.first(lambda e: e.kind == "attempt_started" and e.id > before)
-        step = job.step()  # all have stopped, none has loaded
+        watch.join()
         again = job.first(lambda e: e.kind == "first_step" and e.id > before)
     row |= phases(job, injected, verdict, again)
     row["code"] = job.end()
@@ -161,7 +170,7 @@ def _strike(job: MachinesJob, kind: str) -> dict[str, Any]:
     row["actions"] = [e.action for e in events if e.kind == "recovery_action"]
     row["back"] = any(e.kind == "node_joined" and e.nodes == (machine.name,) and e.id > before for e in events)
     if fault.ends == "recover" and row.get("resumed_from") is not None:
-        row["lost"] = max(0, step - row["resumed_from"])
+        row["lost"] = max(0, max(done) - row["resumed_from"])
     row["step"] = row["step"] if row["step"] is not None else None
     return row
 
