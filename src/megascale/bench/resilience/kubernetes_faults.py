@@ -281,6 +281,7 @@ _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 # So many processes on few cores answer late: what is silent counts as lost later.
 _CROWD = (f"--resilience.spares={_MANY - 2}", "--kubernetes.one_a_node=false", "--resilience.window=30")
 _CROWD += ("--resilience.agent_lease=60", "--resilience.replacements=100")
+_GPU = '--kubernetes.resources=["nvidia.com/gpu=1"]'
 _NO_WAIT = "--resilience.replenish_wait=60"
 FAULTS: dict[str, KubernetesFault] = {
     "pod-deleted": KubernetesFault(delete_pod, in_place, _LOST),
@@ -291,7 +292,7 @@ FAULTS: dict[str, KubernetesFault] = {
         nothing, in_place, ("image_pull_failed",), "stop", words=(f"--kubernetes.image={_NEVER}", _NO_WAIT)
     ),
     "quota": KubernetesFault(quota, in_place, _LOST),
-    "gpu-unhealthy": KubernetesFault(make_unhealthy, replaced, ("device_fault",), gpus=True),
+    "gpu-unhealthy": KubernetesFault(make_unhealthy, replaced, ("device_fault",), words=(_GPU,), gpus=True),
     "api-down": KubernetesFault(stop_api, in_place, (), "ride", steps=1200),
     "two-drivers": KubernetesFault(second_driver, in_place, (), "ride", steps=600),
     "driver-deleted": KubernetesFault(delete_driver, in_place, (), "ride", steps=600, driver_pod=True),
