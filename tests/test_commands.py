@@ -58,7 +58,7 @@ THERE = (
 PARSED = {
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
-    r"launch .*--cluster (ssh|manual)|agent ": "needs machines (tests/resilience/test_machines.py)",
+    r"launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
     r"nodes job|events job|logs job|evict job": "needs a job elsewhere (tests/resilience/driver/api)",
     r"bench (layouts|init|kernels)": "minutes, or a GPU (tests/exact, tests/bench)",
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",

@@ -279,7 +279,11 @@ class KubernetesFault:
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 # So many processes on few cores answer late: what is silent counts as lost later.
-_CROWD = (f"--resilience.spares={_MANY - 2}", "--kubernetes.one_a_node=false", "--resilience.window=30")
+_CROWD: tuple[str, ...] = (
+    f"--resilience.spares={_MANY - 2}",
+    "--kubernetes.one_a_node=false",
+    "--resilience.window=30",
+)
 _CROWD += ("--resilience.agent_lease=60", "--resilience.replacements=100")
 _GPU = '--kubernetes.resources=["nvidia.com/gpu=1"]'
 _NO_WAIT = "--resilience.replenish_wait=60"

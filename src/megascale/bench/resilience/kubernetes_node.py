@@ -26,7 +26,13 @@ PODS = "10.244"  # the network of pods: node I has PODS.I.0/24
 SERVICES = "10.96.0.0/16"
 PAUSE, IMAGE = "local/pause:1", "docker.io/local/megascale:1"
 # Of programs that know no other place for them; what each node has there lies in its own folder.
-_OWN = ("/var/lib/kubelet", "/var/lib/containerd", "/var/lib/cni", "/var/log/pods", "/var/log/containers")
+_OWN: tuple[str, ...] = (
+    "/var/lib/kubelet",
+    "/var/lib/containerd",
+    "/var/lib/cni",
+    "/var/log/pods",
+    "/var/log/containers",
+)
 _OWN += ("/etc/cni/net.d",)
 _RUN = "/run/containerd"
 SOCKET = f"{_RUN}/containerd.sock"

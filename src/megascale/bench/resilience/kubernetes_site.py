@@ -241,7 +241,10 @@ class KubernetesSite:
 
         def there() -> bool:
             now = self.states()
-            return all(now.get(name) in wanted for name in names) or bool(time.sleep(0.3))
+            if all(now.get(name) in wanted for name in names):
+                return True
+            time.sleep(0.3)
+            return False
 
         wait(there, f"{', '.join(names)} to be Ready {' or '.join(wanted)}", seconds)
 

@@ -197,7 +197,7 @@ class Nodes:
         """Those that the cluster has end."""
         return self.cluster.ending if isinstance(self.cluster, Ending) else frozenset()
 
-    def stays(self, node: Node) -> bool:
+    def answers(self, node: Node) -> bool:
         """Whether a node answers, and is not about to end."""
         return node.state is NodeState.UP and node.channel is not None and node.name not in self.ending
 

@@ -54,7 +54,7 @@ class Recovery:
         at = Situation(
             node=name,
             evict=evict,
-            reachable=node is None or (nodes.stays(node) and not silent),
+            reachable=node is None or (nodes.answers(node) and not silent),
             alive=node is None or (name in known and known[name].alive),
             running=name in known and known[name].running,
             spares=len(spares),
