@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megascale.bench.resilience.kubernetes_job import here
+from megascale.bench.resilience.kubernetes_job import ROLE, here
 from megascale.bench.resilience.kubernetes_site import KubernetesSite
 from megascale.bench.resilience.launched import WAIT, make
 from megascale.bench.resilience.machines import wait
+from megascale.resilience.driver.state.journal import events_of
 
-_LAUNCH = "megascale launch job.toml --cluster kubernetes --nodes 2 --spares 1 --train.name=demo --train.steps=400"
+_LAUNCH = "megascale launch job.toml --cluster kubernetes --nodes 2 --spares 1 --train.name=demo --train.steps=300"
 _SETTINGS = (("hidden = 32", "hidden = 64"), ("interval = 50", "interval = 100"))
 _PODS = "kubectl get pods --output=custom-columns=NAME:.metadata.name,PHASE:.status.phase,NODE:.spec.nodeName"
 
@@ -55,8 +56,10 @@ def session(site: KubernetesSite, folder: Path, say: Callable[[str], None]) -> b
         wait(lambda: events.exists() and events.read_text().count(f'"event": "{what}"') >= times, what, 3 * WAIT)
 
     def lost() -> str:
-        words = ["kubectl", "-n", "team", "get", "pods", "-o", "jsonpath={.items[1].metadata.name}"]
-        return subprocess.run(site.inside(words), capture_output=True, text=True, env=environment).stdout
+        """The pod that holds rank 1."""
+        node = next(e for e in reversed(events_of(run, 0)) if e.kind == "attempt_started").nodes[1]
+        pods = site.get("pods", "-n", "team", "-l", f"{ROLE}=agent")
+        return str(next(pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node))
 
     typed("kubectl get nodes")
     typed("kubectl create namespace team")
