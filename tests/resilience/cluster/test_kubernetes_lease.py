@@ -161,3 +161,30 @@ def test_a_watch_goes_on_after_an_outage_and_begins_anew_after_expiry(api, serve
     heard.until({"k1", "k2"})
     assert watch.lists == 2
     watch.stop()
+
+
+def test_a_driver_s_pod_that_has_ended_is_not_waited_for(api, server, named):
+    def never(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    store = server.store
+    made = store.create("pods", {"metadata": {"name": "a"}, "spec": {"nodeName": "k1"}})
+    named(f"pod=a uid={made['metadata']['uid']}")
+    lease(api).take(print)
+    named("pod=b uid=2")
+    with pytest.raises(AssertionError, match="it waits"):
+        lease(api).take(print, never)
+    states = [{"state": {"terminated": {"exitCode": 137}}}]
+    store.update("pods", "a", lambda pod: pod["status"].update(phase="Failed", containerStatuses=states))
+    lease(api).take(print, never)
+
+
+def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
+    def never(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    named("pod=a uid=1")
+    lease(api).take(print)
+    named("pod=b uid=2")
+    with pytest.raises(AssertionError, match="it waits"):
+        lease(api).take(print, never)

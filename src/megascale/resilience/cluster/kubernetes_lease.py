@@ -68,7 +68,7 @@ class DriverLease:
             try:
                 found = self._get()
                 holder, version = _holder(found), str((found or {}).get("spec", {}).get("renewTime"))
-                if not holder or is_dead(holder) or holder == self._identity:
+                if not holder or holder == self._identity or is_dead(holder) or self._has_ended(holder):
                     if self._write(found):
                         return
                     continue
@@ -113,6 +113,19 @@ class DriverLease:
         """Give it up at once, if it is this driver's: a successor need not wait."""
         if self._object and not self.lost:
             self._put(self._object, holder="")
+
+    def _has_ended(self, holder: str) -> bool:
+        """Whether the holder is a pod of which the kubelet has said that its containers ended."""
+        theirs = _words(holder)
+        if not theirs.get("uid") or not theirs.get("pod"):
+            return False
+        try:
+            found = self._api.call("GET", self._api.path("pods", theirs["pod"]))
+        except KubernetesError:
+            return False  # that it is not there any more proves nothing: it may have been removed by force
+        states = [each.get("state") or {} for each in (found.get("status") or {}).get("containerStatuses") or ()]
+        same = found["metadata"].get("uid") == theirs["uid"]
+        return same and bool(states) and all("terminated" in state for state in states)
 
     def _get(self) -> Json | None:
         try:
