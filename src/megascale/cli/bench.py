@@ -39,6 +39,7 @@ BENCHES: tuple[str, ...] = (
     "resilience.hostile",
     "resilience.kubernetes_scale",
     "resilience.machines_bench",
+    "resilience.many_nodes",
     "resilience.recovery_bench",
     "resilience.slurm_bench",
     "resilience.kubernetes_bench",

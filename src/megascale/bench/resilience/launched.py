@@ -178,10 +178,15 @@ class Launched:
 
     def weights(self) -> dict[str, Any]:
         """The model as the newest checkpoint has it."""
-        from megascale.train.restore import restore
+        return weights(self.run)
 
-        engine, _ = restore(self.run, device="cpu")
-        return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+
+def weights(run: Path) -> dict[str, Any]:
+    """The model as the newest checkpoint of a run has it."""
+    from megascale.train.restore import restore
+
+    engine, _ = restore(run, device="cpu")
+    return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
 
 
 def phases(job: Launched, injected: float, verdict: Any, again: Any) -> dict[str, float | int | None]:

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 
 import typer
 
-from megascale.bench.resilience.launched import Launched, make, phases
+from megascale.bench.resilience import torchrun_machines
+from megascale.bench.resilience.launched import Launched, make, phases, weights
 from megascale.bench.resilience.machine_faults import FAULTS, HEADS, LINK, NODES, MachinesJob
 from megascale.bench.resilience.machines import Machines, impossible
 from megascale.core import strict_json
 
 PACE = 0.1  # least seconds of a step
+TORCHRUN = "torchrun"
 _BEFORE = 20  # steps before the fault
 
 
@@ -28,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def machines(
-    kinds: list[str] = typer.Option(list(FAULTS), "--kind", help="Kinds of fault; may be repeated."),
+    kinds: list[str] = typer.Option([*FAULTS, TORCHRUN], "--kind", help="Kinds of fault; may be repeated."),
     runs: int = typer.Option(5, min=1, help="Runs of each kind."),
     out: Path = typer.Option(Path("bench-machines.json"), help="JSON file for the figures."),
     keep: Path = typer.Option(None, "--keep", help="Folder for runs, logs and consoles; default: none are kept."),
@@ -38,7 +41,8 @@ def machines(
     Network namespaces play five machines with links of 200 Mbit/s: two for the driver, three where it starts agents by
     ssh (two ranks, one spare). Every step is copied to a peer's memory; checkpoints are on shared storage. One fault
     a run; right is the expected verdict, an end without a person, the weights of an undisturbed run bit for bit, and
-    at most one step lost. Exit code 1 if anything was not.
+    at most one step lost. The kind torchrun is two machines without a driver: a rank is killed, both end, and the same
+    commands go on from the newest checkpoint. Exit code 1 if anything was not.
 
     Examples:
 
@@ -49,8 +53,10 @@ def machines(
     from megascale.errors import ConfigError
 
     for kind in kinds:
-        if kind not in FAULTS:
-            raise ConfigError(f"--kind={kind} is no kind of fault of this bench; known: {', '.join(FAULTS)}")
+        if kind not in FAULTS and kind != TORCHRUN:
+            raise ConfigError(
+                f"--kind={kind} is no kind of fault of this bench; known: {', '.join(FAULTS)}, {TORCHRUN}"
+            )
     if why := impossible():
         raise ConfigError(f"bench machines cannot run here: {why}")
     with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:
@@ -73,10 +79,11 @@ def _all(folder: Path, kinds: list[str], runs: int) -> list[dict[str, Any]]:
     rows = []
     for i in range(runs):
         for kind in kinds:
-            steps = FAULTS[kind].steps
+            steps = torchrun_machines.STEPS if kind == TORCHRUN else FAULTS[kind].steps
             if steps not in calm:
                 calm[steps] = _calm(file, steps)
-            row = _once(folder, file, kind, i, calm[steps])
+            once = _torchrun if kind == TORCHRUN else _once
+            row = once(folder, file, kind, i, calm[steps])
             rows.append(row)
             console.print("[green]right[/] " if row["right"] else "[bold red]WRONG[/] ", end="")
             console.print(strict_json.dumps(row), markup=False)
@@ -87,7 +94,8 @@ def _all(folder: Path, kinds: list[str], runs: int) -> list[dict[str, Any]]:
 def _calm(file: Path, steps: int) -> dict[str, Any]:
     from megascale.errors import TrainingError
 
-    job = Launched(file, f"calm-{steps}", [f"--train.steps={steps}", "--resilience.spares=0"], pace=0.0)
+    # A pace of 0 stands for the injected fault's default, half a second.
+    job = Launched(file, f"calm-{steps}", [f"--train.steps={steps}", "--resilience.spares=0"], pace=0.001)
     if code := job.end():
         raise TrainingError(f"the undisturbed run ended with {code}: {job.output.read_text()[-2000:]}")
     return job.weights()
@@ -119,6 +127,14 @@ def _once(folder: Path, file: Path, kind: str, number: int, calm: dict[str, Any]
     return row
 
 
+def _torchrun(folder: Path, file: Path, kind: str, number: int, calm: dict[str, Any]) -> dict[str, Any]:
+    """The same commands on two machines, with nobody who recovers."""
+    name = f"{kind}-{number}"
+    row, run = torchrun_machines.torchrun(folder / f"machines-{name}", file, name)
+    row["weights"] = row["code"] == 0 and _same(weights(run), calm)
+    return {"kind": kind, "run": number, **row, "right": row["weights"] and row["right_end"]}
+
+
 def _strike(job: MachinesJob, kind: str) -> dict[str, Any]:
     """Let it train, break it, and say what came of it."""
     fault = FAULTS[kind]
@@ -129,12 +145,22 @@ def _strike(job: MachinesJob, kind: str) -> dict[str, Any]:
     while job.step() < _BEFORE and time.monotonic() < deadline:
         time.sleep(0.05)
     machine, before, step = job.holder(1), job.events()[-1].id, job.step()
+    done = [step]
+
+    def look() -> None:
+        if job.first(lambda e: e.kind == "attempt_started" and e.id > before):
+            done.append(job.step())  # all have stopped, none has loaded
+
+    watch = threading.Thread(target=look, daemon=True)  # a strike may outlast the recovery
+    if fault.ends == "recover":
+        watch.start()
     injected = time.time()
     fault.strike(machine, job)
     verdict = again = None
     if fault.verdicts:
         verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > injected - 0.01)
     if fault.ends == "recover":
+        watch.join()
         again = job.first(lambda e: e.kind == "first_step" and e.id > before)
     row |= phases(job, injected, verdict, again)
     row["code"] = job.end()
@@ -144,7 +170,7 @@ def _strike(job: MachinesJob, kind: str) -> dict[str, Any]:
     row["actions"] = [e.action for e in events if e.kind == "recovery_action"]
     row["back"] = any(e.kind == "node_joined" and e.nodes == (machine.name,) and e.id > before for e in events)
     if fault.ends == "recover" and row.get("resumed_from") is not None:
-        row["lost"] = max(0, step - row["resumed_from"])
+        row["lost"] = max(0, max(done) - row["resumed_from"])
     row["step"] = row["step"] if row["step"] is not None else None
     return row
 

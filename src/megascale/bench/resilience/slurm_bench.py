@@ -25,6 +25,7 @@ PACE = 0.1  # least seconds of a step
 NODES = 4  # two with ranks, a spare, and one that requeued and next jobs may get
 ONE_MACHINE = "one-machine"
 _BEFORE = 20  # steps before the fault
+_LEARN = 30.0  # seconds in which Slurm learns of a script's end without the daemons that were killed
 _PHASES = ("detect", "stop", "load", "step", "total")
 
 
@@ -190,8 +191,12 @@ def _strike(job: SlurmJob, fault: SlurmFault) -> dict[str, Any]:
     row = {"node": injected.node, "verdict": verdict.kind if verdict else None}
     row |= phases(job, injected.at, verdict, again)
     job.first(lambda e: e.kind == "job_done")
-    job.site.start_all()  # Slurm learns of the end of a batch script from its node
-    row["code"] = job.end()
+    job.first(lambda e: e.kind == "driver_ended")
+    row["code"] = job.end(_LEARN)
+    if row["code"] < 0:
+        # A slurmd that comes back kills the batch script of a job that has lost its node: not before that has ended.
+        job.site.start_all()
+        row["code"] = job.end()
     events = job.events()
     row["actions"] = [e.action for e in events if e.kind == "recovery_action"]
     row["attempts"] = sum(e.kind == "attempt_started" for e in events)

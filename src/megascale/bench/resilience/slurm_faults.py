@@ -176,7 +176,7 @@ class SlurmFault:
         verdicts: events of which one must come after it; empty: none.
         ends: recover: trainers start again; next: the job saves, and goes on when Slurm starts it again; ride: training
             goes on without.
-        steps: of the run; lost: steps that may be done twice: at most those since a checkpoint.
+        steps: of the run; lost: steps that may be done twice, as each is copied to a peer.
         sbatch: further options.
     """
 
@@ -184,8 +184,8 @@ class SlurmFault:
     check: Callable[[SlurmJob, Injected], list[str]]
     verdicts: tuple[str, ...]
     ends: Literal["recover", "next", "ride"] = "recover"
-    steps: int = 250
-    lost: int = 50
+    steps: int = 150
+    lost: int = 1
     sbatch: str = ""
 
 
@@ -193,8 +193,8 @@ _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 _SAVED = ("job_interrupted",)
 FAULTS: dict[str, SlurmFault] = {
     "node-down": SlurmFault(set_down, replaced, _LOST),
-    "slurmd-killed": SlurmFault(kill_slurmd, fenced, ("node_lost",), steps=500),
-    "batch-slurmd-killed": SlurmFault(kill_batch_slurmd, fenced, ("node_lost",), steps=500),
+    "slurmd-killed": SlurmFault(kill_slurmd, fenced, ("node_lost",), steps=450),
+    "batch-slurmd-killed": SlurmFault(kill_batch_slurmd, fenced, ("node_lost",), steps=450),
     "drain": SlurmFault(drain, replaced, (*_LOST, "agent_restarted")),
     "requeue": SlurmFault(requeue, one_job, _SAVED, "next", lost=0),
     "time-limit": SlurmFault(nothing, next_job, _SAVED, "next", 1000, 0, "--time=4 --signal=B:USR1@120"),

@@ -31,8 +31,9 @@ class ClusterView:
     """
 
     def __init__(self, api: KubernetesApi, config: Config, gpus: int, blocked: dict[str, str]) -> None:
-        self._gpus, self._blocked = gpus, blocked
+        self._blocked = blocked
         self._resource, self._label = config.kubernetes.gpu_resource, config.kubernetes.switch_label
+        self._gpus = gpus > 0 or any(each.startswith(f"{self._resource}=") for each in config.kubernetes.resources)
         self.table = Table(self._resource)
         self.known: dict[str, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

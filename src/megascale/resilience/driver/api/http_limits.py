@@ -231,7 +231,10 @@ class Guard:
         if not (acts or reads):
             return 401, "the token is missing or wrong; it stands in RUN/driver/token.read or token.act"
         if not acts and scope["method"] not in ("GET", "HEAD"):
-            return 403, "this token is for reading; the one for orders stands in RUN/driver/token.act"
+            return 403, (
+                "this token is for reading; the one for orders stands in RUN/driver/token.act, and in what `megascale "
+                "access RUN --act` writes for other machines"
+            )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 12 or int(length) > BODY_BYTES:
             return 413, f"the request is longer than {BODY_BYTES} bytes"
