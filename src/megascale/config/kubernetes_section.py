@@ -75,7 +75,7 @@ class KubernetesConfig(Section):
     switch_required: bool = Field(False, description="all pods of the job under one switch, or none")
     priority_class: str = Field("", description="PriorityClass of the pods")
     queue: str = Field("", description="Kueue's local queue that admits the pods; empty: without Kueue")
-    office: float = Field(
+    lease_seconds: float = Field(
         300.0,
         ge=2,
         description="seconds after which a driver that cannot renew its Lease ends its ranks, and another may take the "

@@ -285,6 +285,7 @@ _CROWD: tuple[str, ...] = (
     "--resilience.window=30",
 )
 _CROWD += ("--resilience.agent_lease=60", "--resilience.replacements=100")
+_GPU = '--kubernetes.resources=["nvidia.com/gpu=1"]'
 _NO_WAIT = "--resilience.replenish_wait=60"
 FAULTS: dict[str, KubernetesFault] = {
     "pod-deleted": KubernetesFault(delete_pod, in_place, _LOST),
@@ -295,13 +296,13 @@ FAULTS: dict[str, KubernetesFault] = {
         nothing, in_place, ("image_pull_failed",), "stop", words=(f"--kubernetes.image={_NEVER}", _NO_WAIT)
     ),
     "quota": KubernetesFault(quota, in_place, _LOST),
-    "gpu-unhealthy": KubernetesFault(make_unhealthy, replaced, ("device_fault",), gpus=True),
-    "api-down": KubernetesFault(stop_api, in_place, (), "ride", steps=1200),
-    "two-drivers": KubernetesFault(second_driver, in_place, (), "ride", steps=600),
-    "driver-deleted": KubernetesFault(delete_driver, in_place, (), "ride", steps=600, driver_pod=True),
-    "driver-killed": KubernetesFault(crash_driver, in_place, (), "ride", steps=600, driver_pod=True),
+    "gpu-unhealthy": KubernetesFault(make_unhealthy, replaced, ("device_fault",), words=(_GPU,), gpus=True),
+    "api-down": KubernetesFault(stop_api, in_place, (), "ride", steps=1000),
+    "two-drivers": KubernetesFault(second_driver, in_place, (), "ride", steps=300),
+    "driver-deleted": KubernetesFault(delete_driver, in_place, (), "ride", steps=300, driver_pod=True),
+    "driver-killed": KubernetesFault(crash_driver, in_place, (), "ride", steps=300, driver_pod=True),
     "stuck-terminating": KubernetesFault(stick, removed, _LOST),
-    "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=600),
+    "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=300),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),
     "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_MANY),
 }

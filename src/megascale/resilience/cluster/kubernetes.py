@@ -1,7 +1,7 @@
 """`--cluster kubernetes`: each node is a pod that this driver makes, one on a machine.
 
 Watches tell of pods and machines, in threads; requests run in threads too: the driver's loop never waits for the API
-server, and a server that is away stops no training. A Lease says which driver is in office (kubernetes_lease.py).
+server, and a server that is away stops no training. A Lease says which driver leads (kubernetes_lease.py).
 A node is named as its machine; a pod that is gone is replaced by a new one, on the same machine where the driver wants
 that node again. What ran on a machine that nobody reaches counts as ended when its kubelet has said so or the agent's
 lease is over, never because an object was removed.
@@ -26,11 +26,11 @@ from megascale.resilience.cluster import kubernetes_verdicts
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError, in_pod
-from megascale.resilience.cluster.kubernetes_lease import Office
+from megascale.resilience.cluster.kubernetes_lease import DriverLease
 from megascale.resilience.cluster.kubernetes_objects import JobObjects, controller_of, own_secrets, taken_over
 from megascale.resilience.cluster.kubernetes_pod import DRIVER, ENDING, EPOCH, labels, object_name, pod, read_patch
 from megascale.resilience.cluster.kubernetes_table import Pod
-from megascale.resilience.cluster.kubernetes_view import ClusterView
+from megascale.resilience.cluster.kubernetes_view import STUCK, ClusterView
 from megascale.resilience.cluster.remote import make_marker
 from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.rules.verdicts import Verdict
@@ -40,6 +40,7 @@ END = 20.0  # seconds for a pod that was deleted to be gone, after which it is r
 GRACE = 5  # seconds that a pod gets whose ranks have ended or must end
 START = 60.0  # seconds for a pod on a machine that is known to run
 WITHDRAW = 0.8  # share of the Lease after which a driver that cannot renew it gives up
+FORCE = 3.0  # seconds after which a pod that is stuck is removed by force, when its agent was told to end
 JUDGE = 2.0  # seconds between looks at pods that wait
 LOOK = 0.1  # seconds between looks at the table
 
@@ -66,7 +67,7 @@ class KubernetesCluster:
         self._patch = read_patch(request.config.kubernetes)
         settings = request.config.kubernetes
         self.api = KubernetesApi(settings)
-        self.office = Office(self.api, self._name, settings.office, labels(self._job, "job"))
+        self.lease = DriverLease(self.api, self._name, settings.lease_seconds, labels(self._job, "job"))
         self.objects = JobObjects(self.api, self._job)
         self._threads = ThreadPoolExecutor(8, "kubernetes")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,9 +84,9 @@ class KubernetesCluster:
         self._begin()
 
     def _begin(self) -> None:
-        """Take the office and look at what there is, before the driver's loop begins."""
+        """Take the Lease and look at what there is, before the driver's loop begins."""
         try:
-            self.office.take(lambda text: self._say("driver", text))
+            self.lease.take(lambda text: self._say("driver", text))
             above = controller_of(self.api, os.environ.get("MEGASCALE_POD", "")) if self.hands_over else None
             self.objects.prepare(above)
             if not self.view.look():
@@ -104,10 +105,10 @@ class KubernetesCluster:
         if first:
             self.view.start(self._loop)
             self._spawn(self._judge())
-            self._spawn(self._hold_office())
+            self._spawn(self._hold_lease())
 
     def nodes(self) -> list[NodeInfo]:
-        return [self.view.info(name) for name in sorted(self.view.known)]
+        return self.view.infos()
 
     def bar(self, names: frozenset[str]) -> None:
         self._barred = names
@@ -120,8 +121,8 @@ class KubernetesCluster:
 
     @property
     def taken(self) -> frozenset[str]:
-        """None: a pod that is being deleted ends by itself."""
-        return frozenset()
+        """Nodes whose pods are deleted and do not end."""
+        return self.view.taken()
 
     @property
     def drained(self) -> dict[str, str]:
@@ -173,13 +174,13 @@ class KubernetesCluster:
         return found.node if found is not None else None
 
     async def close(self) -> None:
-        """Give up the office, and stop watching; pods live on."""
+        """Give up the Lease, and stop watching; pods live on."""
         self.view.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self.replaced:
-            await self._ask(self.office.release)
+            await self._ask(self.lease.release)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # the driver's place -----------------------------------------------------------------------------------------------
@@ -201,17 +202,17 @@ class KubernetesCluster:
             path, patch = self.api.path("pods", each.name), {"metadata": {"annotations": notes}}
             self._spawn(self._ask(self.api.call, "PATCH", path, patch))
 
-    async def _hold_office(self) -> None:
+    async def _hold_lease(self) -> None:
         """Renew the Lease; where that fails for too long, or another holds it, this driver ends."""
-        seconds = self._config.kubernetes.office
+        seconds = self._config.kubernetes.lease_seconds
         while not self.replaced:
             await asyncio.sleep(min(5.0, seconds / 6))
-            failed = await self._ask(self.office.renew) is _FAILED
-            if self.office.lost:
-                self.replaced = f"Lease {self._name} is held by {self.office.lost}: that driver has the job now"
-            silent = time.monotonic() - self.office.renewed
+            failed = await self._ask(self.lease.renew) is _FAILED
+            if self.lease.lost:
+                self.replaced = f"Lease {self._name} is held by {self.lease.lost}: that driver has the job now"
+            silent = time.monotonic() - self.lease.renewed
             if failed and not self._away:
-                self._away = self.office.renewed
+                self._away = self.lease.renewed
                 text = f"the API server does not answer; training goes on, for {WITHDRAW * seconds:.0f} s without it"
                 self.view.report(Verdict(Event.CLUSTER_UNREACHABLE, action="alert", evidence=(text,)))
             elif self._away and not failed:
@@ -221,8 +222,8 @@ class KubernetesCluster:
                 self.view.kick()
             if silent > WITHDRAW * seconds and not self.withdrawn:
                 self.withdrawn = (
-                    f"Lease {self._name} could not be renewed for {silent:.0f} s (kubernetes.office={seconds:g}): "
-                    "another driver may be in office"
+                    f"Lease {self._name} was not renewed for {silent:.0f} s (kubernetes.lease_seconds={seconds:g}), "
+                    "another driver may hold it"
                 )
 
     async def _judge(self) -> None:
@@ -230,6 +231,10 @@ class KubernetesCluster:
         while True:
             await asyncio.sleep(JUDGE)
             self.view.judge()
+            for each in self.view.table.stuck(STUCK + FORCE):
+                text = f"pod {each.name} on {each.machine} was to end {each.grace + STUCK:.0f} s ago: removed by force"
+                self.view.report(Verdict(Event.POD_FAILED, (each.node,), evidence=(text,)), f"stuck {each.uid}")
+                await self._delete(each.name, 0)
 
     # pods -------------------------------------------------------------------------------------------------------------
 

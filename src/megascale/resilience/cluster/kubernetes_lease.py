@@ -1,4 +1,4 @@
-"""One driver a job: a Lease of coordination.k8s.io that the driver in office renews, and others wait for.
+"""One driver a job: a Lease of coordination.k8s.io that the leading driver renews, and others wait for.
 
 Who holds it says where it runs, so that a successor which can see that it is dead (the same pod started again, a
 process of the same machine that is gone) need not wait. Times are the successor's own: clocks of machines may differ.
@@ -42,7 +42,7 @@ def is_dead(identity: str) -> bool:
     return str(born(int(theirs["pid"]))) != theirs.get("born")
 
 
-class Office:
+class DriverLease:
     """Args:
     api: the server.
     name: of the Lease.
@@ -61,7 +61,7 @@ class Office:
         self.renewed, self.lost = 0.0, ""
 
     def take(self, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> None:
-        """Take the office, waiting for one that is silent. Raises ConfigError where another driver is alive in it,
+        """Take it, waiting for one that is silent. Raises ConfigError where another driver renews it,
         TrainingError where the server is not reached for as long as it is given."""
         begun, seen, since, said = time.monotonic(), "", time.monotonic(), False
         while True:
@@ -93,7 +93,7 @@ class Office:
             sleep(LOOK)
 
     def renew(self) -> None:
-        """Show that this driver is in office; `lost` says so if another is. Raises KubernetesError."""
+        """Show that this driver lives; `lost` says so if another is. Raises KubernetesError."""
         at = time.monotonic()
         try:
             if self._put(self._object):

@@ -24,6 +24,7 @@ class Pod:
         running: its container runs; ended: it has ended for certain, or never will run.
         over: its phase says that it has ended, which may be said from afar.
         waiting: (reason, message) of a container that cannot be started, or of no machine that takes it.
+        grace: seconds that it gets to end, once it is deleted.
         deleting: when it was seen to be deleted, on the monotonic clock, 0: it is not.
         absent: when it was gone from the server without having been seen to end, 0: it is there.
     """
@@ -39,6 +40,7 @@ class Pod:
     why: str = ""
     waiting: tuple[str, str] = ("", "")
     deleting: float = 0.0
+    grace: float = 30.0
     absent: float = 0.0
     driver: tuple[str, str] = ("", "")
     created: float = field(default_factory=time.monotonic)
@@ -65,7 +67,7 @@ class Table:
     clock: seconds, monotonic.
 
     Attributes:
-        pods: by uid, those that are there.
+        pods: by uid, those that are there. named: uid of each by name.
         unproven: by uid, those that were removed without having been seen to end: what they ran may run on.
         machines: by name; empty where the driver may not see them.
     """
@@ -73,6 +75,7 @@ class Table:
     def __init__(self, resource: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._resource, self._clock = resource, clock
         self.pods: dict[str, Pod] = {}
+        self.named: dict[str, str] = {}
         self.unproven: dict[str, Pod] = {}
         self.machines: dict[str, Machine] = {}
 
@@ -93,9 +96,12 @@ class Table:
         pod = self.pods.get(about["uid"])
         if pod is None:
             pod = self.pods[about["uid"]] = Pod(about["name"], about["uid"], created=self._clock())
+            self.named[pod.name] = pod.uid
         _read(pod, thing)
         if about.get("deletionTimestamp") and not pod.deleting:
             pod.deleting = self._clock()
+        if pod.deleting and about.get("deletionGracePeriodSeconds") is not None:
+            pod.grace = float(about["deletionGracePeriodSeconds"])
         return pod
 
     def pod_gone(self, thing: Json) -> None:
@@ -104,6 +110,7 @@ class Table:
 
     def _removed(self, pod: Pod) -> None:
         self.pods.pop(pod.uid, None)
+        self.named.pop(pod.name, None)
         if pod.machine and not pod.ended:
             pod.absent = self._clock()
             self.unproven[pod.uid] = pod
@@ -111,6 +118,19 @@ class Table:
     def of(self, node: str) -> list[Pod]:
         """Pods of a node of the job that have not ended."""
         return [pod for pod in self.pods.values() if pod.node == node and not pod.ended]
+
+    def by_node(self) -> dict[str, list[Pod]]:
+        """Pods of each node, those that have ended too."""
+        found: dict[str, list[Pod]] = {}
+        for pod in self.pods.values():
+            found.setdefault(pod.node, []).append(pod)
+        return found
+
+    def stuck(self, beyond: float) -> list[Pod]:
+        """Pods on machines that are being deleted and should have ended `beyond` seconds ago."""
+        now = self._clock()
+        late = (pod for pod in self.pods.values() if pod.deleting and now > pod.deleting + pod.grace + beyond)
+        return [pod for pod in late if pod.machine and not pod.ended]
 
     def certain(self, node: str, grace: float) -> bool:
         """Whether nothing that the job had on a node can run any more: as its kubelet has said, or must have done.

@@ -15,6 +15,8 @@ from megascale.resilience.cluster.kubernetes_table import Pod, Table
 from megascale.resilience.cluster.kubernetes_watch import Change, Watch
 from megascale.resilience.rules.verdicts import Verdict
 
+STUCK = 5.0  # seconds beyond its grace after which a pod that is deleted counts as stuck
+
 
 class ClusterView:
     """Args:
@@ -29,8 +31,9 @@ class ClusterView:
     """
 
     def __init__(self, api: KubernetesApi, config: Config, gpus: int, blocked: dict[str, str]) -> None:
-        self._gpus, self._blocked = gpus, blocked
+        self._blocked = blocked
         self._resource, self._label = config.kubernetes.gpu_resource, config.kubernetes.switch_label
+        self._gpus = gpus > 0 or any(each.startswith(f"{self._resource}=") for each in config.kubernetes.resources)
         self.table = Table(self._resource)
         self.known: dict[str, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -72,11 +75,15 @@ class ClusterView:
 
     def pod(self, name: str) -> Pod | None:
         """A pod by its own name."""
-        return next((each for each in self.table.pods.values() if each.name == name), None)
+        return self.table.pods.get(self.table.named.get(name, ""))
 
     def machine_of(self, node: str) -> str:
         """Where a node of the job is or was."""
         return self.known.get(node, node)
+
+    def taken(self) -> frozenset[str]:
+        """Nodes whose pods should have ended and do not: what runs there is told to end, and replaced."""
+        return frozenset(each.node for each in self.table.stuck(STUCK))
 
     def switch(self, node: str) -> str:
         """What its machine's label says."""
@@ -108,10 +115,17 @@ class ClusterView:
             self._told.add((verdict.kind, about))
         self._reports.append(verdict)
 
+    def infos(self) -> list[NodeInfo]:
+        """All nodes that there are or were."""
+        pods = self.table.by_node()
+        return [self._info(node, pods.get(node, [])) for node in sorted(self.known)]
+
     def info(self, node: str) -> NodeInfo:
         """A node of the job now."""
+        return self._info(node, [each for each in self.table.pods.values() if each.node == node])
+
+    def _info(self, node: str, mine: list[Pod]) -> NodeInfo:
         where = self.machine_of(node)
-        mine = [each for each in self.table.pods.values() if each.node == node]
         living = [each for each in mine if not (each.over or each.ended or each.deleting)]
         machine = self.table.machines.get(where)
         usable = bool(machine.ready and not machine.drained) if machine is not None else not self.table.machines

@@ -1,0 +1,163 @@
+"""One driver a job: who holds the Lease, and when another may have it. And watches that go on where they broke off."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megascale.bench.resilience.kubernetes_kubelets import machine
+from megascale.bench.resilience.kubernetes_server import Server, Store
+from megascale.config import KubernetesConfig
+from megascale.errors import ConfigError
+from megascale.resilience.cluster import kubernetes_lease
+from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError
+from megascale.resilience.cluster.kubernetes_lease import DriverLease, is_dead, own_identity
+from megascale.resilience.cluster.kubernetes_watch import Watch
+
+pytest.importorskip("kubernetes")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(Store())
+    yield made
+    made.down()
+
+
+@pytest.fixture
+def api(server: Server, tmp_path: Path) -> KubernetesApi:
+    (tmp_path / "kubeconfig").write_text(server.kubeconfig())
+    return KubernetesApi(KubernetesConfig(kubeconfig=str(tmp_path / "kubeconfig")))
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes this process a driver of another name."""
+
+    def name(text: str) -> None:
+        monkeypatch.setattr(kubernetes_lease, "own_identity", lambda: text)
+
+    return name
+
+
+def lease(api: KubernetesApi, seconds: float = 30.0) -> DriverLease:
+    return DriverLease(api, "megascale-job", seconds, {})
+
+
+def test_a_second_driver_is_refused_while_the_first_renews(api, named):
+    named("pod=a uid=1")
+    first = lease(api)
+    first.take(print)
+    named("pod=b uid=2")
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="pod=a uid=1"):
+        lease(api).take(said.append, sleep=lambda seconds: first.renew())
+    assert len(said) == 1
+
+
+def test_a_driver_that_was_replaced_learns_it(api, named, monkeypatch):
+    named("pod=a uid=1")
+    first = lease(api, 30.0)
+    first.take(print)
+    named("pod=b uid=2")
+    now = [time.monotonic()]
+    monkeypatch.setattr(kubernetes_lease.time, "monotonic", lambda: now[0])
+    second = lease(api, 30.0)
+    second.take(print, sleep=lambda seconds: now.__setitem__(0, now[0] + 10.0))
+    assert api.call("GET", api.path("leases", "megascale-job", kubernetes_lease.GROUP))["spec"]["leaseTransitions"] == 1
+    first.renew()
+    assert first.lost == "pod=b uid=2"
+    first.release()  # of what is not its own it gives up nothing
+    second.renew()
+    assert not second.lost
+
+
+def test_what_is_released_or_of_a_dead_driver_is_taken_at_once(api, named):
+    def never(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    named("pod=a uid=1")
+    first = lease(api)
+    first.take(print, never)
+    first.release()
+    named("pod=b uid=2")
+    lease(api).take(print, never)
+    named("pod=b uid=2")  # its container was started again
+    lease(api).take(print, never)
+
+
+def test_who_is_known_to_be_dead():
+    mine = own_identity()
+    assert not is_dead(mine)
+    assert is_dead(mine.replace(f"pid={os.getpid()} ", "pid=999999999 "))
+    assert not is_dead(mine.replace("host=", "host=another-").replace(f"pid={os.getpid()} ", "pid=999999999 "))
+    assert not is_dead("somebody else's words")
+
+
+def test_a_lease_that_was_removed_is_made_again(api, server, named):
+    named("pod=a uid=1")
+    mine = lease(api)
+    mine.take(print)
+    server.store.delete("leases", "megascale-job", 0)
+    mine.renew()
+    assert not mine.lost
+    assert server.store.get("leases", "megascale-job")["spec"]["holderIdentity"] == "pod=a uid=1"
+
+
+def test_refusals_and_a_server_that_is_away(api, server):
+    with pytest.raises(KubernetesError) as found:
+        api.call("GET", api.path("configmaps", "nothing"))
+    assert (found.value.status, found.value.reason) == (404, "NotFound")
+    server.down()
+    with pytest.raises(KubernetesError) as found:
+        api.call("GET", api.path("configmaps", "nothing"))
+    assert found.value.status == 0
+    server.up()
+
+
+class Heard:
+    """What a watch has brought."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.changed = threading.Condition()
+
+    def __call__(self, change: tuple[str, list[dict]]) -> None:
+        kind, things = change
+        with self.changed:
+            names = {each["metadata"]["name"] for each in things}
+            self.names = names if kind == "all" else self.names - names if kind == "gone" else self.names | names
+            self.changed.notify_all()
+
+    def until(self, names: set[str]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.names == names, 60.0), (self.names, names)
+
+
+def test_a_watch_goes_on_after_an_outage_and_begins_anew_after_expiry(api, server):
+    heard, store = Heard(), server.store
+    store.create("nodes", machine("k0"))
+    watch = Watch(api, "/api/v1/nodes", heard)
+    watch.start()
+    heard.until({"k0"})
+    store.create("nodes", machine("k1"))
+    heard.until({"k0", "k1"})
+    server.down()
+    store.create("nodes", machine("k2"))
+    server.up()
+    watch.kick()
+    heard.until({"k0", "k1", "k2"})
+    assert watch.lists == 1
+    server.down()
+    store.delete("nodes", "k0", 0)
+    store.forget()  # the server does not know what happened since
+    server.up()
+    watch.kick()
+    heard.until({"k1", "k2"})
+    assert watch.lists == 2
+    watch.stop()

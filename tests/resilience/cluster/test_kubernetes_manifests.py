@@ -1,0 +1,225 @@
+"""What is given to Kubernetes: pods, rights, a kustomize base, a JobSet."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.config import from_tree
+from megascale.errors import ConfigError, DataError
+from megascale.resilience.cluster.kubernetes_manifests import manifests, to_yaml
+from megascale.resilience.cluster.kubernetes_pod import merge, pod, read_patch
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).parents[3]
+
+
+def config(**settings: Any) -> Any:
+    tree: dict[str, Any] = {"train": {"name": "job", "runs": "/data/runs"}, "resilience": {"nodes": 3, "spares": 1}}
+    tree["kubernetes"] = {"image": "r/m:1"} | settings
+    tree["resilience"] |= {"cluster": "kubernetes", "agent_metrics": "0.0.0.0:9100"}
+    return from_tree(tree)
+
+
+def container(thing: dict) -> dict:
+    return thing["spec"]["containers"][0]
+
+
+def test_a_pod_asks_for_what_its_node_needs():
+    found = pod(
+        config(resources=["cpu=90", "rdma/hca=8"], shm="64Gi", tolerations=["gpu=yes:NoSchedule", "b:NoExecute"]),
+        "job-1",
+        8,
+        driver=("10.0.0.1", 29400),
+        epoch=7,
+        avoid=["bad"],
+    )
+    limits = container(found)["resources"]["limits"]
+    assert limits == {"cpu": "90", "rdma/hca": "8", "nvidia.com/gpu": "8"}
+    assert container(found)["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    volumes = {each["name"]: each for each in found["spec"]["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    assert found["metadata"]["annotations"]["megascale.dev/driver"] == "10.0.0.1:29400"
+    assert found["metadata"]["annotations"]["prometheus.io/port"] == "9100"
+    assert found["spec"]["tolerations"] == [
+        {"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"},
+        {"key": "b", "operator": "Exists", "effect": "NoExecute"},
+    ]
+    affinity = found["spec"]["affinity"]
+    term = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0]
+    assert term["matchFields"] == [{"key": "metadata.name", "operator": "NotIn", "values": ["bad"]}]
+    assert "podAntiAffinity" in affinity
+    assert found["spec"]["automountServiceAccountToken"] is False
+
+
+def test_no_secret_stands_in_a_pod(monkeypatch):
+    monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "hunter2-hunter2")
+    from megascale.resilience.cluster.kubernetes_objects import own_secrets, taken_over
+
+    text = str(pod(config(), "job-1", 8, environment=taken_over(), secrets=own_secrets()))
+    assert "hunter2" not in text
+
+
+@pytest.mark.parametrize("given", ["gpu yes", "=a:NoSchedule", "a:Never"])
+def test_tolerations_that_are_none_are_refused(given):
+    with pytest.raises(ConfigError, match=r"kubernetes\.tolerations"):
+        pod(config(tolerations=[given]), "job-1", 0)
+
+
+def test_names_that_kubernetes_does_not_take_are_refused():
+    bad = config().model_copy(update={"train": config().train.model_copy(update={"name": "My_Job"})})
+    with pytest.raises(ConfigError, match=r"--train\.name=my-job"):
+        manifests(bad, "nodes", 0, "/runs/x")
+
+
+def test_a_patch_is_merged_by_names():
+    base = {"spec": {"containers": [{"name": "agent", "env": [{"name": "A", "value": "1"}], "image": "x"}], "a": 1}}
+    patch = {
+        "spec": {"containers": [{"name": "agent", "env": [{"name": "B", "value": "2"}]}, {"name": "c"}], "a": None}
+    }
+    assert merge(base, patch) == {
+        "spec": {
+            "containers": [
+                {"name": "agent", "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "image": "x"},
+                {"name": "c"},
+            ]
+        }
+    }
+    mounts = merge([{"name": "a", "mountPath": "/x"}], [{"name": "a", "mountPath": "/y"}])
+    assert [each["mountPath"] for each in mounts] == ["/x", "/y"]
+
+
+def test_a_patch_that_is_no_pod_is_refused(tmp_path: Path):
+    file = tmp_path / "patch.yaml"
+    file.write_text("containers: []\n")
+    with pytest.raises(DataError, match=r"kubernetes\.pod="):
+        read_patch(config(pod=str(file)).kubernetes)
+
+
+def test_the_driver_s_manifests_carry_the_files_that_settings_name(tmp_path: Path):
+    (tmp_path / "patch.yaml").write_text("spec: {hostIPC: true}\n")
+    found = {each["kind"]: each for each in manifests(config(pod=str(tmp_path / "patch.yaml")), "driver", 8, "/data/r")}
+    data = found["ConfigMap"]["data"]
+    assert data["pod.yaml"] == "spec: {hostIPC: true}\n"
+    assert 'pod = "/etc/megascale/job/pod.yaml"' in data["job.toml"]
+    role = found["Role"]["rules"]
+    assert not any("secrets" in rule["resources"] and {"get", "list", "watch"} & {*rule["verbs"]} for rule in role)
+    assert not any("*" in rule["verbs"] + rule["resources"] for rule in [*role, *found["ClusterRole"]["rules"]])
+    assert found["Job"]["spec"]["template"]["spec"]["serviceAccountName"] == "megascale-driver"
+
+
+def test_the_base_says_what_the_command_prints():
+    loader = SourceFileLoader("kubernetes_base", str(ROOT / "scripts" / "kubernetes-base"))
+    spec = importlib.util.spec_from_loader("kubernetes_base", loader)
+    assert spec is not None
+    made = importlib.util.module_from_spec(spec)
+    loader.exec_module(made)
+    for name, text in made.files().items():
+        assert (made.BASE / name).read_text() == text, f"run scripts/kubernetes-base: {name} is old"
+
+
+def test_the_base_is_rendered_by_kubectl():
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl here (Debian: kubernetes-client)")
+    words = ["kubectl", "kustomize", str(ROOT / "deploy" / "kubernetes" / "base")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    kinds = sorted(each["kind"] for each in yaml.safe_load_all(done.stdout))
+    rights = ["ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ServiceAccount"]
+    assert kinds == sorted([*rights, "ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim"])
+
+
+# The essentials of jobset.x-k8s.io/v1alpha2, by hand from its types: the CRD itself is not had here. Of pods' templates
+# it says nothing: the API server's own dry run accepts those, as Jobs.
+_NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
+_REPLICATED = {
+    "type": "object",
+    "required": ["name", "template"],
+    "additionalProperties": False,
+    "properties": {
+        "name": _NAME,
+        "groupName": _NAME,
+        "replicas": {"type": "integer", "minimum": 0},
+        "template": {
+            "type": "object",
+            "required": ["spec"],
+            "additionalProperties": False,
+            "properties": {
+                "metadata": {"type": "object"},
+                "spec": {
+                    "type": "object",
+                    "required": ["template"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "parallelism": {"type": "integer", "minimum": 0},
+                        "completions": {"type": "integer", "minimum": 0},
+                        "backoffLimit": {"type": "integer", "minimum": 0},
+                        "completionMode": {"enum": ["Indexed", "NonIndexed"]},
+                        "template": {"type": "object", "required": ["spec"]},
+                    },
+                },
+            },
+        },
+    },
+}
+JOBSET = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "kind": {"const": "JobSet"},
+        "metadata": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": _NAME, "labels": {"type": "object", "additionalProperties": {"maxLength": 63}}},
+        },
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "replicatedJobs": {"type": "array", "items": _REPLICATED},
+                "network": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "enableDNSHostnames": {"type": "boolean"},
+                        "publishNotReadyAddresses": {"type": "boolean"},
+                        "subdomain": _NAME,
+                    },
+                },
+                "successPolicy": {
+                    "type": "object",
+                    "required": ["operator"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "operator": {"enum": ["All", "Any"]},
+                        "targetReplicatedJobs": {"type": "array", "items": {"type": "string"}},
+                    },
+                },
+                "failurePolicy": {"type": "object", "properties": {"maxRestarts": {"type": "integer", "minimum": 0}}},
+            },
+        },
+    },
+}
+
+
+def test_a_jobset_is_as_its_types_say():
+    schema = pytest.importorskip("jsonschema_rs")
+    found = manifests(config(queue="team"), "jobset", 8, "/data/runs/job")[-1]
+    schema.validate(JOBSET, found)
+    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    driver, nodes = found["spec"]["replicatedJobs"]
+    assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == [driver["name"]]
+    assert nodes["template"]["spec"]["parallelism"] == 4
+    agent = container(nodes["template"]["spec"]["template"])
+    assert "megascale-job-driver-0-0.megascale-job:29400" in agent["command"]
+    text = to_yaml([found])
+    assert "&id" not in text
+    with pytest.raises(schema.ValidationError):
+        schema.validate(JOBSET, found | {"spec": found["spec"] | {"replicatedJob": []}})
