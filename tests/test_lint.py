@@ -115,7 +115,7 @@ def test_files_that_comments_name_are_there() -> None:
 def test_tests_stand_where_their_packages_do() -> None:
     """A reader finds the tests of a package under its own path, but for those of all packages
     together, or under a real cluster."""
-    together = {"exact", "extend", "slurm"}
+    together = {"exact", "extend", "kubernetes", "slurm"}
     folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
     lost = [folder for folder in folders if not (ROOT / "src" / "megascale" / folder).is_dir()]
     assert [folder.as_posix() for folder in lost if folder.parts[0] not in together] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,15 +59,15 @@ def test_a_second_driver_is_refused_while_the_first_renews(api, named):
     assert len(said) == 1
 
 
-def test_a_driver_that_was_replaced_learns_it(api, named, monkeypatch):
+def test_a_driver_that_was_replaced_learns_it(api, named):
     named("pod=a uid=1")
-    first = lease(api, 30.0)
+    first = lease(api)
     first.take(print)
     named("pod=b uid=2")
-    now = [time.monotonic()]
-    monkeypatch.setattr(kubernetes_lease.time, "monotonic", lambda: now[0])
-    second = lease(api, 30.0)
+    now = [100.0]
+    second = DriverLease(api, "megascale-job", 30.0, {}, lambda: now[0])
     second.take(print, sleep=lambda seconds: now.__setitem__(0, now[0] + 10.0))
+    assert now[0] > 130.0
     assert api.call("GET", api.path("leases", "megascale-job", kubernetes_lease.GROUP))["spec"]["leaseTransitions"] == 1
     first.renew()
     assert first.lost == "pod=b uid=2"
@@ -161,3 +160,30 @@ def test_a_watch_goes_on_after_an_outage_and_begins_anew_after_expiry(api, serve
     heard.until({"k1", "k2"})
     assert watch.lists == 2
     watch.stop()
+
+
+def test_a_driver_s_pod_that_has_ended_is_not_waited_for(api, server, named):
+    def never(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    store = server.store
+    made = store.create("pods", {"metadata": {"name": "a"}, "spec": {"nodeName": "k1"}})
+    named(f"pod=a uid={made['metadata']['uid']}")
+    lease(api).take(print)
+    named("pod=b uid=2")
+    with pytest.raises(AssertionError, match="it waits"):
+        lease(api).take(print, never)
+    states = [{"state": {"terminated": {"exitCode": 137}}}]
+    store.update("pods", "a", lambda pod: pod["status"].update(phase="Failed", containerStatuses=states))
+    lease(api).take(print, never)
+
+
+def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
+    def never(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    named("pod=a uid=1")
+    lease(api).take(print)
+    named("pod=b uid=2")
+    with pytest.raises(AssertionError, match="it waits"):
+        lease(api).take(print, never)

@@ -76,7 +76,7 @@ class _Job(Launched):
         words += [f"--resilience.listen={machines['head'].address}", f"--resilience.port={_PORT}"]
         words += [f"--parallel.data={nodes}", f"--train.global_batch={nodes}", "--train.micro_batch=1"]
         words += [f"--checkpoint.location={file.parent / 'shared'}", "--checkpoint.replicas=false"]
-        words += ["--checkpoint.memory_interval=0", "--checkpoint.background=false", "--checkpoint.interval=10"]
+        words += ["--checkpoint.memory_interval=0", "--checkpoint.background=false", "--checkpoint.interval=5"]
         super().__init__(file, "many", [*words, f"--train.steps={_STEPS}"], _PACE)
 
     def start(self) -> Any:
@@ -121,7 +121,7 @@ def _once(folder: Path, nodes: int, lost: int, seconds: float) -> dict[str, Any]
 def _strike(machines: Machines, job: _Job, nodes: int, seconds: float) -> dict[str, Any]:
     if job.first(lambda e: e.kind == "first_step", _START) is None:
         return {"why": f"no first step: {job.output.read_text()[-1000:]}"}
-    wait(lambda: _trained(job) >= 12, "a checkpoint", _START)
+    wait(lambda: _trained(job) >= 6, "a checkpoint", _START)
     before, cut = job.events()[-1].id, time.time()
     machines["many"].cut()
     missed = job.first(lambda e: e.id > before and e.kind in ("missed_heartbeat", "node_lost", "process_exit"))

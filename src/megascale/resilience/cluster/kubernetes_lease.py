@@ -48,13 +48,22 @@ class DriverLease:
     name: of the Lease.
     seconds: for which it is given.
     labels: of the object.
+    clock: seconds, monotonic.
 
     Attributes:
         renewed: when it was last renewed, on the monotonic clock, as of before the request.
         lost: who has it instead, "" while it is this driver's.
     """
 
-    def __init__(self, api: KubernetesApi, name: str, seconds: float, labels: dict[str, str]) -> None:
+    def __init__(
+        self,
+        api: KubernetesApi,
+        name: str,
+        seconds: float,
+        labels: dict[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._api, self._name, self._seconds, self._labels = api, name, seconds, labels
         self._identity = own_identity()
         self._object: Json = {}
@@ -63,12 +72,12 @@ class DriverLease:
     def take(self, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> None:
         """Take it, waiting for one that is silent. Raises ConfigError where another driver renews it,
         TrainingError where the server is not reached for as long as it is given."""
-        begun, seen, since, said = time.monotonic(), "", time.monotonic(), False
+        begun, seen, since, said = self._clock(), "", self._clock(), False
         while True:
             try:
                 found = self._get()
                 holder, version = _holder(found), str((found or {}).get("spec", {}).get("renewTime"))
-                if not holder or is_dead(holder) or holder == self._identity:
+                if not holder or holder == self._identity or is_dead(holder) or self._has_ended(holder):
                     if self._write(found):
                         return
                     continue
@@ -78,9 +87,9 @@ class DriverLease:
                             f"another driver has the job: {holder} holds Lease {self._name} in namespace "
                             f"{self._api.namespace} and renews it; end that one first"
                         )
-                    seen, since = f"{holder} {version}", time.monotonic()
+                    seen, since = f"{holder} {version}", self._clock()
                 seconds = float(found["spec"].get("leaseDurationSeconds") or self._seconds) if found else 0.0
-                if time.monotonic() - since > seconds:
+                if self._clock() - since > seconds:
                     if self._write(found):
                         return
                     continue
@@ -88,13 +97,13 @@ class DriverLease:
                     said = True
                     say(f"Lease {self._name} is held by {holder}: waiting up to {seconds:g} s for it to run out")
             except KubernetesError as error:
-                if error.status in (401, 403) or time.monotonic() - begun > self._seconds:
+                if error.status in (401, 403) or self._clock() - begun > self._seconds:
                     raise TrainingError(f"Lease {self._name} cannot be had: {error}") from None
             sleep(LOOK)
 
     def renew(self) -> None:
         """Show that this driver lives; `lost` says so if another is. Raises KubernetesError."""
-        at = time.monotonic()
+        at = self._clock()
         try:
             if self._put(self._object):
                 self.renewed = at
@@ -114,6 +123,19 @@ class DriverLease:
         if self._object and not self.lost:
             self._put(self._object, holder="")
 
+    def _has_ended(self, holder: str) -> bool:
+        """Whether the holder is a pod of which the kubelet has said that its containers ended."""
+        theirs = _words(holder)
+        if not theirs.get("uid") or not theirs.get("pod"):
+            return False
+        try:
+            found = self._api.call("GET", self._api.path("pods", theirs["pod"]))
+        except KubernetesError:
+            return False  # that it is not there any more proves nothing: it may have been removed by force
+        states = [each.get("state") or {} for each in (found.get("status") or {}).get("containerStatuses") or ()]
+        same = found["metadata"].get("uid") == theirs["uid"]
+        return same and bool(states) and all("terminated" in state for state in states)
+
     def _get(self) -> Json | None:
         try:
             return self._api.call("GET", self._api.path("leases", self._name, GROUP))
@@ -124,7 +146,7 @@ class DriverLease:
 
     def _write(self, found: Json | None) -> bool:
         """Take it; False if somebody was quicker."""
-        at = time.monotonic()
+        at = self._clock()
         if found is not None:
             done = self._put(found)
         else:

@@ -42,6 +42,7 @@ class Node:
     Attributes:
         record: what the job's state remembers of it.
         deadline: when a joining agent must have come.
+        joined: when its agent came last: what it is asked before, it hears then.
         boot: names one life of its agent.
         attempt: of which it holds processes.
         acknowledged: number of the last stop order it has carried out.
@@ -62,6 +63,7 @@ class Node:
     channel: AgentChannel | None = None
     last_seen: float = 0.0
     deadline: float = 0.0
+    joined: float = 0.0
     boot: str = ""
     attempt: int = 0
     acknowledged: int = 0

@@ -60,7 +60,8 @@ class Placement:
         waited = [self._nodes[name] for name in job.placement if self._nodes[name].acknowledged != order]
         limit = (limits.grace_period if job.save else 0.0) + 2 * limits.window
         for node in waited:
-            if node.state is NodeState.UP and now - self._job.entered > limit:
+            # One that was cut off and is back has its time from then on.
+            if node.state is NodeState.UP and now - max(self._job.entered, node.joined) > limit:
                 self._nodes.lose(node, f"{node.name} did not stop its processes within {limit:g} s")
                 if not final:
                     self._recovery.recover_node(node.name, evict=True)

@@ -113,7 +113,7 @@ class AgentTelemetry:
             node.channel.close()  # a connection that broke unnoticed, or an agent started anew
         self._nodes.leases.came(node, node.boot == hello.boot, hello.held is not None)
         again, node.boot = node.boot not in ("", hello.boot), hello.boot
-        node.channel, node.last_seen, node.attempt = channel, now, hello.attempt
+        node.channel, node.last_seen, node.joined, node.attempt = channel, now, now, hello.attempt
         channel.send_message(do="welcome", epoch=self._job.state.epoch, version=agent_channel.VERSION)
         self._came(node, hello)
         if again or node.attempt < self._job.state.attempt:

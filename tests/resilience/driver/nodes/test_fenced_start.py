@@ -1,0 +1,86 @@
+"""Ranks of a node that nobody reaches start elsewhere only when they have surely ended there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from megascale.config import Config, ResilienceConfig
+from megascale.resilience.cluster.base import NodeInfo
+from megascale.resilience.driver.driver import Driver
+from megascale.resilience.driver.state.job_state import JobState, Phase
+from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.protocol.agent_messages import Stopped
+from tests.resilience.driver.telemetry.test_adoption import Channel
+from tests.resilience.driver.telemetry.test_lost_nodes import Elsewhere, hello
+
+
+class Seeing(Elsewhere):
+    """A cluster that may see that nothing of a node runs any more."""
+
+    certain = False
+
+    def nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(n, "", n not in self.over, n not in self.over) for n in self.names]
+
+    def gone(self, name: str) -> bool:
+        return self.certain
+
+
+def play(run: Path, free: Any) -> tuple[list[str], list[Any]]:
+    """Node n1 of n0 and n1 falls silent, n2 is the spare; `free(driver, cluster)` is what ends its ranks. The orders of
+    n1 and the driver's events."""
+    journal, _ = LastingJournal.take(run, 0.05)
+    orders: list[str] = []
+
+    async def work() -> None:
+        cluster = Seeing(3)
+        job = JobState("a", Phase.RUNNING, 1, ("n0", "n1"), data=2)
+        limits = ResilienceConfig(nodes=2, spares=1, cluster="elsewhere", agent_lease=1000.0)
+        driver = Driver(run, Config(resilience=limits), cluster, ["train"], journal, job)
+        channels = {name: Channel() for name in cluster.names}
+        for name, channel in channels.items():
+            assert driver.telemetry.joined(channel, hello(name, ("n0", "n1"))) == ""
+        cluster.over.add("n1")
+        driver.nodes["n1"].last_seen -= 100.0
+        driver.lost.missing(driver.nodes["n1"], "it is silent")
+        orders.extend(channels["n1"].orders)
+
+        def step() -> None:
+            for name in ("n0", "n2"):
+                stopped = Stopped(driver.attempts.order, 1, 29500)
+                driver.telemetry.received(name, channels[name], stopped)
+            driver.step(time.monotonic())
+
+        for _ in range(5):
+            step()
+        assert driver.job.phase is Phase.STOPPING, "ranks of n1 were started elsewhere while they may run there"
+        assert driver.job.state.placement == ("n0", "n2")
+        free(driver, cluster)
+        step()
+        assert (driver.job.phase, driver.job.state.attempt) == (Phase.STARTING, 2)
+        driver.tasks.cancel()
+
+    asyncio.run(work())
+    events = journal.events()
+    journal.close()
+    return orders, events
+
+
+def test_when_its_lease_is_over(tmp_path):
+    def free(driver: Driver, cluster: Seeing) -> None:
+        driver.nodes["n1"].leased = time.monotonic()
+
+    orders, events = play(tmp_path, free)
+    assert orders[-2:] == ["parted", "closed"]  # in this order: an end of the connection alone means the driver's end
+    (fenced,) = [e for e in events if e.kind == "ranks_fenced"]
+    assert fenced.nodes == ("n1",)
+
+
+def test_when_the_cluster_has_seen_it_end(tmp_path):
+    def free(driver: Driver, cluster: Seeing) -> None:
+        cluster.certain = True
+
+    play(tmp_path, free)
