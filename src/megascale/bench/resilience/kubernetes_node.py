@@ -169,7 +169,13 @@ class KubernetesNode:
         (folder / "_etc_cni_net.d" / "10-pods.conflist").write_text(json.dumps(_network(self.pods)))
         lines = ["set -e", "mount --make-rprivate /"]
         lines += [f"mount --bind {folder / place.replace('/', '_')} {place}" for place in _OWN]
-        lines += [f"mount -t tmpfs tmpfs {_RUN}", "mount --make-rshared /", "echo 1 > /proc/sys/net/ipv4/ip_forward"]
+        # Names of pods' networks would stay in the host's folder.
+        lines += [
+            f"mount -t tmpfs tmpfs {_RUN}",
+            "mount -t tmpfs tmpfs /run/netns",
+            "mount --make-rshared /",
+            "echo 1 > /proc/sys/net/ipv4/ip_forward",
+        ]
         self.run("bash", "-c", "\n".join(lines))
 
     def start_kubelet(self) -> None:
