@@ -45,7 +45,7 @@ SMALL = {
 # What stands in the world where a document speaks of another.
 THERE = (
     (r"~/", ""),
-    (r"runs/(NAME|hour)", "runs/kept"),
+    (r"runs/(NAME|hour|machine-gone-0)", "runs/kept"),
     (r"^((?:nodes|events) runs)/stdlib", r"\1/kept"),
     (r"--steps \d+-\d+|--before .* --after \S+", "--steps 3-10"),
     (r"^(decline .*)--steps 3-10", r"\1--before 1-5 --after 6-10"),
@@ -59,7 +59,7 @@ PARSED = {
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
     r"launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
-    r"nodes job|events job|logs job|evict job": "needs a job elsewhere (tests/resilience/driver/api)",
+    r"\.access": "needs a job elsewhere (tests/resilience/driver/api)",
     r"bench (layouts|init|kernels)": "minutes, or a GPU (tests/exact, tests/bench)",
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
 }

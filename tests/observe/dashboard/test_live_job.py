@@ -19,8 +19,8 @@ __all__ = ["launch"]  # the fixture
 WORDS = ["--resilience.nodes=4", "--resilience.spares=1", "--train.steps=100000", "--resilience.faults=true"]
 # Heartbeats that are rare leave a person the time to be quicker than the driver's own rule for slow nodes.
 LASTING = [
-    "--resilience.interval=6",
-    "--resilience.window=60",
+    "--resilience.interval=20",
+    "--resilience.window=120",
     "--observe.spans=5",
     "--parallel.data=4",
     "--train.global_batch=8",
