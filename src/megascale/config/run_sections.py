@@ -23,6 +23,7 @@ ACCEPTABLE = (
     "model.dropout",
     "train.seed",
     "train.precision",
+    "train.loss",
     *(f"optimizer.{key}" for key in OptimizerConfig.model_fields),
 )
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,8 @@ class DriverPodJob(KubernetesJob):
 
     outside = False
 
+    _asked = 0.0  # when the server was asked last, monotonic
+
     def start(self) -> Any:
         """Print the manifests and have the cluster make them; nothing of the job is a child of this process."""
         words = self.command[self.command.index(sys.executable) :]
@@ -149,20 +151,12 @@ class DriverPodJob(KubernetesJob):
         self.process = subprocess.Popen(["sleep", "0"])  # there is none here
         return self.process
 
-    def first(self, wanted: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
-        """As Launched.first, until the driver's Job has ended."""
-        deadline, after, asked, over = time.monotonic() + grace_period, 0, time.monotonic(), False
-        while time.monotonic() < deadline:
-            fresh = self.events(after)
-            if found := next((e for e in fresh if wanted(e)), None):
-                return found
-            after = fresh[-1].id if fresh else after
-            if over:
-                return None
-            if time.monotonic() - asked > 2.0:
-                over, asked = self.state() != "", time.monotonic()
-            time.sleep(0.05)
-        return None
+    def over(self) -> bool:
+        """As Launched.over: the driver's Job has ended; the server is asked now and then."""
+        if time.monotonic() - self._asked <= 2.0:
+            return False
+        self._asked = time.monotonic()
+        return self.state() != ""
 
     def state(self) -> str:
         """Complete or Failed once the driver's Job is that, else ""."""

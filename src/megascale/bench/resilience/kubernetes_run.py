@@ -11,7 +11,7 @@ from typing import Any
 from megascale.bench.resilience.kubernetes_faults import FAULTS, Injected, KubernetesFault
 from megascale.bench.resilience.kubernetes_job import DriverPodJob, KubernetesJob
 from megascale.bench.resilience.kubernetes_site import KubernetesSite
-from megascale.bench.resilience.launched import Launched, make, phases
+from megascale.bench.resilience.launched import Launched, make, phases, recovery
 
 LOCAL = "one-machine"
 PACE = 0.1  # least seconds of a step
@@ -85,11 +85,7 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> dict[str, Any]:
     verdict = again = None
     done = 0
     if fault.verdicts:
-        verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > began and e.id > before)
-        after = verdict.id if verdict else before
-        job.first(lambda e: e.kind == "attempt_started" and e.id > after)
-        done = job.step()  # all have stopped, none has loaded
-        again = job.first(lambda e: e.kind == "first_step" and e.id > after)
+        verdict, again, done = recovery(job, fault.verdicts, began, before)
     row = {"node": injected.node, "verdict": verdict.kind if verdict else None}
     row |= phases(job, injected.at, verdict, again)
     job.first(lambda e: e.kind == "job_done")

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from megascale.bench.resilience import machines
 from megascale.bench.resilience.kubernetes_node import (
@@ -29,7 +29,7 @@ from megascale.bench.resilience.kubernetes_node import (
     KubernetesNode,
     write_images,
 )
-from megascale.bench.resilience.machines import Machines, wait
+from megascale.bench.resilience.machines import Machines, Site, wait
 from megascale.errors import TrainingError
 
 PORT = 16443
@@ -67,7 +67,7 @@ def impossible() -> str:
     return machines.impossible()
 
 
-class KubernetesSite:
+class KubernetesSite(Site):
     """`with KubernetesSite(folder, 3) as site: site.kubectl("get", "nodes")`.
 
     Args:
@@ -88,18 +88,6 @@ class KubernetesSite:
         self.environment = {k: v for k, v in os.environ.items() if "PROXY" not in k.upper()} | {"GOMAXPROCS": "2"}
         self.nodes: dict[str, KubernetesNode] = {}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-
-    def __enter__(self) -> Self:
-        self.machines.__enter__()
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def address(self) -> str:

@@ -140,11 +140,15 @@ class Launched:
 
         return events_of(self.run, after)
 
+    def over(self) -> bool:
+        """Whether the job has ended, so that no more events come."""
+        return self.process.poll() is not None
+
     def first(self, wanted: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
         """The first event that is wanted, once it is there; None if the job ends before, or after `grace_period`."""
         deadline, after = time.monotonic() + grace_period, 0
         while time.monotonic() < deadline:
-            over = self.process.poll() is not None
+            over = self.over()
             fresh = self.events(after)
             if found := next((e for e in fresh if wanted(e)), None):
                 return found
@@ -187,6 +191,16 @@ def weights(run: Path) -> dict[str, Any]:
 
     engine, _ = restore(run, device="cpu")
     return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
+
+
+def recovery(job: Launched, verdicts: Sequence[str], began: float, before: int) -> tuple[Any, Any, int]:
+    """Of a fault after `began` and event `before`: the verdict, the first step after it, and the newest step that had
+    been done when all had stopped and none had loaded."""
+    verdict = job.first(lambda e: e.kind in verdicts and e.time > began and e.id > before)
+    after = verdict.id if verdict else before
+    job.first(lambda e: e.kind == "attempt_started" and e.id > after)
+    done = job.step()
+    return verdict, job.first(lambda e: e.kind == "first_step" and e.id > after), done
 
 
 def phases(job: Launched, injected: float, verdict: Any, again: Any) -> dict[str, float | int | None]:

@@ -227,3 +227,28 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise TrainingError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+
+
+class Site:
+    """A cluster manager on machines: a context in which it runs. Subclasses have `_start` and `close`."""
+
+    machines: Machines
+
+    def __enter__(self) -> Self:
+        self.machines.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End all of it, the machines too."""
+        raise NotImplementedError

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from megascale.bench.resilience.launched import Launched, make, phases
+from megascale.bench.resilience.launched import Launched, make, phases, recovery
 from megascale.bench.resilience.slurm_faults import FAULTS, SlurmFault
 from megascale.bench.resilience.slurm_job import SlurmJob
 from megascale.bench.resilience.slurm_session import session
@@ -181,11 +181,7 @@ def _strike(job: SlurmJob, fault: SlurmFault) -> dict[str, Any]:
     verdict = again = None
     done = 0
     if fault.verdicts:
-        verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > began and e.id > before)
-        after = verdict.id if verdict else before
-        job.first(lambda e: e.kind == "attempt_started" and e.id > after)
-        done = job.step()  # all have stopped, none has loaded
-        again = job.first(lambda e: e.kind == "first_step" and e.id > after)
+        verdict, again, done = recovery(job, fault.verdicts, began, before)
         if fault.ends == "next" and verdict:
             injected.at = max(injected.at, verdict.time) if fault.sbatch else injected.at
     row = {"node": injected.node, "verdict": verdict.kind if verdict else None}

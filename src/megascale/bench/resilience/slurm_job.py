@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class SlurmJob(Launched):
     Attributes:
         id: of the first job in Slurm.
     """
+
+    _asked = 0.0  # when the controller was asked last, monotonic
 
     def __init__(
         self, site: SlurmSite, file: Path, name: str, words: Sequence[str], pace: float, sbatch: str = ""
@@ -85,23 +87,12 @@ class SlurmJob(Launched):
 
     # what it does -----------------------------------------------------------------------------------------------------
 
-    def first(self, wanted: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
-        """The first event that is wanted, once it is there; None if no job of this run is left, or after
-        `grace_period` seconds."""
-        deadline, after, asked = time.monotonic() + grace_period, 0, 0.0
-        while time.monotonic() < deadline:
-            over = False
-            if time.monotonic() - asked > _ASK:
-                states, asked = self.jobs().values(), time.monotonic()
-                over = bool(states) and all(state in ENDED for state in states)
-            fresh = self.events(after)
-            if found := next((e for e in fresh if wanted(e)), None):
-                return found
-            after = fresh[-1].id if fresh else after
-            if over:
-                return None
-            time.sleep(0.02)
-        return None
+    def over(self) -> bool:
+        """As Launched.over: no job of this run is left; the controller is asked now and then."""
+        if time.monotonic() - self._asked <= _ASK:
+            return False
+        states, self._asked = self.jobs().values(), time.monotonic()
+        return bool(states) and all(state in ENDED for state in states)
 
     def step(self) -> int:
         """The last step that rank 0 has told of."""

@@ -12,10 +12,9 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 from megascale.bench.resilience import machines
-from megascale.bench.resilience.machines import Machines, wait
+from megascale.bench.resilience.machines import Machines, Site, wait
 
 _NEEDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _CONF = """ClusterName=test
@@ -63,7 +62,7 @@ def impossible() -> str:
     return machines.impossible()
 
 
-class SlurmSite:
+class SlurmSite(Site):
     """`with SlurmSite(folder, 3) as site: site.slurm("sbatch", "job.sh")`.
 
     Args:
@@ -79,18 +78,6 @@ class SlurmSite:
         own = {"HOME": str(folder / "home"), "TMPDIR": "/dev/shm", "OMP_NUM_THREADS": "1"}
         self.environment = os.environ | own | {"SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-
-    def __enter__(self) -> Self:
-        self.machines.__enter__()
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _start(self) -> None:
         for name in ("state", "spool", "home"):
