@@ -7,6 +7,7 @@ import pickle
 import struct
 import tempfile
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,22 @@ def test_the_index_is_torchs(saved: Path) -> None:
     ours, theirs = read_index(saved / ".metadata"), pickle.loads((saved / ".metadata").read_bytes())
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
+
+
+def test_an_index_by_an_early_python_3_11_is_read(saved: Path, tmp_path: Path) -> None:
+    """It has members of enums as getattr(class, name), which gets nothing here."""
+
+    class Early(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+    whole = pickle.loads((saved / ".metadata").read_bytes())
+    with (tmp_path / ".metadata").open("wb") as file:
+        Early(file).dump(whole)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    ours = read_index(tmp_path / ".metadata")
+    assert ours.state_dict_metadata == whole.state_dict_metadata
+    assert ours.storage_data == whole.storage_data
 
 
 def test_a_checkpoint_of_torch_is_read(saved: Path) -> None:

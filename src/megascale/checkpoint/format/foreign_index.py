@@ -35,6 +35,8 @@ _RECORDS = (
     *((f"{_TORCH}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *((f"{_TORCH}.metadata", f"{kind}StorageMetadata") for kind in ("Chunk", "Tensor", "Bytes")),
     (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"),
+    # Python 3.11 before 3.11.4 writes an enum's member as getattr(class, name): a record as well, which gets nothing.
+    ("builtins", "getattr"),
     (f"{_TORCH}.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     # Where older versions of torch have the first, and newer ones of Python the last two.
