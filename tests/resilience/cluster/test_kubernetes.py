@@ -153,6 +153,22 @@ def test_a_pod_that_is_stuck_is_removed_by_force_and_proves_nothing(site, monkey
     site.run(work)
 
 
+def test_a_pod_that_no_machine_takes_is_made_again_when_one_is_free(site):
+    """All machines are to be avoided while it is asked for, as after all pods were deleted by force."""
+
+    async def work(cluster: KubernetesCluster) -> None:
+        for name in ("k0", "k1", "k2"):
+            cluster.block(name, "all are")
+        asked = asyncio.create_task(cluster.request())
+        await until(lambda: any(pod.waiting[0] for pod in cluster.view.table.pods.values()))
+        first = {pod.name for pod in cluster.view.table.pods.values()}
+        cluster.unblock("k1")
+        assert await asked == "k1"
+        assert not first & {pod["metadata"]["name"] for pod in site.store.all("pods")}
+
+    site.run(work)
+
+
 def test_pods_that_run_are_told_where_a_new_driver_is(site):
     async def begin(cluster: KubernetesCluster) -> None:
         assert await cluster.request()

@@ -116,6 +116,20 @@ def test_a_rank_that_lost_a_peer_is_not_to_blame():
     assert alone.action == "respawn"
 
 
+def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often():
+    """As of a pod that is deleted twice: the driver hears of the ranks elsewhere first."""
+    asked = worker(0, state="exited", code=130, error="Exit: 130")
+    first = one(ended(asked), "process_exit")
+    assert (first.nodes, first.ranks, first.action, first.person) == ((), (0,), "respawn", False)
+    assert "asked to" in first.evidence[0]
+    again = one(
+        ended(asked, worker(1, state="exited", code=130, error="Exit: 130"), past=[(1.0, first)]), "process_exit"
+    )
+    assert (again.nodes, again.action) == ((), "respawn")
+    found = ended(asked, worker(1, state="signalled", code=signal.SIGSEGV))
+    assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
+
+
 def test_the_same_exception_on_several_ranks_is_the_users():
     error = {"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}
     verdict = one(ended(worker(0, **error), worker(1, **error)), "user_error")

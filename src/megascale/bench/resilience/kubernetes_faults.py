@@ -239,8 +239,9 @@ def removed(job: KubernetesJob, injected: Injected) -> list[str]:
 
 def replenished(job: KubernetesJob, injected: Injected) -> list[str]:
     """The spare was used, and another pod came in its place before the job's end."""
-    actions = [e.action for e in job.events() if e.kind == "recovery_action" and e.time > injected.at]
-    wrong = [] if "spare" in actions else [f"no spare was used: {actions}"]
+    started = [set(e.nodes) for e in job.events() if e.kind == "attempt_started"]
+    there = set(job.joined()) - set(job.joined(injected.at))
+    wrong = [] if started[-1] - started[0] & there else [f"no spare was used: {started}"]
     return wrong + ([] if job.joined(injected.at) else ["no new pod has become a node"])
 
 

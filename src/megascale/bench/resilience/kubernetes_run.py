@@ -11,7 +11,7 @@ from typing import Any
 from megascale.bench.resilience.kubernetes_faults import FAULTS, Injected, KubernetesFault
 from megascale.bench.resilience.kubernetes_job import DriverPodJob, KubernetesJob
 from megascale.bench.resilience.kubernetes_site import KubernetesSite
-from megascale.bench.resilience.launched import Launched, make, phases, recovery
+from megascale.bench.resilience.launched import Launched, Steps, make, phases, recovery
 
 LOCAL = "one-machine"
 PACE = 0.1  # least seconds of a step
@@ -51,20 +51,19 @@ def one_local(file: Path, name: str, folder: Path) -> dict[str, Any]:
     """The same without a cluster: all processes of a node are killed, and the spare takes over."""
     from megascale.resilience.faults.inject import Options, inject
 
-    steps = FAULTS["pod-deleted"].steps
-    calm = _calm(folder, steps)
-    job = Launched(file, name, [f"--train.steps={steps}", "--resilience.test_spares=false"], PACE)
+    count = FAULTS["pod-deleted"].steps
+    calm = _calm(folder, count)
+    job = Launched(file, name, [f"--train.steps={count}", "--resilience.test_spares=false"], PACE)
     row: dict[str, Any] = {"kind": LOCAL, "name": name, "verdict": None, "lost": None, "wrong": [], "doubles": []}
     try:
         while job.first(lambda e: e.kind == "first_step") and job.step() < _BEFORE:
             time.sleep(0.02)
-        step, injected = job.step(), time.time()
-        inject(job.run, "kill-node", Options(node="n1"))
-        verdict = job.first(lambda e: e.time > injected and e.kind in FAULTS["node-off"].verdicts)
-        again = job.first(lambda e: e.time > injected and e.kind == "first_step")
-        row |= phases(job, injected, verdict, again)
+        injected, before = time.time(), job.events()[-1].id
+        with Steps(job) as steps:
+            inject(job.run, "kill-node", Options(node="n1"))
+            verdict, again = recovery(job, FAULTS["node-off"].verdicts, injected, before)
+        row |= phases(job, injected, verdict, again, steps)
         row |= {"code": job.end(), "verdict": verdict.kind if verdict else None}
-        row["lost"] = max(0, step - row["resumed_from"]) if row.get("resumed_from") is not None else None
         row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]
     finally:
         job.end(0.0 if "code" not in row else 10.0)
@@ -81,18 +80,17 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> dict[str, Any]:
     job.until_joined(fault.pods)
     job.until_step(_BEFORE)
     before, began, job.step_before = job.events()[-1].id, time.time(), job.step()
-    injected = fault.strike(job)
     verdict = again = None
-    done = 0
-    if fault.verdicts:
-        verdict, again, done = recovery(job, fault.verdicts, began, before)
+    with Steps(job) as steps:
+        injected = fault.strike(job)
+        if fault.verdicts:
+            verdict, again = recovery(job, fault.verdicts, began, before)
     row = {"node": injected.node, "verdict": verdict.kind if verdict else None}
-    row |= phases(job, injected.at, verdict, again)
+    row |= phases(job, injected.at, verdict, again, steps)
     job.first(lambda e: e.kind == "job_done")
     row["code"] = job.end()
     row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]
     row["attempts"] = job.attempts()
-    row["lost"] = max(0, done - row["resumed_from"]) if again and row["resumed_from"] is not None else None
     if injected.work is not None:
         injected.work.join()
     row["wrong"] = injected.wrong + fault.check(job, injected) + _bad(row, fault)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -193,32 +194,60 @@ def weights(run: Path) -> dict[str, Any]:
     return {name: tensor.clone() for name, _, _, tensor in engine.optimizer.logical() if name.startswith("model.")}
 
 
-def recovery(job: Launched, verdicts: Sequence[str], began: float, before: int) -> tuple[Any, Any, int]:
-    """Of a fault after `began` and event `before`: the verdict, the first step after it, and the newest step that had
-    been done when all had stopped and none had loaded."""
+class Steps:
+    """Watches the newest step that a job has told of; a context manager, since the strike may outlast the recovery."""
+
+    def __init__(self, job: Launched) -> None:
+        self._job, self._seen, self._end = job, [(time.time(), job.step())], threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Steps:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.05):
+            step = self._job.step()
+            if step != self._seen[-1][1]:
+                self._seen.append((time.time(), step))
+
+    def until(self, when: float) -> int:
+        """The newest that had been told of by then, seconds since 1970."""
+        return max((step for at, step in self._seen if at <= when), default=0)
+
+
+def recovery(job: Launched, verdicts: Sequence[str], began: float, before: int) -> tuple[Any, Any]:
+    """Of a fault after `began` and event `before`: the verdict, and the first step after it."""
     verdict = job.first(lambda e: e.kind in verdicts and e.time > began and e.id > before)
-    after = verdict.id if verdict else before
-    job.first(lambda e: e.kind == "attempt_started" and e.id > after)
-    done = job.step()
-    return verdict, job.first(lambda e: e.kind == "first_step" and e.id > after), done
+    return verdict, job.first(lambda e: e.kind == "first_step" and e.id > before)
 
 
-def phases(job: Launched, injected: float, verdict: Any, again: Any) -> dict[str, float | int | None]:
-    """Seconds of a recovery by phase, and steps done twice.
+def phases(
+    job: Launched, injected: float, verdict: Any, again: Any, steps: Steps | None = None
+) -> dict[str, float | int | None]:
+    """Seconds of a recovery by phase, and with `steps` how many were lost.
 
-    detect: fault to verdict; stop: to the next attempt's start (all processes ended, recovery actions and placement);
-    load: to the state being back (processes, rendezvous, groups, checkpoint); step: to the first new step.
+    detect: fault to verdict; stop: to the start of the attempt that came to a step (all processes ended, recovery
+    actions and placement), 0 if the verdict came later; load: to the state being back (processes, rendezvous, groups,
+    checkpoint); step: to the first new step.
     """
-    after = verdict.time if verdict else injected
-    started = next((e for e in job.events() if e.kind == "attempt_started" and e.time > after), None)
-    after = started.time if started else after
+    until = again.time if again else float("inf")
+    starts = [e for e in job.events() if e.kind == "attempt_started" and injected < e.time <= until]
+    started = starts[-1] if starts else None
+    after = started.time if started else verdict.time if verdict else injected
     back = next(
         (e for e in job.trainer_events() if e["event"] in ("resumed", "run_started") and e["time"] > after), None
     )
     found: dict[str, float | int | None] = {"detect": verdict.time - injected if verdict else None}
-    found["stop"] = started.time - verdict.time if started and verdict else None
+    found["stop"] = max(0.0, started.time - verdict.time) if started and verdict else None
     found["load"] = back["time"] - started.time if back and started else None
     found["step"] = again.time - back["time"] if again and back else None
     found["total"] = again.time - injected if again else None
     found["resumed_from"] = back.get("step", 0) if back else None
+    if steps is not None:
+        found["lost"] = max(0, steps.until(back["time"]) - back.get("step", 0)) if back and again else None
     return found

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import tempfile
-import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import typer
 
 from megascale.bench.resilience import torchrun_machines
-from megascale.bench.resilience.launched import Launched, make, phases, weights
+from megascale.bench.resilience.launched import Launched, Steps, make, phases, weights
 from megascale.bench.resilience.machine_faults import FAULTS, HEADS, LINK, NODES, MachinesJob
 from megascale.bench.resilience.machines import Machines, impossible
 from megascale.core import strict_json
@@ -144,34 +143,22 @@ def _strike(job: MachinesJob, kind: str) -> dict[str, Any]:
     deadline = time.monotonic() + 120.0
     while job.step() < _BEFORE and time.monotonic() < deadline:
         time.sleep(0.05)
-    machine, before, step = job.holder(1), job.events()[-1].id, job.step()
-    done = [step]
-
-    def look() -> None:
-        if job.first(lambda e: e.kind == "attempt_started" and e.id > before):
-            done.append(job.step())  # all have stopped, none has loaded
-
-    watch = threading.Thread(target=look, daemon=True)  # a strike may outlast the recovery
-    if fault.ends == "recover":
-        watch.start()
-    injected = time.time()
-    fault.strike(machine, job)
+    machine, before = job.holder(1), job.events()[-1].id
     verdict = again = None
-    if fault.verdicts:
-        verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > injected - 0.01)
-    if fault.ends == "recover":
-        watch.join()
-        again = job.first(lambda e: e.kind == "first_step" and e.id > before)
-    row |= phases(job, injected, verdict, again)
+    with Steps(job) as steps:
+        injected = time.time()
+        fault.strike(machine, job)
+        if fault.verdicts:
+            verdict = job.first(lambda e: e.kind in fault.verdicts and e.time > injected - 0.01)
+        if fault.ends == "recover":
+            again = job.first(lambda e: e.kind == "first_step" and e.id > before)
+    row |= phases(job, injected, verdict, again, steps)
     row["code"] = job.end()
     row["verdict"] = verdict.kind if verdict else None
     events = job.events()
     row["attempts"] = sum(e.kind == "attempt_started" for e in events)
     row["actions"] = [e.action for e in events if e.kind == "recovery_action"]
     row["back"] = any(e.kind == "node_joined" and e.nodes == (machine.name,) and e.id > before for e in events)
-    if fault.ends == "recover" and row.get("resumed_from") is not None:
-        row["lost"] = max(0, max(done) - row["resumed_from"])
-    row["step"] = row["step"] if row["step"] is not None else None
     return row
 
 

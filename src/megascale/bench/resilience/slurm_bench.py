@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from megascale.bench.resilience.launched import Launched, make, phases, recovery
+from megascale.bench.resilience.launched import Launched, Steps, make, phases, recovery
 from megascale.bench.resilience.slurm_faults import FAULTS, SlurmFault
 from megascale.bench.resilience.slurm_job import SlurmJob
 from megascale.bench.resilience.slurm_session import session
@@ -159,13 +159,12 @@ def _one_machine(job: Launched) -> dict[str, Any]:
     wrong: list[str] = []
     while job.first(lambda e: e.kind == "first_step") and job.step() < _BEFORE:
         time.sleep(0.02)
-    step, injected = job.step(), time.time()
-    inject(job.run, "kill-node", Options(node="n1"))
-    verdict = job.first(lambda e: e.time > injected and e.kind in FAULTS["node-down"].verdicts)
-    again = job.first(lambda e: e.time > injected and e.kind == "first_step")
-    row: dict[str, Any] = dict(phases(job, injected, verdict, again))
+    injected, before = time.time(), job.events()[-1].id
+    with Steps(job) as steps:
+        inject(job.run, "kill-node", Options(node="n1"))
+        verdict, again = recovery(job, FAULTS["node-down"].verdicts, injected, before)
+    row: dict[str, Any] = dict(phases(job, injected, verdict, again, steps))
     row |= {"code": job.end(), "verdict": verdict.kind if verdict else None, "wrong": wrong}
-    row["lost"] = max(0, step - row["resumed_from"]) if row.get("resumed_from") is not None else None
     row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]
     return row
 
@@ -177,15 +176,15 @@ def _strike(job: SlurmJob, fault: SlurmFault) -> dict[str, Any]:
         return row
     job.until_step(_BEFORE)
     before, began = job.events()[-1].id, time.time()
-    injected = fault.strike(job)
     verdict = again = None
-    done = 0
-    if fault.verdicts:
-        verdict, again, done = recovery(job, fault.verdicts, began, before)
-        if fault.ends == "next" and verdict:
-            injected.at = max(injected.at, verdict.time) if fault.sbatch else injected.at
+    with Steps(job) as steps:
+        injected = fault.strike(job)
+        if fault.verdicts:
+            verdict, again = recovery(job, fault.verdicts, began, before)
+            if fault.ends == "next" and verdict:
+                injected.at = max(injected.at, verdict.time) if fault.sbatch else injected.at
     row = {"node": injected.node, "verdict": verdict.kind if verdict else None}
-    row |= phases(job, injected.at, verdict, again)
+    row |= phases(job, injected.at, verdict, again, steps)
     job.first(lambda e: e.kind == "job_done")
     job.first(lambda e: e.kind == "driver_ended")
     row["code"] = job.end(_LEARN)
@@ -196,7 +195,6 @@ def _strike(job: SlurmJob, fault: SlurmFault) -> dict[str, Any]:
     events = job.events()
     row["actions"] = [e.action for e in events if e.kind == "recovery_action"]
     row["attempts"] = sum(e.kind == "attempt_started" for e in events)
-    row["lost"] = max(0, done - row["resumed_from"]) if row["resumed_from"] is not None else None
     row["wrong"] = injected.wrong + fault.check(job, injected)
     row["wrong"] += [f"none of {', '.join(fault.verdicts)} came"] if fault.verdicts and verdict is None else []
     row["wrong"] += ["trainers started again"] if fault.ends == "ride" and row["attempts"] > 1 else []

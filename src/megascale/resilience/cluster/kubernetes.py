@@ -153,7 +153,7 @@ class KubernetesCluster:
         if self.view.table.of(name):
             return False  # the old one does not end, and would have the devices
         slot = name.removeprefix(f"{machine}.") if name != machine else ""
-        made = await self._make(slot, machine)
+        made = await self._make(slot, machine, self._avoid())
         return made is not None and bool(await self._runs(made, START))
 
     async def fence(self, name: str) -> bool:
@@ -164,14 +164,18 @@ class KubernetesCluster:
     async def request(self) -> str | None:
         """A node with a pod that runs; None if none comes, for which a report says why."""
         slot = "" if self._config.kubernetes.one_a_node else secrets.token_hex(2)
-        made = await self._make(slot, "")
-        if made is None:
-            return None
-        limits = self._config.resilience
-        found = await self._runs(made, limits.replenish_wait or START)
-        if found is None:
+        deadline = time.monotonic() + (self._config.resilience.replenish_wait or START)
+        while True:
+            avoid = self._avoid()
+            made = await self._make(slot, "", avoid)
+            if made is None:
+                return None
+            found = await self._runs(made, deadline - time.monotonic(), partial(self._outdated, avoid))
+            if found is not None:
+                return found.node
             await self._delete(made, 0)
-        return found.node if found is not None else None
+            if time.monotonic() >= deadline or avoid <= self._avoid():
+                return None
 
     async def close(self) -> None:
         """Give up the Lease, and stop watching; pods live on."""
@@ -238,18 +242,27 @@ class KubernetesCluster:
 
     # pods -------------------------------------------------------------------------------------------------------------
 
-    async def _make(self, slot: str, machine: str) -> str | None:
+    def _avoid(self) -> frozenset[str]:
+        """Machines that get no new pod now: blocked ones, those with a pod, and those where an old one may run on."""
+        lost = list(self.view.table.unproven.values())
+        unproven = {each.machine for each in lost if not self.gone(each.node)}
+        barred = {self.view.machine_of(each) for each in self._barred} if self._config.kubernetes.one_a_node else set()
+        return frozenset({*self.objects.blocked, *unproven, *barred} - {""})
+
+    def _outdated(self, avoid: frozenset[str], pod: Pod) -> bool:
+        """Whether a pod that no machine takes was made to avoid one that is free by now: its affinity cannot change."""
+        return not pod.machine and bool(pod.waiting[0]) and not avoid <= self._avoid()
+
+    async def _make(self, slot: str, machine: str, avoid: frozenset[str]) -> str | None:
         """Ask for a pod; its name, None if that was refused."""
         name = f"{self._job}-{secrets.token_hex(3)}"
-        unproven = {each.machine for each in self.view.table.unproven.values() if not self.gone(each.node)}
-        barred = {self.view.machine_of(each) for each in self._barred} if self._config.kubernetes.one_a_node else set()
         manifest = pod(
             self._config,
             name,
             self._gpus,
             slot=slot,
             machine=machine,
-            avoid={*self.objects.blocked, *unproven, *barred} - {""},
+            avoid=avoid,
             driver=self._driver,
             epoch=self._epoch,
             owner=self.objects.owner,
@@ -264,14 +277,14 @@ class KubernetesCluster:
             return None
         return name
 
-    async def _runs(self, name: str, seconds: float) -> Pod | None:
-        """The pod, once its container runs; None if it ends first, or does not run in time."""
+    async def _runs(self, name: str, seconds: float, hopeless: Callable[[Pod], bool] = lambda pod: False) -> Pod | None:
+        """The pod, once its container runs; None if it ends first, is hopeless, or does not run in time."""
         deadline, seen = time.monotonic() + seconds, False
         while time.monotonic() < deadline:
             found = self.view.pod(name)
             if found is None and seen:
                 return None
-            if found is not None and (found.over or found.deleting):
+            if found is not None and (found.over or found.deleting or hopeless(found)):
                 return None
             if found is not None and found.running:
                 return found

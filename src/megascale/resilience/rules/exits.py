@@ -20,7 +20,7 @@ from itertools import takewhile
 
 from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM, SCARCE
-from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_USAGE
+from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, EXIT_USAGE
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.table import quick
 from megascale.resilience.rules.verdicts import Action, Verdict
@@ -31,6 +31,7 @@ _CALM = re.compile(
     r"\s*\d{4}-\d\d-\d\dT\S+ attempt \d+ rank \d+ (INFO|DEBUG) "
 )  # a rank log's line that tells of no trouble
 _LOST = "lost contact"  # what a rank says that suffers from another's end
+_ASKED = "it or another rank was asked to (SIGTERM, SIGINT), and all have saved"
 _MEMORY_FULL = 0.9  # of a node's memory in use by its trainers before a SIGKILL is put down to want of memory
 PORTS = 5  # ports taken in a row after which a person is needed
 
@@ -98,14 +99,20 @@ _EXPECTED = ("TrainingError", "MegascaleError", "KeyboardInterrupt")
 
 @quick
 def processes(view: View) -> list[Verdict]:
-    """A verdict for each cause among the processes that ended badly; those that lost a peer are not to blame."""
+    """A verdict for each cause among the processes that ended badly; those that lost a peer are not to blame.
+
+    Nor are those that ended as they were asked to: SIGTERM to one rank, as of a pod that is deleted, ends all of them
+    together, and whose machine it was may be known only later.
+    """
     bad = [(m, w) for m, w in view.workers() if w.state == "signalled" or (w.state == "exited" and w.code)]
-    guilty = [(m, w) for m, w in bad if not w.by_agent and _LOST not in w.message + _said(w)]
+    guilty = [(m, w) for m, w in bad if not (w.by_agent or _asked(w) or _LOST in w.message + _said(w))]
     # Those that an agent did not end but what it starts them from, only where nobody ended by itself.
     guilty = guilty or [(m, w) for m, w in bad if w.by_agent and w.error]
     if bad and not guilty:
         # Who ended first is not among those that can speak: the network, or a rank whose node is silent.
-        evidence = [f"rank {w.rank} on {m.node} ended: {w.message[:200] or _LOST}" for m, w in bad[:8]]
+        evidence = [
+            f"rank {w.rank} on {m.node} ended: {_ASKED if _asked(w) else w.message[:200] or _LOST}" for m, w in bad[:8]
+        ]
         return [Verdict(Event.PROCESS_EXIT, (), tuple(w.rank for _, w in bad), "respawn", tuple(evidence))]
     by_cause: dict[Cause, list[tuple[RankView, Worker]]] = {}
     for member, worker in guilty:
@@ -120,6 +127,10 @@ def processes(view: View) -> list[Verdict]:
         if later and (cause.kind in _FOLLOWS or aborted):
             del by_cause[cause]
     return [_verdict(view, cause, ended) for cause, ended in by_cause.items()]
+
+
+def _asked(worker: Worker) -> bool:
+    return worker.state == "exited" and worker.code == EXIT_INTERRUPTED
 
 
 def cause_of(member: RankView, worker: Worker) -> Cause:

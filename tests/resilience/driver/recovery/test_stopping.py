@@ -10,6 +10,7 @@ from megascale.config import ResilienceConfig
 from megascale.resilience.driver.nodes.nodes import Node
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job_state import NodeRecord, NodeState, Phase
+from megascale.resilience.driver.state.transitions import JobEvent
 
 
 @pytest.mark.parametrize(("joined", "last"), [(0.0, 110.0), (115.0, 125.0)])
@@ -35,3 +36,22 @@ def test_a_node_that_was_away_has_its_time_to_stop_from_its_return_on(joined, la
     assert taken_out == []
     placement.check_stopped(last + 0.1)
     assert taken_out == ["n0 did not stop its processes within 10 s"]
+
+
+def test_a_node_that_has_stopped_and_is_lost_before_the_start_gets_no_ranks():
+    """Others may still run for a minute, until they must have ended: in that time more can be lost."""
+    events: list[JobEvent] = []
+    nodes = {name: Node(name, NodeRecord(state=NodeState.UP), acknowledged=3) for name in ("n0", "n1")}
+    nodes["n1"].record = NodeRecord(state=NodeState.LOST)
+    state = SimpleNamespace(goal=Phase.STARTING, placement=("n0", "n1"), save=False)
+    placement = Placement(
+        SimpleNamespace(state=state, entered=100.0, apply=events.append),
+        nodes,
+        SimpleNamespace(order=3, begin=lambda now: events.append(JobEvent.BEGUN)),
+        None,
+        None,
+        SimpleNamespace(limits=ResilienceConfig(window=5.0)),
+        None,
+    )
+    placement.check_stopped(101.0)
+    assert events == [JobEvent.GAP]
