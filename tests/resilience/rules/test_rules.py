@@ -130,6 +130,12 @@ def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often()
     assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
 
 
+def test_a_rank_whose_agent_was_told_to_end_says_whose_machine_it_was():
+    asked = worker(0, state="exited", code=130, error="Exit: 130")
+    verdict = one(ended(asked, worker(1, state="exited", code=130, error="Exit: 130", by_agent=True)), "process_exit")
+    assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), "respawn")
+
+
 def test_the_same_exception_on_several_ranks_is_the_users():
     error = {"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}
     verdict = one(ended(worker(0, **error), worker(1, **error)), "user_error")

@@ -62,6 +62,7 @@ DEVICE = Cause(Event.CUDA_ERROR, "its device reported an error", "respawn", "dia
 NETWORK = Cause(Event.NETWORK_ERROR, "its network broke", "respawn", "diagnose")
 CRASH = Cause(Event.SEGMENTATION_FAULT, "it crashed in native code", "respawn", "diagnose")
 KILLED = Cause(Event.PROCESS_KILLED, "somebody killed it", "respawn", "respawn")
+ASKED = Cause(Event.PROCESS_EXIT, "its agent was told to end, and it has saved", "respawn", "respawn")
 CODE = Cause(Event.USER_ERROR, "an exception in Python code", "respawn", "stop")
 OTHER = Cause(Event.PROCESS_EXIT, "for no reason that is known", "respawn", "respawn")
 
@@ -141,6 +142,8 @@ def cause_of(member: RankView, worker: Worker) -> Cause:
         return PORT_TAKEN
     if worker.errno == errno.ENOMEM:
         return OUT_OF_MEMORY
+    if _asked(worker):
+        return ASKED
     said = worker.message + "\n" + _said(worker)
     for pattern, cause in _TEXTS:
         if re.search(pattern, said):
