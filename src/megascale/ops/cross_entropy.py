@@ -71,35 +71,46 @@ def local_gradient_reference_(
 
 
 @jit
-def _load_logits(row_ptr, column, valid, columns):
-    """Logits in float32, -inf from `valid` on. The mask is the padded width, which whole vectors fit."""
-    x = tl.load(row_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-    return tl.where(column < valid, x, -float("inf"))
-
-
-@jit
 def _row_statistics(row_ptr, valid, columns, BLOCK: tl.constexpr):
-    """Maximum and sum of exp(x - maximum) of one row, read once."""
-    top = -float("inf")
-    total = 0.0
-    for start in range(0, valid, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = _load_logits(row_ptr, column, valid, columns)
-        higher = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+    """Maximum of one row, times log2(e), and the sum of 2^(x log2(e) - it), read once.
+
+    Powers of two, so that an exponent is one multiply-add; each lane keeps a sum of its own. Only the last block, which
+    the padding is in, is masked: with the padded width, which whole vectors fit.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    column = tl.arange(0, BLOCK)
+    edge = valid // BLOCK * BLOCK
+    x = tl.load(row_ptr + edge + column, mask=edge + column < columns, other=0.0).to(tl.float32)
+    x = tl.where(edge + column < valid, x, -float("inf"))
+    top = tl.maximum(tl.max(x, 0), -1e30) * LOG2E  # finite, also where nothing is valid
+    sums = tl.exp2(x * LOG2E - top)
+    for start in range(0, edge, BLOCK):
+        x = tl.load(row_ptr + start + column, eviction_policy="evict_last").to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, 0) * LOG2E)
+        sums = sums * tl.exp2(top - higher) + tl.exp2(x * LOG2E - higher)
         top = higher
-    return top, total
+    total = tl.sum(sums, 0)
+    return tl.where(total > 0.0, top, -float("inf")), total
 
 
 @jit
-def _row_gradient(row_ptr, target, lse, scale, valid, columns, BLOCK: tl.constexpr):
-    """Overwrite one row of logits with scale x (softmax - one at the target)."""
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = _load_logits(row_ptr, column, valid, columns)
-        grad = (tl.exp(x - lse) - tl.where(column == target, 1.0, 0.0)) * scale
-        # The padding's logits are -inf here, so their gradient is exp(-inf) = 0 unless lse is not finite.
-        tl.store(row_ptr + column, tl.where(column < valid, grad, 0.0), mask=column < columns)
+def _row_gradient(row_ptr, target, picked, lse, scale, valid, columns, BLOCK: tl.constexpr):
+    """Overwrite one row of logits with scale x (softmax - one at the target).
+
+    picked: the target's logit; target: its column, below 0 if it is not here; lse: times log2(e).
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    column = tl.arange(0, BLOCK)
+    edge = valid // BLOCK * BLOCK
+    for start in range(0, edge, BLOCK):
+        x = tl.load(row_ptr + start + column, eviction_policy="evict_first").to(tl.float32)
+        tl.store(row_ptr + start + column, tl.exp2(x * LOG2E - lse) * scale, eviction_policy="evict_first")
+    for start in range(edge, columns, BLOCK):
+        x = tl.load(row_ptr + start + column, mask=start + column < columns, other=0.0).to(tl.float32)
+        grad = tl.where(start + column < valid, tl.exp2(x * LOG2E - lse) * scale, 0.0)
+        tl.store(row_ptr + start + column, grad, mask=start + column < columns)
+    tl.debug_barrier()  # after whichever thread has written the target's softmax
+    tl.store(row_ptr + target, (tl.exp2(picked * LOG2E - lse) - 1.0) * scale, mask=target >= 0)
 
 
 @jit
@@ -110,7 +121,7 @@ def _statistics_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row) - start
     top, total = _row_statistics(row_ptr, valid, columns, BLOCK)
-    tl.store(top_ptr + row, top)
+    tl.store(top_ptr + row, top * 0.6931471805599453)
     tl.store(total_ptr + row, total)
     here = (target >= 0) & (target < valid)
     tl.store(picked_ptr + row, tl.load(row_ptr + target, mask=here, other=0.0).to(tl.float32))
@@ -119,10 +130,13 @@ def _statistics_kernel(
 @jit
 def _gradient_kernel(logits_ptr, target_ptr, lse_ptr, scale_ptr, start, valid, columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0)
+    row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row) - start
-    target = tl.where(target < valid, target, -1)
-    lse, scale = tl.load(lse_ptr + row), tl.load(scale_ptr + row)
-    _row_gradient(logits_ptr + row.to(tl.int64) * stride, target, lse, scale, valid, columns, BLOCK)
+    target = tl.where((target >= 0) & (target < valid), target, -1)
+    picked = tl.load(row_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+    lse, scale = tl.load(lse_ptr + row) * 1.4426950408889634, tl.load(scale_ptr + row)
+    tl.debug_barrier()  # the target's logit is read before anyone overwrites it
+    _row_gradient(row_ptr, target, picked, lse, scale, valid, columns, BLOCK)
 
 
 @jit
@@ -142,19 +156,20 @@ def _loss_gradient_kernel(
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
     target = tl.load(target_ptr + row)
-    kept = target != ignore
+    kept = (target != ignore) & (target >= 0) & (target < valid)
     top, total = _row_statistics(row_ptr, valid, columns, BLOCK)
-    lse = top + tl.log(total)
+    exponent = top + tl.log2(total)
+    lse = exponent * 0.6931471805599453
     picked = tl.load(row_ptr + target, mask=kept, other=0.0).to(tl.float32)
     tl.store(lse_ptr + row, lse)
     tl.store(loss_ptr + row, tl.where(kept, lse - picked, 0.0))
     scale = tl.where(kept, tl.load(scale_ptr + row), 0.0)
     tl.debug_barrier()  # the target's logit is read before anyone overwrites it
-    _row_gradient(row_ptr, target, lse, scale, valid, columns, BLOCK)
+    _row_gradient(row_ptr, tl.where(kept, target, -1), picked, exponent, scale, valid, columns, BLOCK)
 
 
 def _row_launch(columns: int) -> dict[str, int]:
-    block = min(4096, max(16, next_power_of_2(columns)))
+    block = min(8192, max(16, next_power_of_2(columns)))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 
 

@@ -373,16 +373,17 @@ def _tile(width: int) -> tuple[int, int, int, int]:
 def _backward_tile(T: int, H: int, has_bias: bool, add_bias: bool) -> tuple[int, int, int, int, bool, int, int]:
     """As `_tile` for the backward pass, whether that makes the bias's sum before the norm, rows a part, and parts."""
     block, rest, rows, warps = _tile(H)
-    rows = max(rows, 4096 // block)  # narrow rows: more loads in flight
-    if block < 2048:  # one warp a row would hold more than its registers
-        warps = rows * block // 512
+    rows = max(rows, 4096 // block)
     # The sum over dx of wide rows does not fit the registers; they take a pass more.
     within = add_bias and block <= WIDEST_WITH_SUM
     held = rows * (block + rest)
     sums = 1 + has_bias + within
     # An SM has room for one program with so many sums, whose parts would only be more to add.
     alone = warps >= 8 and (held * sums > 8192 or held >= 8192)
-    return block, rest, rows, warps, within, *split_rows(T, rows, PARTS // 2 if alone else PARTS)
+    parts = PARTS // 2 if alone else PARTS
+    if block < 2048:  # many small programs: more loads in flight, and fewer warps wait for each other's sums
+        rows, warps, parts = 2048 // block, 4, 4 * PARTS
+    return block, rest, rows, warps, within, *split_rows(T, rows, parts)
 
 
 def _forward(

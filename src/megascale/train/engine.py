@@ -386,7 +386,9 @@ class Engine:
         for look in tuple(self.before_update):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
-        piggybacked_scalars = torch.tensor([0.0, float(stop), 0.0, 0.0, 0.0], dtype=torch.float64, device=self.device)
+        # Filled there: a copy from the host's memory would wait for the whole step before the optimizer is launched.
+        piggybacked_scalars = torch.zeros(5, dtype=torch.float64, device=self.device)
+        piggybacked_scalars[1].fill_(float(stop))
         if loss is not None and self.tensor.rank == 0:
             piggybacked_scalars[0] += loss
         for chunk in self.chunks:
