@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -107,6 +108,13 @@ def test_what_is_no_record_of_earlier_runs_is_refused(tmp_path):
         (tmp_path / "e.json").write_text(text)
         with pytest.raises(ConfigError, match="holds no metrics"):
             bench._read_earlier([tmp_path / "e.json"], {}, lambda variant, seed: "")
+
+
+def test_runs_of_one_seed_on_different_data_are_refused_and_of_different_seeds_are_not():
+    runs = [replace(outcome("serial", [4.0], seed), key=f"--lr.peak=1 data=a{seed}") for seed in (0, 1)]
+    bench._refuse_mixed_data(runs, [(2, "--lr.peak=1 data=b"), (1, "--lr.peak=1 data=a1")])
+    with pytest.raises(ConfigError, match=r"seed 1 has runs on different data \(data=a1, data=b\)"):
+        bench._refuse_mixed_data(runs, [(1, "--lr.peak=1 data=b")])
 
 
 def test_an_unknown_variant_is_named():

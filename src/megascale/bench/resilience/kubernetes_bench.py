@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def kubernetes_faults(
-    kinds: list[str] = typer.Option([LOCAL, *FAULTS], "--kind", help="Kinds of fault; may be repeated."),
+    kinds: list[str] = typer.Option([*LOCAL, *FAULTS], "--kind", help="Kinds of fault; may be repeated."),
     runs: int = typer.Option(3, min=1, help="Runs of each kind."),
     folder: Path = typer.Option(Path("kubernetes-faults"), help="What was run so far, and logs of what was not right."),
     shown: bool = typer.Option(False, "--session", help="Instead: a session as the documentation shows it."),
@@ -42,8 +42,8 @@ def kubernetes_faults(
     etcd, an API server, controllers and four kubelets with containers on network namespaces; a job of two ranks with a
     spare in real pods. One fault a run; right is the expected verdict, an end without a person, the weights of an
     undisturbed run bit for bit, at most one step lost, and never two trainers of a rank, as trainers' own records
-    show. The kind one-machine is the same job on nodes of this machine with one killed, to compare with. A run that is
-    in FOLDER is not done again. Exit code 1 if anything was not right.
+    show. The kinds one-machine and one-machine-cut are the same job on nodes of this machine, with one killed and one
+    cut off, to compare with. A run that is in FOLDER is not done again. Exit code 1 if anything was not right.
 
     Examples:
 
@@ -56,8 +56,9 @@ def kubernetes_faults(
     from megascale.errors import ConfigError
 
     for kind in kinds:
-        if kind not in FAULTS and kind != LOCAL:
-            raise ConfigError(f"--kind={kind} is no kind of fault of this bench; known: {LOCAL}, {', '.join(FAULTS)}")
+        if kind not in FAULTS and kind not in LOCAL:
+            known = ", ".join([*LOCAL, *FAULTS])
+            raise ConfigError(f"--kind={kind} is no kind of fault of this bench; known: {known}")
     if why := impossible():
         raise ConfigError(f"bench kubernetes-faults cannot run here: {why}")
     if shown:
@@ -104,7 +105,7 @@ def _all(folder: Path, kinds: Sequence[str], runs: int) -> None:
     ]
     if not missing:
         return
-    gpus = int(any(FAULTS[kind].gpus for kind, _ in missing if kind != LOCAL))
+    gpus = int(any(FAULTS[kind].gpus for kind, _ in missing if kind in FAULTS))
     with _work() as work, KubernetesSite(work / "s", NODES, gpus) as site:
         file = make(work)
         for kind, name in missing:
@@ -127,6 +128,6 @@ def one(site: KubernetesSite, file: Path, kind: str, name: str, folder: Path) ->
         name: of the run.
         folder: undisturbed weights are kept there, and logs of a run that was not right.
     """
-    if kind == LOCAL:
-        return one_local(file, name, folder)
+    if kind in LOCAL:
+        return one_local(file, kind, name, folder)
     return one_of(site, file, FAULTS[kind], kind, name, folder)

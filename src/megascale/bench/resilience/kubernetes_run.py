@@ -13,7 +13,9 @@ from megascale.bench.resilience.kubernetes_job import DriverPodJob, KubernetesJo
 from megascale.bench.resilience.kubernetes_site import KubernetesSite
 from megascale.bench.resilience.launched import Launched, Steps, make, phases, recovery
 
-LOCAL = "one-machine"
+# The same on nodes of one machine, for comparison: kind of this bench -> fault (resilience/faults/inject.py). The end
+# of a process is seen at once, a node that falls silent only after resilience.window.
+LOCAL = {"one-machine": "kill-node", "one-machine-cut": "partition"}
 PACE = 0.1  # least seconds of a step
 _BEFORE = 20  # steps before the fault
 
@@ -47,20 +49,21 @@ def one_of(
     return row
 
 
-def one_local(file: Path, name: str, folder: Path) -> dict[str, Any]:
-    """The same without a cluster: all processes of a node are killed, and the spare takes over."""
+def one_local(file: Path, kind: str, name: str, folder: Path) -> dict[str, Any]:
+    """The same without a cluster: a node is lost, and the spare takes over."""
     from megascale.resilience.faults.inject import Options, inject
 
     count = FAULTS["pod-deleted"].steps
     calm = _calm(folder, count)
-    job = Launched(file, name, [f"--train.steps={count}", "--resilience.test_spares=false"], PACE)
-    row: dict[str, Any] = {"kind": LOCAL, "name": name, "verdict": None, "lost": None, "wrong": [], "doubles": []}
+    words = [f"--train.steps={count}", "--resilience.test_spares=false"]
+    job = Launched(file, name, words, PACE, own_network=kind == "one-machine-cut")
+    row: dict[str, Any] = {"kind": kind, "name": name, "verdict": None, "lost": None, "wrong": [], "doubles": []}
     try:
         while job.first(lambda e: e.kind == "first_step") and job.step() < _BEFORE:
             time.sleep(0.02)
         injected, before = time.time(), job.events()[-1].id
         with Steps(job) as steps:
-            inject(job.run, "kill-node", Options(node="n1"))
+            inject(job.run, LOCAL[kind], Options(node="n1"))
             verdict, again = recovery(job, FAULTS["node-off"].verdicts, injected, before)
         row |= phases(job, injected, verdict, again, steps)
         row |= {"code": job.end(), "verdict": verdict.kind if verdict else None}

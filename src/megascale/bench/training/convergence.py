@@ -153,10 +153,11 @@ def convergence(
         return command, _key(command, corpus)
 
     before = _read_earlier(earlier, {variant.name: variant for variant in every}, lambda v, seed: plan(v, seed)[1])
-    known = {outcome.key for outcome in before}
+    known = {(outcome.variant, outcome.seed) for outcome in before}
     # A seed's runs side by side: pairs are there early.
     planned = [(v, seed, *plan(v, seed)) for seed in range(first_seed, first_seed + seeds) for v in chosen]
-    work = [one for one in planned if one[3] not in known]
+    work = [one for one in planned if (one[0].name, one[1]) not in known]
+    _refuse_mixed_data(before, [(seed, key) for _, seed, _, key in work])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.toml").touch()
     devices = [str(i) for i in range(api.visible_gpus())] or [""]
@@ -281,8 +282,8 @@ def _key(command: list[str], corpus: str) -> str:
 def _read_earlier(
     files: Sequence[Path], variants: dict[str, Variant], key_of: Callable[[Variant, int], str]
 ) -> list[ConvergenceOutcome]:
-    """The runs of earlier calls, each once. ConfigError for one of other settings or data than this call would give
-    it: a difference of losses would be that of the settings."""
+    """The runs of earlier calls, each once. ConfigError for one of other settings than this call would give it: a
+    difference of losses would be that of the settings."""
     from megascale.errors import ConfigError
 
     found: dict[str, ConvergenceOutcome] = {}
@@ -296,7 +297,10 @@ def _read_earlier(
                 raise ConfigError(
                     f"--earlier={file}: this call has no variant {outcome.variant!r}, but {', '.join(variants)}"
                 )
-            now, then = (set(key.split()) for key in (key_of(variants[outcome.variant], outcome.seed), outcome.key))
+            now, then = (
+                {word for word in key.split() if not word.startswith("data=")}
+                for key in (key_of(variants[outcome.variant], outcome.seed), outcome.key)
+            )
             if now != then:
                 raise ConfigError(
                     f"--earlier={file}: {outcome.variant}, seed {outcome.seed}, was run with "
@@ -305,6 +309,22 @@ def _read_earlier(
                 )
             found.setdefault(outcome.key, outcome)
     return list(found.values())
+
+
+def _refuse_mixed_data(before: Sequence[ConvergenceOutcome], to_run: Sequence[tuple[int, str]]) -> None:
+    """ConfigError where runs of one seed would be on different data. Seeds may differ: only a seed's runs are compared,
+    and another machine has other Python source."""
+    from megascale.errors import ConfigError
+
+    data_of: dict[int, set[str]] = {}
+    for seed, key in [*((outcome.seed, outcome.key) for outcome in before), *to_run]:
+        data_of.setdefault(seed, set()).update(word for word in key.split() if word.startswith("data="))
+    for seed, data in sorted(data_of.items()):
+        if len(data) > 1:
+            raise ConfigError(
+                f"seed {seed} has runs on different data ({', '.join(sorted(data))}): their losses cannot be compared; "
+                "run all variants of a seed on one machine, or choose another --first-seed"
+            )
 
 
 def _run_all(
