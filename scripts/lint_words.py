@@ -78,6 +78,7 @@ PROSE: dict[str, str] = {
     r"\bsecond stream\b": "side stream",
     r"\bgrad_unset\b": "overwrite_main_grad",
     r"\bwire format\b": "protocol",
+    r"\bin office\b|\btook office\b": "the current driver, its epoch",
     r"\bplain products?\b|\bsustained products?\b": "plain or sustained GEMM",
 }
 HISTORY = (

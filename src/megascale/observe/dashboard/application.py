@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ _AT_ONCE = 8  # runs over each other
 
 # (run folder, token shown, action, node, why) -> what the driver answers; PermissionError for a wrong token.
 Order = Callable[[Path, bytes, str, str, str], dict[str, Any]]
+# (question, name of the run, what else it is asked with) -> the JSON of a query process.
+Answer = Callable[..., Awaitable[Response]]
 Name = Annotated[str, Query(min_length=1, max_length=255)]
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=_AT_ONCE)]
 Step = Annotated[int | None, Query(ge=0, lt=1 << 53)]
@@ -76,6 +78,18 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
         found = await queries.ask(question, runs.path(run), **given)
         return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
 
+    _add_questions(app, runs, answer)
+    _add_span_questions(app, answer)
+    _add_job_questions(app, answer)
+    _add_live_stream(app, runs, live)
+    _add_orders(app, runs, outside.order)
+    _add_pages(app)
+    return app
+
+
+def _add_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
+    """Which runs there are, and what their files say: state, events, curves."""
+
     @app.get("/api/runs")
     async def list_runs() -> JSONResponse:
         """Names of runs, the newest first."""
@@ -103,6 +117,10 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
     ) -> Response:
         """Curves of one run."""
         return await answer("series", run, keys=key, x=x, points=points, low=low, high=high)
+
+
+def _add_span_questions(app: FastAPI, answer: Answer) -> None:
+    """What the recorded spans say of steps and ranks."""
 
     @app.get("/api/heat")
     async def heat(
@@ -144,6 +162,10 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
         """A step of some ranks."""
         return await answer("spans_timeline", run, step=step, ranks=ranks, view=view)
 
+
+def _add_job_questions(app: FastAPI, answer: Answer) -> None:
+    """What is known of the job besides its files: who hangs, its nodes, its plan."""
+
     @app.get("/api/hang")
     async def hang(run: Name) -> Response:
         """Who waits for whom."""
@@ -159,6 +181,10 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
         """The plan beside what is measured."""
         return await answer("plan", run, cluster=cluster)
 
+
+def _add_live_stream(app: FastAPI, runs: RunList, live: Live) -> None:
+    """Server-sent events for pages that are open."""
+
     @app.get("/api/live")
     async def stream(run: Names) -> StreamingResponse:
         """What changes in these runs, as it does."""
@@ -169,6 +195,10 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
         head = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(live.stream(list(dict.fromkeys(run))), media_type="text/event-stream", headers=head)
 
+
+def _add_orders(app: FastAPI, runs: RunList, give: Order) -> None:
+    """Orders, which the run's own driver takes or refuses."""
+
     @app.post("/api/act")
     async def act(order: Action, request: Request) -> JSONResponse:
         """Hand an order on to the run's driver; the acting token is the text of RUN/driver/token.act."""
@@ -177,11 +207,14 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
         if order.action in ("cordon", "uncordon", "evict") and not order.node:
             raise HTTPException(400, f"{order.action} needs a node")
         try:
-            found = await asyncio.to_thread(outside.order, run, token, order.action, order.node, order.why)
+            found = await asyncio.to_thread(give, run, token, order.action, order.node, order.why)
         except PermissionError as error:
             raise HTTPException(401, str(error)) from None
         return JSONResponse(found)
 
+
+def _add_pages(app: FastAPI) -> None:
+    """The page itself, under the address of each view."""
     page = FileResponse(PAGES / "index.html", headers={"cache-control": "no-cache"})
 
     @app.get("/", include_in_schema=False)
@@ -191,4 +224,3 @@ def build(runs: RunList, outside: Outside) -> FastAPI:
     for view in VIEWS:
         app.add_api_route(f"/{view}", first, include_in_schema=False)
     app.mount("/pages", StaticFiles(directory=PAGES), name="pages")
-    return app

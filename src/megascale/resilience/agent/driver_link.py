@@ -1,4 +1,4 @@
-"""An agent's channel to the driver in office: opened to whichever is the newest, and left for one that replaces it."""
+"""An agent's channel to the current driver: opened to the one of the newest epoch, left for one that replaces it."""
 
 from __future__ import annotations
 

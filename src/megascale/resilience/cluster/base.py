@@ -126,11 +126,11 @@ class Switched(Protocol):
 
 @runtime_checkable
 class Succeeding(Protocol):
-    """A cluster that knows which driver is in office.
+    """A cluster that knows which driver is the current one.
 
     Attributes:
-        replaced: by whom this driver was replaced, in words; "" while it is in office. It then ends without touching
-            anything.
+        replaced: by whom this driver was replaced, in words; "" while it is the current one. It then ends without
+            touching anything.
         hands_over: whether SIGTERM to the driver means that another follows at once: it ends, and training goes on.
     """
 

@@ -170,7 +170,7 @@ class Driver:
     def _outgrown(self, hello: Hello) -> None:
         """A node knows a newer driver than the journal does: the journal was removed, or is an older one.
 
-        Its epoch is taken over; Fenced if another driver is in office. Attempts: see `Attempts.begin`.
+        Its epoch is taken over; Fenced if another driver has the newer epoch. Attempts: see `Attempts.begin`.
         """
         before, theirs = self.journal.epoch, hello.epoch
         self.journal.raise_epoch(theirs + 1)

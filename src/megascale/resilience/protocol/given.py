@@ -25,7 +25,7 @@ class JobDescription:
 
     Attributes:
         name: of the job.
-        epoch: of the driver in office.
+        epoch: of the current driver.
         driver: (host, port) where it takes agents.
         limits: windows and intervals, as the section [resilience] has them.
         run: the folder, on the agent's machine, where its trainers write: status, logs, metrics.

@@ -159,10 +159,15 @@ def build(driver: Driver) -> FastAPI:
         dependencies=[Depends(bearer)],
     )
 
-    def known(node: str) -> str:
-        if node not in driver.nodes:
-            raise HTTPException(404, f"there is no node {node!r}; known: {', '.join(driver.nodes.names())}"[:500])
-        return node
+    _add_job(app, driver)
+    _add_records(app, driver)
+    _add_node_orders(app, driver)
+    _add_job_orders(app, driver)
+    return app
+
+
+def _add_job(app: FastAPI, driver: Driver) -> None:
+    """How the job and its nodes do now."""
 
     @app.get("/v1/job", responses=_refusals())
     async def job() -> JobAnswer:
@@ -197,6 +202,10 @@ def build(driver: Driver) -> FastAPI:
     async def nodes() -> list[NodeAnswer]:
         """All nodes."""
         return [_node(driver, name) for name in driver.nodes.names()]
+
+
+def _add_records(app: FastAPI, driver: Driver) -> None:
+    """What was written down: events, logs, and what agents find when they look at their ranks."""
 
     @app.get("/v1/events", responses=_refusals(422))
     async def events(
@@ -233,6 +242,15 @@ def build(driver: Driver) -> FastAPI:
         await asyncio.to_thread(driver.files.flush, WRITTEN)
         return LookAnswer(asked=driver.job.state.world if driver.job.state.placement else 0, known=sorted(scene.ranks))
 
+
+def _add_node_orders(app: FastAPI, driver: Driver) -> None:
+    """What a person may order of a node."""
+
+    def known(node: str) -> str:
+        if node not in driver.nodes:
+            raise HTTPException(404, f"there is no node {node!r}; known: {', '.join(driver.nodes.names())}"[:500])
+        return node
+
     @app.post("/v1/nodes/{node}/evict", responses=_refusals(404, 422))
     async def evict(node: Annotated[str, NODE], reason: Reason) -> ActionResponse:
         """Take a node out; its ranks move to a spare or a new node."""
@@ -250,6 +268,10 @@ def build(driver: Driver) -> FastAPI:
         """Allow the node again, an evicted one too."""
         driver.operations.cordon(known(node), False, reason.why)
         return ActionResponse(phase=driver.job.phase)
+
+
+def _add_job_orders(app: FastAPI, driver: Driver) -> None:
+    """What a person may order of the whole job."""
 
     @app.post("/v1/job/pause", responses=_refusals(409, 422))
     async def pause(reason: Reason) -> ActionResponse:
@@ -284,8 +306,6 @@ def build(driver: Driver) -> FastAPI:
         if not done:
             raise HTTPException(409, f"the job is {driver.job.phase}: it can be restarted only while it runs")
         return ActionResponse(phase=driver.job.phase)
-
-    return app
 
 
 def _node(driver: Driver, name: str) -> NodeAnswer:

@@ -20,7 +20,7 @@ def families(driver: Driver) -> list[Family]:
 
 
 def healthy(driver: Driver) -> tuple[bool, str]:
-    """Whether the job goes on, in words: unhealthy is one that failed, or whose driver has lost its office."""
+    """Whether the job goes on, in words: unhealthy is one that failed, or whose driver was replaced."""
     phase = driver.job.phase
     return phase is not Phase.FAILED, f"{phase.value}: {driver.job.state.why}".rstrip(": ")
 

@@ -13,7 +13,7 @@ from megascale.resilience.driver.state.journal import Journal, NodeRow
 from megascale.resilience.driver.state.transitions import ImpossibleTransition, JobEvent, NodeEvent, follow, follow_node
 
 log = logging.getLogger("megascale.driver")
-# Set in tests: what the table does not have is an error. A driver in office refuses it, says so and goes on.
+# Set in tests: what the table does not have is an error. In a job the driver refuses it, says so and goes on.
 STRICT = "MEGASCALE_STRICT_TRANSITIONS"
 
 

@@ -81,7 +81,7 @@ class JobState:
         ends: the step in which each of the starts since the last new step ended, 0: not within a step.
         exit_code: of the job, once ended.
         why: the last decision in words.
-        epoch: number of the driver in office.
+        epoch: number of the current driver; the highest one counts.
         recovery: (node, recovery action) of the recovery under way, until a step was seen; node "": none to blame.
         evicting: nodes that are taken out once the trainers have saved.
         unexplained: the last recovery blamed no node so far.

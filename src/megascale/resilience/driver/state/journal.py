@@ -122,7 +122,7 @@ class Journal:
 
     @contextmanager
     def _write(self, lasting: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction of the driver in office. All outlive the driver's death; `lasting`: a power cut too, at the
+        """A transaction of the current epoch. All outlive the driver's death; `lasting`: a power cut too, at the
         price of waiting for the disk, in which no heartbeat is read."""
         # Without a write-ahead log a power cut may break a file that did not wait for the disk.
         self._db.execute(f"PRAGMA synchronous = {'FULL' if lasting or self.network else 'NORMAL'}")

@@ -21,7 +21,7 @@ class ImpossibleTransition(ValueError):
 class JobEvent(StrEnum):
     """What may happen to a job."""
 
-    OPENED = "opened"  # a driver took office
+    OPENED = "opened"  # a driver began a new epoch
     PLACED = "placed"  # every rank has a node: stop what runs, then start
     RESTARTED = "restarted"  # stop, then place and start again
     DIAGNOSED = "diagnosed"  # stop, then have the nodes test themselves

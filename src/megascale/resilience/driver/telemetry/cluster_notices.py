@@ -26,7 +26,7 @@ class ClusterNotices:
         self._response = response
 
     def handle(self) -> None:
-        """Take in what is new. Raises JournalFenced where another driver is in office."""
+        """Take in what is new. Raises JournalFenced where another driver has the newer epoch."""
         cluster = self._nodes.cluster
         if isinstance(cluster, Succeeding) and cluster.replaced:
             raise JournalFenced(cluster.replaced)
