@@ -73,15 +73,13 @@ class Barring(Protocol):
 
 @runtime_checkable
 class Ending(Protocol):
-    """A cluster that sees nodes end before they are gone, and takes long to start one again.
+    """A cluster that sees nodes end before they are gone.
 
     Attributes:
         ending: nodes whose agents are told to end, by whomever: nothing is started on them.
-        slow_start: whether a spare takes over sooner than an agent that is started again.
     """
 
     ending: frozenset[str]
-    slow_start: bool
 
 
 @runtime_checkable

@@ -68,10 +68,12 @@ class RemoteCluster(ABC):
         separate: whether a command of its own waits for an agent's end, and not the one that started it.
         at_once: agents that are started at the same time.
         notice_seconds: seconds that it may take to tell a living agent of another driver.
+        slow_start: a spare takes over sooner than an agent that is started again, which has to import PyTorch first.
     """
 
     separate = False
     at_once = 64
+    slow_start = True
     notice_seconds = 20.0
 
     def __init__(self, request: ClusterRequest, hosts: Sequence[Host]) -> None:

@@ -192,7 +192,7 @@ class Nodes:
     @property
     def slow_start(self) -> bool:
         """Whether a spare takes over sooner than a node that is started again."""
-        return isinstance(self.cluster, Ending) and self.cluster.slow_start
+        return bool(getattr(self.cluster, "slow_start", False))
 
     @property
     def ending(self) -> frozenset[str]:
