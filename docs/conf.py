@@ -22,3 +22,16 @@ autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = "MegaScale"
+html_static_path = ["site"]
+html_css_files = ["site.css"]
+
+
+def keep_settings_whole(app, page, template, context, doctree):
+    """A setting in running text (`--train.steps=200`) is not broken after its hyphens."""
+    if "body" in context:
+        context["body"] = context["body"].replace('<span class="pre">--', '<span class="pre setting">--')
+
+
+def setup(app):
+    """What Sphinx calls."""
+    app.connect("html-page-context", keep_settings_whole)

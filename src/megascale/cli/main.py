@@ -43,7 +43,7 @@ COMMANDS: tuple[str, ...] = (
 
 app = typer.Typer(
     name="megascale",
-    help="Train large language models at any scale, unattended.",
+    help="Train large language models unattended, on one GPU or on many hosts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

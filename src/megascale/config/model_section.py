@@ -15,7 +15,7 @@ class ModelConfig(Section):
     """The transformer's shape. Sizes are counts, not bytes."""
 
     preset: str | None = Field(None, description="start from a shipped shape, such as gpt2-124m; own keys override")
-    layers: int = Field(4, ge=1, le=DEEP, description="transformer blocks")
+    layers: int = Field(4, ge=1, le=DEEP, description="number of transformer blocks")
     hidden: int = Field(256, ge=1, le=1_000_000, description="width of the residual stream")
     heads: int = Field(
         4, ge=1, le=1_000_000, description="attention heads; must divide hidden unless head_dim is given"
@@ -31,12 +31,17 @@ class ModelConfig(Section):
         "serial", description="serial: x + MLP(LN(x + Attn(LN x))); parallel: x + Attn(LN x) + MLP(LN x)"
     )
     parallel_norms: Literal[1, 2] = Field(1, description="parallel block: one shared norm (GPT-J) or two (GPT-NeoX)")
-    attention: Annotated[str, AfterValidator(ATTENTIONS.check)] = Field("causal", description="a block's first part")
-    mlp: Annotated[str, AfterValidator(MLPS.check)] = Field("dense", description="a block's second part")
-    norm: Annotated[str, AfterValidator(NORMS.check)] = Field("layernorm", description="layernorm or rmsnorm")
+    attention: Annotated[str, AfterValidator(ATTENTIONS.check)] = Field(
+        "causal", description="which attention a block has"
+    )
+    mlp: Annotated[str, AfterValidator(MLPS.check)] = Field("dense", description="which MLP a block has")
+    norm: Annotated[str, AfterValidator(NORMS.check)] = Field(
+        "layernorm",
+        description="layernorm: mean and deviation taken out; rmsnorm: divided by the root mean square (Llama)",
+    )
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance inside norms")
     activation: Annotated[str, AfterValidator(ACTIVATIONS.check)] = Field(
-        "gelu", description="gelu, gelu_tanh or swiglu"
+        "gelu", description="of the MLP: gelu (erf), gelu_tanh (GPT-2's), swiglu (gated, Llama)"
     )
     positions: Literal["learned", "rotary", "none"] = Field(
         "learned", description="learned: an embedding of each position; rotary: queries and keys turned; none"

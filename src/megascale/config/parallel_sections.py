@@ -58,8 +58,8 @@ class ParallelConfig(Section):
     )
     recompute: Literal["none", "norms", "activation", "selective", "full"] = Field(
         "none",
-        description="what backward computes again instead of keeping it: norms; the MLP's activation; selective: both; "
-        "full: whole layers from their input",
+        description="what backward recomputes instead of keeping it: norms: their outputs; activation: the MLP's; "
+        "selective: both; full: whole layers from their input",
     )
     gpus_per_host: int = Field(8, ge=1, le=1_000_000, description="ranks on one host, for placement and planning")
 

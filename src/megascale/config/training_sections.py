@@ -53,7 +53,7 @@ class LrConfig(Section):
         "the share of a weight's norm",
     )
     min: float = Field(0.0, ge=0, description="the rate at the end of the decay")
-    warmup_steps: int = Field(0, ge=0, le=MOST, description="linear from 0 to peak")
+    warmup_steps: int = Field(0, ge=0, le=MOST, description="steps in which the rate rises linearly from 0 to peak")
     decay: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="shape from peak to min after the warm-up"
     )

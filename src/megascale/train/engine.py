@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout
-from megascale.core.spans import SpanAxis, SpanKind
+from megascale.core.spans import SpanKind
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
@@ -22,16 +22,16 @@ from megascale.ops import launch, token_loss
 from megascale.ops.dispatch import Kernels
 from megascale.ops.known_amax import AmaxSlots
 from megascale.optim.optimizer import ShardedOptimizer
-from megascale.parallel import symmetric
 from megascale.parallel.buffers import TIED, Axes, FlatChunk
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.chunk_runner import EagerChunks
-from megascale.parallel.collectives import ALONE, Axis, all_reduce
+from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.parameters import initialise
-from megascale.parallel.pipeline import P2PStream, P2PStreams, PipelineExecutor
+from megascale.parallel.pipeline import PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
+from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -121,64 +121,19 @@ class Engine:
             self.active["independent GEMMs"] = gemms + auto
         if device.type == "cuda":
             self.active["kernel launches"] = launch.describe()
-        self.tensor = self._tensor_axis(_axis(runtime, groups, "tensor", grid.tensor, at.tensor))
-        self.world = _axis(runtime, groups, "world", grid.world, rank)
+        tensor = engine_axes.make_axis(runtime, groups, "tensor", grid.tensor, at.tensor)
+        self.tensor, said = engine_axes.overlapped(tensor, config, DTYPES[config.train.precision], device)
+        self.active |= said | engine_axes.other_overlaps(layout, device)
+        self.world = engine_axes.make_axis(runtime, groups, "world", grid.world, rank)
         stage, stages = at.pipeline, grid.pipeline
         self.first, self.last = stage == 0, stage == stages - 1
-        tied = config.model.tied_embeddings and stages > 1 and (self.first or self.last)
-        if stages > 1:
-            self.active["pipeline overlap"] = "on" if config.overlap.pipeline else "off"
-        if grid.data > 1:
-            self.active["data overlap"] = "on" if config.overlap.data else "off"
-        for name, size in (("pipeline", stages), ("data", grid.data)):
-            channels = config.overlap.channels(name)
-            if size > 1 and channels is not None and device.type == "cuda":
-                self.active[f"{name} channels"] = f"at most {channels}"
-            elif size > 1 and f"{name}_channels" in config.overlap.model_fields_set:
-                why = "only NCCL has channels" if device.type != "cuda" else f"overlap.{name} is off"
-                self.active[f"{name} channels"] = f"not bounded: {why}"
-        axes = Axes(
-            data=_axis(runtime, groups, "data_gather", grid.data, at.data),
-            reduce=_axis(runtime, groups, "data_reduce", grid.data, at.data),
-            tensor=self.tensor,
-            tied=_axis(runtime, groups, "embedding", 2, int(self.last)) if tied else ALONE,
-            stage=self._stage_axis(groups, rank),
-        )
+        axes = engine_axes.make_axes(runtime, groups, layout, rank, self.tensor)
         float8 = self._gather_precision()
         dtype = DTYPES[config.train.precision]
         reduce_dtype = torch.bfloat16 if config.parallel.reduce_dtype == "bfloat16" else None
-        schedule = layout.schedule()
         self.chunks: list[Chunk] = []
         self.flats: list[FlatChunk] = []
-        for number, layers in enumerate(layout.chunks_of(stage)):
-            place = schedule.global_chunk(stage, number)
-            last = place == schedule.chunks - 1
-            # On a single stage the embedding is there once: the first chunk's buffers have it and its gradient.
-            lent = config.model.tied_embeddings and stages == 1 and number > 0 and last
-            with runtime.kernels.in_force():
-                chunk = Chunk(
-                    config.model,
-                    layers,
-                    first=place == 0,
-                    last=last,
-                    axis=self.tensor,
-                    dtype=dtype,
-                    recompute=config.parallel.recompute,
-                    linear_precision=config.train.linear_precision,
-                    embedding=self.chunks[0].token_embedding if lent else None,
-                )
-            bucket = config.parallel.bucket_elements if grid.data > 1 else None
-            # Apart also where they are gathered in their own type: sums over shards are then the same to the bit.
-            apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
-            self.chunks.append(chunk)
-            self.flats.append(FlatChunk(chunk, device, axes, config.parallel.zero, bucket, apart))
-            initialise(chunk, config.train.seed)
-        for chunk in self.chunks:
-            tokens = config.model.sequence_length * config.train.micro_batch
-            with runtime.kernels.in_force():
-                chunk.linears.check(chunk.matrices(), tokens, device)
-        if any(chunk.linears.wants_amaxes for chunk in self.chunks):
-            runtime.kernels.amaxes = AmaxSlots()
+        self._make_chunks(stage, axes)
         self.data = DataParallel(self.flats, config.overlap.data, reduce_dtype, float8)
         self.optimizer = ShardedOptimizer(
             config.optimizer,
@@ -192,19 +147,47 @@ class Engine:
         )
         train = config.train
         shape = (config.model.sequence_length // grid.tensor, train.micro_batch, config.model.hidden)
-        self.pipeline = PipelineExecutor(schedule, stage, _p2p_streams(groups), shape, dtype, device, runtime)
+        self.pipeline = PipelineExecutor(
+            layout.schedule(), stage, engine_axes.make_p2p_streams(groups), shape, dtype, device, runtime
+        )
         self._token_gradient = self._make_token_grad()
         self._token_loss = token_loss.KINDS[config.train.loss]
         self.graphs = self._chunk_graphs(shape)
         if stages > 1 and device.type == "cuda":
             self.load_kernels()
 
-    def _stage_axis(self, groups: Groups | None, rank: int) -> Axis:
-        """The ranks whose shards make up this stage: without ZeRO each replica's tensor-parallel ranks have it all."""
-        if not self.config.parallel.zero:
-            return self.tensor
-        ranks = self.layout.grid.group(("tensor", "data"), rank)
-        return _axis(self.runtime, groups, "stage", len(ranks), list(ranks).index(rank))
+    def _make_chunks(self, stage: int, axes: Axes) -> None:
+        """This stage's chunks of the model in their flat buffers, with first values."""
+        config, grid, schedule = self.config, self.layout.grid, self.layout.schedule()
+        for number, layers in enumerate(self.layout.chunks_of(stage)):
+            place = schedule.global_chunk(stage, number)
+            last = place == schedule.chunks - 1
+            # On a single stage the embedding is there once: the first chunk's buffers have it and its gradient.
+            lent = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and last
+            with self.runtime.kernels.in_force():
+                chunk = Chunk(
+                    config.model,
+                    layers,
+                    first=place == 0,
+                    last=last,
+                    axis=self.tensor,
+                    dtype=DTYPES[config.train.precision],
+                    recompute=config.parallel.recompute,
+                    linear_precision=config.train.linear_precision,
+                    embedding=self.chunks[0].token_embedding if lent else None,
+                )
+            bucket = config.parallel.bucket_elements if grid.data > 1 else None
+            # Apart also where they are gathered in their own type: sums over shards are then the same to the bit.
+            apart = LINEAR_PRECISIONS[config.train.linear_precision].gathered is not None and grid.data > 1
+            self.chunks.append(chunk)
+            self.flats.append(FlatChunk(chunk, self.device, axes, config.parallel.zero, bucket, apart))
+            initialise(chunk, config.train.seed)
+        for chunk in self.chunks:
+            tokens = config.model.sequence_length * config.train.micro_batch
+            with self.runtime.kernels.in_force():
+                chunk.linears.check(chunk.matrices(), tokens, self.device)
+        if any(chunk.linears.wants_amaxes for chunk in self.chunks):
+            self.runtime.kernels.amaxes = AmaxSlots()
 
     def _gather_precision(self) -> bool:
         """Whether data-parallel ranks gather the matrices of linear layers as float8; said at start."""
@@ -220,29 +203,6 @@ class Engine:
         elif wanted == "float8":
             self.active["parameters gathered in"] = "nothing is gathered: one data-parallel rank"
         return float8
-
-    def _tensor_axis(self, axis: Axis) -> Axis:
-        """The tensor axis with the overlap that works here; ConfigError if the one asked for does not."""
-        if axis.size == 1:
-            return axis
-        wanted, config = self.config.overlap.tensor, self.config
-        if wanted in ("async", "off"):
-            self.active["tensor overlap"] = wanted
-            return replace(axis, overlap=wanted)
-        model, train = config.model, config.train
-        element = torch.empty(0, dtype=DTYPES[train.precision]).element_size()
-        part = model.sequence_length // axis.size * train.micro_batch * model.hidden * element
-        found = symmetric.prepare(axis, part, self.device, config.gemms_on_side_stream)
-        if isinstance(found, symmetric.Exchange):
-            self.active["tensor overlap"] = "fused"
-            return replace(axis, overlap="fused", exchange=found)
-        if wanted == "fused":
-            raise ConfigError(
-                f"overlap.tensor=fused cannot be had: {found}; set --overlap.tensor=auto or async, "
-                "or keep a tensor-parallel group on one host whose GPUs reach each other"
-            )
-        self.active["tensor overlap"] = f"async (not fused: {found})"
-        return replace(axis, overlap="async")
 
     def _chunk_graphs(self, shape: tuple[int, ...]) -> ChunkGraphs | None:
         """CUDA graphs of the chunks where they can be had; ConfigError if they are asked for and cannot."""
@@ -466,22 +426,3 @@ class Engine:
         if outputs and self.tensor.rank == 0:
             total += outputs[0].sum(dtype=torch.float64)
         return all_reduce(total, self.world).wait()
-
-
-def _axis(runtime: Runtime, groups: Groups | None, name: str, size: int, rank: int) -> Axis:
-    """One axis of `groups`; a single-member one where there is nobody else."""
-    group = getattr(groups, name) if groups is not None else None
-    if size == 1 or group is None:
-        return Axis(runtime=runtime)
-    kind = SpanAxis[name.partition("_")[0].upper()]
-    return Axis(group, size, rank, name="world" if name == "world" else group.group_name, kind=kind, runtime=runtime)
-
-
-def _p2p_streams(groups: Groups | None) -> P2PStreams:
-    if groups is None:
-        return P2PStreams()
-    names = ("send_forward", "recv_forward", "send_backward", "recv_backward")
-    ends = {name: getattr(groups, name) for name in names}
-    return P2PStreams(
-        **{n: None if e is None else P2PStream(e.group, e.peer, e.group.group_name) for n, e in ends.items()},
-    )

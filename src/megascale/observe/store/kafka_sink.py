@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, remedy
 from megascale.observe.store.columns import TABLES, by_table, columns
 from megascale.observe.store.folder_identity import folder_identity
 from megascale.observe.store.parquet import SMALL, select, sql_text
@@ -45,7 +45,7 @@ class KafkaSink:
             import confluent_kafka
         except ImportError:
             raise ConfigError(
-                "observe.span_sinks: kafka needs confluent-kafka; pip install 'megascale[kafka]', or leave it out"
+                f"observe.span_sinks: kafka needs confluent-kafka; {remedy('kafka')}, or leave it out"
             ) from None
         brokers, _, prefix = address.partition("/")
         if not brokers:
