@@ -52,7 +52,7 @@ class Told:
 
 def fifth_step(view):
     came = [(m, w) for m, w in view.workers() if w.step >= 5]
-    return [Verdict("fifth_step", (m.node,), (w.rank,), "respawn", ("five are enough",)) for m, w in came[:1]]
+    return [Verdict("fifth_step", (m.node,), (w.rank,), "recover", ("five are enough",)) for m, w in came[:1]]
 
 
 CLUSTERS.register("told", Told)
@@ -69,7 +69,7 @@ def test_a_cluster_and_a_rule_of_another_package_run_a_job(package, launch):  # 
     words = ["--nodes=1", "--resilience.cluster=told", "--train.steps=100000", "--checkpoint.interval=0"]
     job = launch("extended", *words)
     found = job.until("fifth_step")
-    assert (found.nodes, found.ranks, found.action, found.evidence) == (("n0",), (0,), "respawn", ("five are enough",))
+    assert (found.nodes, found.ranks, found.action, found.evidence) == (("n0",), (0,), "recover", ("five are enough",))
     assert job.until("recovery_action").action == "retry"  # the verdict is acted upon like any other
     assert (job.run / "asked").read_text().splitlines() == ["request"]
     job.process.terminate()

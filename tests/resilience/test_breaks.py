@@ -30,7 +30,7 @@ def test_a_port_taken_before_its_use_is_followed_by_another(launch, tmp_path):
     )
     job = launch("taken", "--nodes=2", "--train.steps=4", before=before)
     verdict = job.until("port_taken")
-    assert (verdict.action, verdict.ranks) == ("respawn", (0,))
+    assert (verdict.action, verdict.ranks) == ("recover", (0,))
     job.until("first_step", attempt=2)
     assert job.finish() == 0, job.story()
     assert not [e for e in job.events() if e.kind in ("user_error", "job_failed")]
@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_for_the_driver_and_the_trainers_ends_neither_a_seco
     job.wait(lambda: job.pid(0) != before, "the second attempt, of which the journal has no room to tell")
     resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
     full = job.until("disk_full")
-    assert full.action == "respawn"
+    assert full.action == "recover"
     assert "the disk is full" in full.evidence[0]
     job.until("first_step", attempt=2)
     job.process.terminate()

@@ -43,7 +43,7 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     job.until_step(30)
     job.kill_rank(1)
     exit_ = job.until("process_killed")
-    assert (exit_.action, exit_.nodes, exit_.ranks) == ("respawn", ("n1",), (1,))
+    assert (exit_.action, exit_.nodes, exit_.ranks) == ("recover", ("n1",), (1,))
     assert "SIGKILL" in exit_.evidence[0]
     assert job.until("recovery_action").action == "retry"
     job.until("first_step", attempt=2)

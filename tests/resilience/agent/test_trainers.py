@@ -70,7 +70,7 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
         # What Slurm sends to all processes of a job is no word to the fork server, with which its ranks would end.
         before = lambda mine: mine._server.send_signal(signal.SIGTERM)
         [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=before)
-    assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "respawn", (0,)), verdict.evidence
+    assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "recover", (0,)), verdict.evidence
 
 
 def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path
         log.write_text("x" * 5000 + "\n")
 
     [verdict] = ended(tmp_path, tiny, before=fill)
-    assert (verdict.kind, verdict.action) == ("disk_full", "respawn"), verdict.evidence
+    assert (verdict.kind, verdict.action) == ("disk_full", "recover"), verdict.evidence
     assert "File too large" in verdict.evidence[-1]
 
 

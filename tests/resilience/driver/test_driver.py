@@ -178,4 +178,4 @@ def test_trainers_that_cannot_be_started_for_want_of_room_tell_of_a_full_disk(tm
 
     _, events, _ = driven(tmp_path, Played(tmp_path, 0, 0), full, whole=False)
     found = next(e for e in events if e.kind == "disk_full")
-    assert (found.action, found.nodes) == ("respawn", ("n0",))
+    assert (found.action, found.nodes) == ("recover", ("n0",))

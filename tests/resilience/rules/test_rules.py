@@ -66,36 +66,36 @@ def trace(error: str) -> str:
 
 
 EXITS = [
-    ({"state": "signalled", "code": signal.SIGSEGV}, "segmentation_fault", "respawn"),
-    ({"state": "signalled", "code": signal.SIGKILL}, "process_killed", "respawn"),
+    ({"state": "signalled", "code": signal.SIGSEGV}, "segmentation_fault", "recover"),
+    ({"state": "signalled", "code": signal.SIGKILL}, "process_killed", "recover"),
     (
         {"state": "exited", "code": 1, "stderr_tail": trace("RuntimeError: CUDA error: an illegal memory access")},
         "cuda_error",
-        "respawn",
+        "recover",
     ),
     (
         {"state": "exited", "code": 1, "stderr_tail": trace("torch.OutOfMemoryError: CUDA out of memory.")},
         "out_of_memory",
-        "respawn",
+        "recover",
     ),
     (
         {"state": "exited", "code": 1, "message": "the disk of 'runs' is full: a checkpoint needs 9 bytes"},
         "disk_full",
-        "respawn",
+        "recover",
     ),
     (
         {"state": "exited", "code": 1, "message": "the loss of step 7 is nan and training stopped"},
         "nonfinite_loss",
         "diagnose",
     ),
-    ({"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}, "user_error", "respawn"),
+    ({"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}, "user_error", "recover"),
     ({"state": "exited", "code": 3, "message": "4 ranks cannot be laid out"}, "user_error", "stop"),
     (
         {"state": "exited", "code": 1, "stderr_tail": "RuntimeError: NCCL error: unhandled system error"},
         "network_error",
-        "respawn",
+        "recover",
     ),
-    ({"state": "exited", "code": 9, "stderr_tail": ""}, "process_exit", "respawn"),
+    ({"state": "exited", "code": 9, "stderr_tail": ""}, "process_exit", "recover"),
 ]
 
 
@@ -113,19 +113,19 @@ def test_a_rank_that_lost_a_peer_is_not_to_blame():
     assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
     alone = one(ended(victim), "process_exit")
     assert alone.nodes == ()
-    assert alone.action == "respawn"
+    assert alone.action == "recover"
 
 
 def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often():
     """As of a pod that is deleted twice: the driver hears of the ranks elsewhere first."""
     asked = worker(0, state="exited", code=130, error="Exit: 130")
     first = one(ended(asked), "process_exit")
-    assert (first.nodes, first.ranks, first.action, first.person) == ((), (0,), "respawn", False)
+    assert (first.nodes, first.ranks, first.action, first.person) == ((), (0,), "recover", False)
     assert "asked to" in first.evidence[0]
     again = one(
         ended(asked, worker(1, state="exited", code=130, error="Exit: 130"), past=[(1.0, first)]), "process_exit"
     )
-    assert (again.nodes, again.action) == ((), "respawn")
+    assert (again.nodes, again.action) == ((), "recover")
     found = ended(asked, worker(1, state="signalled", code=signal.SIGSEGV))
     assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
 
@@ -133,7 +133,7 @@ def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often()
 def test_a_rank_whose_agent_was_told_to_end_says_whose_machine_it_was():
     asked = worker(0, state="exited", code=130, error="Exit: 130")
     verdict = one(ended(asked, worker(1, state="exited", code=130, error="Exit: 130", by_agent=True)), "process_exit")
-    assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), "respawn")
+    assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), "recover")
 
 
 def test_the_same_exception_on_several_ranks_is_the_users():
@@ -150,11 +150,11 @@ def test_an_exception_that_comes_again_is_the_users_and_one_that_differs_is_not(
         return one(ended(worker(1, **how), past=[(1.0, v) for v in past]), "user_error")
 
     first = fails("ValueError: bad row", [])
-    assert (first.action, first.person) == ("respawn", False)
+    assert (first.action, first.person) == ("recover", False)
     again = fails("ValueError: bad row", [first])
     assert (again.action, again.person) == ("stop", True)
     other = fails("OSError: [Errno 5] Input/output error", [first])
-    assert (other.action, other.person) == ("respawn", False)
+    assert (other.action, other.person) == ("recover", False)
 
 
 def test_a_killed_process_on_a_full_node_ran_out_of_memory():
@@ -206,19 +206,19 @@ def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
     past: list[tuple[float, Verdict]] = []
     for _ in range(exits.PORTS - 1):
         verdict = one(ended(failed, past=past), "port_taken")
-        assert (verdict.action, verdict.person) == ("respawn", False)
+        assert (verdict.action, verdict.person) == ("recover", False)
         past.append((1.0, verdict))
     last = one(ended(failed, past=past), "port_taken")
     assert (last.action, last.person) == ("stop", True)
     assert "ports in a row" in last.evidence[-1]
     between = [*past, (2.0, Verdict("segmentation_fault"))]
-    assert one(ended(failed, past=between), "port_taken").action == "respawn"
+    assert one(ended(failed, past=between), "port_taken").action == "recover"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(number):
     failed = worker(1, state="exited", code=1, errno=number, error="OSError: something")
-    assert one(ended(failed), "disk_full").action == "respawn"
+    assert one(ended(failed), "disk_full").action == "recover"
     assert exits.failed_start("n0", (0,), "why", number).kind == "disk_full"
     line = worker(1, state="exited", code=9, stderr_tail="copying: No space left on device, left out\n")
     assert one(ended(line), "process_exit")
@@ -239,9 +239,9 @@ def test_a_node_that_offends_again_and_again_is_evicted_unless_all_do():
     assert verdict.action == "evict"
     assert "offence 3" in verdict.evidence[-1]
     everywhere = before + [(t, "node-0", kind) for t, _, kind in before]
-    assert one(ended(crash, incidents=everywhere), "segmentation_fault").action == "respawn"
+    assert one(ended(crash, incidents=everywhere), "segmentation_fault").action == "recover"
     long_ago = [(t - 100_000, node, kind) for t, node, kind in before]
-    assert one(ended(crash, incidents=long_ago), "segmentation_fault").action == "respawn"
+    assert one(ended(crash, incidents=long_ago), "segmentation_fault").action == "recover"
 
 
 def test_a_silent_node_is_missed_and_a_driver_that_slept_blames_nobody():
@@ -277,7 +277,7 @@ def test_nothing_moving_is_a_hang_only_past_what_the_phase_may_take():
     limit = silence.FLOOR
     assert not standing(limit - 0.1)
     verdict = one(standing(limit + 0.1), "hang")
-    assert verdict.action == "respawn"
+    assert verdict.action == "recover"
     assert "no rank has moved" in verdict.evidence[0]
     # Learned: a step that took 8 s before may take 40 now.
     assert not standing(limit + 5, learned={"train": 8.0})
@@ -360,7 +360,7 @@ def with_traffic(rates: list[float], phase: str = "train") -> list[Verdict]:
 def test_traffic_that_stops_recovers_and_traffic_that_drops_alerts():
     busy = [5e8, 4e8, 6e8] * 10
     assert not with_traffic(busy + [5e8] * 10)
-    assert one(with_traffic(busy + [0.0] * 10), "traffic_stopped").action == "respawn"
+    assert one(with_traffic(busy + [0.0] * 10), "traffic_stopped").action == "recover"
     assert one(with_traffic(busy + [1e8] * 10), "traffic_dropped").action == "alert"
     assert not with_traffic(busy + [0.0] * 10, phase="save")
     assert not with_traffic(busy + [0.0] * 5)
@@ -524,4 +524,4 @@ def test_clocks_change_nothing(state, skew):
 
 def test_a_killed_rank_is_worse_than_an_alert():
     found = ended(worker(1, state="signalled", code=signal.SIGSEGV))
-    assert max(SEVERITY[v.action] for v in found) >= SEVERITY["respawn"]
+    assert max(SEVERITY[v.action] for v in found) >= SEVERITY["recover"]

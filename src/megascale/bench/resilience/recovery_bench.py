@@ -176,7 +176,7 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: di
         thread.join()
         job.process.wait()
         job.start()
-    actions = ("respawn", "evict", "diagnose", "stop")
+    actions = ("recover", "evict", "diagnose", "stop")
     hard = None
     if case.ends == "recover":
         hard = job.first(lambda e: e.time > injected and e.action in actions)

@@ -90,7 +90,7 @@ def _one(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
         job.process.wait()
         job.start()
     right = CASES[kind].verdicts
-    known = ("respawn", "evict", "diagnose", "stop")
+    known = ("recover", "evict", "diagnose", "stop")
     verdict = job.first(lambda e: e.id > after and (e.kind in right or e.action in known), 120.0)
     done, again = job.step(), None
     if kind not in _RIDDEN:

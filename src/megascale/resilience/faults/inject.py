@@ -56,11 +56,11 @@ class Fault:
 FAULTS = {
     fault.kind: fault
     for fault in (
-        Fault("kill-rank", "rank", False, "SIGKILL to a trainer", "respawn within a second"),
+        Fault("kill-rank", "rank", False, "SIGKILL to a trainer", "retry within a second"),
         Fault("stop-rank", "rank", False, "SIGSTOP to a trainer (SIGCONT after --seconds)", "hang: rank stopped"),
-        Fault("segfault", "rank", True, "a trainer reads address 0", "segmentation fault, respawn"),
-        Fault("exception", "rank", True, "a KeyError in a trainer", "respawn; the same again stops for a person"),
-        Fault("out-of-memory", "rank", True, "a trainer asks for an exbibyte", "out of memory, respawn"),
+        Fault("segfault", "rank", True, "a trainer reads address 0", "segmentation fault, retry"),
+        Fault("exception", "rank", True, "a KeyError in a trainer", "retry; the same again stops for a person"),
+        Fault("out-of-memory", "rank", True, "a trainer asks for an exbibyte", "out of memory, retry"),
         Fault("full-disk", "run", False, "no trainer's file may grow beyond 4 KiB", "disk full; again: a person"),
         Fault("nan-gradient", "rank", True, "one gradient becomes NaN", "the step is skipped, an alert"),
         Fault("flip-weight", "rank", True, "a mantissa bit of a weight flips", "checksum mismatch within a step"),
@@ -69,7 +69,7 @@ FAULTS = {
             "slow-compute", "rank", True, "a rank's forwards get --seconds more of GEMMs a step", "slow rank, an alert"
         ),
         Fault("leak-objects", "rank", True, "a trainer leaks Python objects", "longer garbage collections: decline"),
-        Fault("half-checkpoint", "rank", True, "a trainer dies while it saves", "respawn from the commit before"),
+        Fault("half-checkpoint", "rank", True, "a trainer dies while it saves", "retry from the commit before"),
         Fault("mismatch", "rank", True, "a trainer makes a collective too many", "hang: mismatched collective"),
         Fault("missing-send", "rank", True, "a trainer leaves out a send", "hang: missing send"),
         Fault("dead-reader", "rank", True, "a trainer's reader stops", "hang: no samples"),

@@ -53,18 +53,18 @@ class Cause:
     again: Action
 
 
-OUT_OF_MEMORY = Cause(Event.OUT_OF_MEMORY, "it ran out of memory", "respawn", "stop")
-DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "respawn", "stop")
-PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "respawn", "respawn")
+OUT_OF_MEMORY = Cause(Event.OUT_OF_MEMORY, "it ran out of memory", "recover", "stop")
+DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "recover", "stop")
+PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "recover", "recover")
 NUMBERS = Cause(Event.NONFINITE_LOSS, "the loss is no number", "diagnose", "stop")
 CHECKSUM = Cause(Event.CHECKSUM_MISMATCH, "weights changed that nobody wrote to", "diagnose", "evict")
-DEVICE = Cause(Event.CUDA_ERROR, "its device reported an error", "respawn", "diagnose")
-NETWORK = Cause(Event.NETWORK_ERROR, "its network broke", "respawn", "diagnose")
-CRASH = Cause(Event.SEGMENTATION_FAULT, "it crashed in native code", "respawn", "diagnose")
-KILLED = Cause(Event.PROCESS_KILLED, "somebody killed it", "respawn", "respawn")
-ASKED = Cause(Event.PROCESS_EXIT, "its agent was told to end, and it has saved", "respawn", "respawn")
-CODE = Cause(Event.USER_ERROR, "an exception in Python code", "respawn", "stop")
-OTHER = Cause(Event.PROCESS_EXIT, "for no reason that is known", "respawn", "respawn")
+DEVICE = Cause(Event.CUDA_ERROR, "its device reported an error", "recover", "diagnose")
+NETWORK = Cause(Event.NETWORK_ERROR, "its network broke", "recover", "diagnose")
+CRASH = Cause(Event.SEGMENTATION_FAULT, "it crashed in native code", "recover", "diagnose")
+KILLED = Cause(Event.PROCESS_KILLED, "somebody killed it", "recover", "recover")
+ASKED = Cause(Event.PROCESS_EXIT, "its agent was told to end, and it has saved", "recover", "recover")
+CODE = Cause(Event.USER_ERROR, "an exception in Python code", "recover", "stop")
+OTHER = Cause(Event.PROCESS_EXIT, "for no reason that is known", "recover", "recover")
 
 # Looked for in this order in its own words, or else in the end of its log. A full disk is known by errno and statvfs;
 # these words of it are our own (checkpoint/storage/save_errors.py), made from the errno of another process.
@@ -114,7 +114,7 @@ def processes(view: View) -> list[Verdict]:
         evidence = [
             f"rank {w.rank} on {m.node} ended: {_ASKED if _asked(w) else w.message[:200] or _LOST}" for m, w in bad[:8]
         ]
-        return [Verdict(Event.PROCESS_EXIT, (), tuple(w.rank for _, w in bad), "respawn", tuple(evidence))]
+        return [Verdict(Event.PROCESS_EXIT, (), tuple(w.rank for _, w in bad), "recover", tuple(evidence))]
     by_cause: dict[Cause, list[tuple[RankView, Worker]]] = {}
     for member, worker in guilty:
         by_cause.setdefault(cause_of(member, worker), []).append((member, worker))
@@ -194,7 +194,7 @@ def full_disks(member: RankView) -> list[str]:
 def failed_start(node: str, ranks: tuple[int, ...], why: str, number: int) -> Verdict:
     """A node whose agent could not start its ranks. `number`: errno, 0 if it is unknown."""
     kind = Event.DISK_FULL if number in NO_ROOM else Event.PROCESS_EXIT
-    return Verdict(kind, (node,), ranks, "respawn", (why,))
+    return Verdict(kind, (node,), ranks, "recover", (why,))
 
 
 def _memory_share(member: RankView) -> float:

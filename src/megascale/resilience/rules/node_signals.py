@@ -117,7 +117,7 @@ def _interface(member: RankView, name: str) -> list[Verdict]:
     if quiet >= max(QUIET_BEATS, 3 * longest) and _peak(samples[-1]) < usual * _STOPPED:
         text = f"no traffic on {name} of {member.node} for {quiet} heartbeats; usual are {usual / 1e6:.1f} MB/s"
         longest_text = f"its longest quiet stretch before was {longest} heartbeats"
-        found.append(Verdict(Event.TRAFFIC_STOPPED, (member.node,), member.ranks, "respawn", (text, longest_text)))
+        found.append(Verdict(Event.TRAFFIC_STOPPED, (member.node,), member.ranks, "recover", (text, longest_text)))
     elif max(recent) < _DROPPED * min(_typical(before), usual):
         now = median(recent) / 1e6
         text = f"traffic on {name} of {member.node} fell to {now:.1f} MB/s from {usual / 1e6:.1f} MB/s"

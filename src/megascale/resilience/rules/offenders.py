@@ -36,7 +36,7 @@ def repeated(view: View, verdicts: list[Verdict]) -> list[Verdict]:
 def _judged(view: View, verdict: Verdict) -> Verdict:
     if verdict.kind not in _MACHINE or len(verdict.nodes) != 1:
         return verdict
-    if not SEVERITY["respawn"] <= SEVERITY[verdict.action] < SEVERITY["evict"]:
+    if not SEVERITY["recover"] <= SEVERITY[verdict.action] < SEVERITY["evict"]:
         return verdict
     node = verdict.nodes[0]
     recent = [(when, who, kind) for when, who, kind in view.incidents if kind in _MACHINE and view.now - when < MEMORY]

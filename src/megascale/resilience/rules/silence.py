@@ -33,7 +33,7 @@ def heartbeats(view: View) -> list[Verdict]:
             evidence.append("its connection is gone too")
         if not any(m.heartbeat for m in placed if m is not member) and len(placed) > 1:
             evidence.append("no other node has sent one either")
-        found.append(Verdict(Event.MISSED_HEARTBEAT, (member.node,), member.ranks, "respawn", tuple(evidence)))
+        found.append(Verdict(Event.MISSED_HEARTBEAT, (member.node,), member.ranks, "recover", tuple(evidence)))
     return found
 
 
@@ -54,7 +54,7 @@ def slow_start(view: View) -> list[Verdict]:
         evidence.append(f"nothing was received from ranks {absent[:12]}")
     elif len(behind) < view.grid.world:
         evidence.append(f"ranks {list(behind)[:12]} are still in phase {order[least] or 'before start'!r}")
-    return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "respawn", tuple(evidence))]
+    return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "recover", tuple(evidence))]
 
 
 @quick
@@ -93,7 +93,7 @@ def hang(view: View) -> list[Verdict]:
     evidence += [
         f"rank {w.rank} on {m.node}: {_position(w)} for {old:.1f} s" for old, _, m, w in sorted(ages, key=_age)[-8:]
     ]
-    return [Verdict(Event.HANG, (), (), "respawn", tuple(evidence))]
+    return [Verdict(Event.HANG, (), (), "recover", tuple(evidence))]
 
 
 def age(view: View, member: RankView, worker: Worker) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["none", "alert", "diagnose", "respawn", "evict", "stop"]
+Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]
 
 # From mildest to hardest: of several verdicts the hardest is acted upon.
-SEVERITY: dict[Action, int] = {"none": 0, "alert": 1, "respawn": 2, "diagnose": 3, "evict": 4, "stop": 5}
+SEVERITY: dict[Action, int] = {"none": 0, "alert": 1, "recover": 2, "diagnose": 3, "evict": 4, "stop": 5}
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class Verdict:
     Attributes:
         kind: an event name (core/events.py).
         nodes, ranks: what it is about; those to blame, not those that suffered.
-        action: none (note it), alert (tell a person), diagnose (suspend and test), respawn (start the processes
-            again), evict (take the nodes out and start again), stop (end the job).
+        action: none (note it), alert (tell a person), diagnose (suspend and test), recover (start the processes
+            again, by the recovery action that the escalation policy chooses), evict (take the nodes out and start
+            again), stop (end the job).
         evidence: sentences a person understands, one an observation.
         person: only a person can fix it, such as an exception in the user's own code.
     """

@@ -22,7 +22,7 @@ from megascale.resilience.rules.verdicts import Verdict
 from tests.resilience.rules.test_rules import heartbeat, view, worker
 
 ORDER = Explain(1, 7, 100, 0.1)
-HANG = Verdict("hang", (), (), "respawn", ("no rank has moved for 11 s",))
+HANG = Verdict("hang", (), (), "recover", ("no rank has moved for 11 s",))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")
@@ -56,7 +56,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
         other.kill()
         other.wait()
         mine.close()
-    assert (found.nodes, found.ranks, found.action) == (("node-1",), (1,), "respawn")
+    assert (found.nodes, found.ranks, found.action) == (("node-1",), (1,), "recover")
     assert found.evidence[0].startswith("stopped: rank 1, all_reduce number 1 of world")
     assert found.evidence[-1] == HANG.evidence[0]
 
@@ -65,7 +65,7 @@ def test_ranks_that_left_no_record_keep_the_verdict(tmp_path):
     (sent,) = look_at(tmp_path, (0,), ORDER, keep=False)
     assert not sent.data
     found = refine(HANG, view({0: [heartbeat(0, 1, [worker(0)])]}), Scene({}, 1), None)
-    assert (found.action, found.ranks) == ("respawn", ())
+    assert (found.action, found.ranks) == ("recover", ())
     assert "no closer look" in found.evidence[-1]
 
 

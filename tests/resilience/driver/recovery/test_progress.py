@@ -62,8 +62,8 @@ def trainer(rank: int, phase: str, step: int) -> Worker:
 
 
 def test_a_start_ends_in_the_step_of_those_to_blame_and_not_while_it_saves_or_loads():
-    blamed = [Verdict("x", ("n0",), (1,), "respawn", ("why",))]
-    nobody = [Verdict("x", (), (), "respawn", ("why",))]
+    blamed = [Verdict("x", ("n0",), (1,), "recover", ("why",))]
+    nobody = [Verdict("x", (), (), "recover", ("why",))]
     both = [trainer(0, FAILED_IN_STEP, 7), trainer(1, "train", 7)]
     assert progress.step_of_end(blamed, both) == 7
     # However soon they end after the step has begun: the driver may not have seen them in it.
@@ -97,7 +97,7 @@ KINDS = ("segmentation_fault", "cuda_error", "network_error", "process_exit", "h
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(["respawn", "diagnose", "evict"])), min_size=10),
+    st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(["recover", "diagnose", "evict"])), min_size=10),
     st.integers(1, 6),
     st.integers(0, 3),
 )

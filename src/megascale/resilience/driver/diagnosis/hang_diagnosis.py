@@ -27,7 +27,7 @@ def refine(verdict: Verdict, view: View, scene: Scene, layout: Layout | None) ->
     hang = explain(scene, layout)
     nodes = tuple(dict.fromkeys(m.node for rank in hang.ranks for m in view.members if rank in m.ranks))
     evidence = (hang_report.headline(hang), *hang.evidence[:10], *verdict.evidence)
-    action: Action = "diagnose" if hang.kind == "network" else "respawn"
+    action: Action = "diagnose" if hang.kind == "network" else "recover"
     person = False
     if hang.kind in _CODE and any(p.kind == Event.HANG and hang.kind in p.evidence[0] for _, p in view.past):
         action, person = "stop", True

@@ -63,7 +63,7 @@ class Adoption:
             self._attempts.send_start(node)
         elif phase is Phase.RUNNING and placed and node.attempt != job.attempt:
             why = f"the agent of {node.name} came back without the processes of attempt {job.attempt}"
-            found = Verdict(Event.AGENT_RESTARTED, (node.name,), job.ranks(node.name), "respawn", (why,))
+            found = Verdict(Event.AGENT_RESTARTED, (node.name,), job.ranks(node.name), "recover", (why,))
             self._response.act([found])
         elif phase in (Phase.WAITING, Phase.PAUSED) or not placed:
             self._attempts.send_stop(node)

@@ -87,7 +87,7 @@ class LostNodes:
         """A node is gone while the job goes on: recover it; one that goes missing again and again is evicted."""
         job = self._job
         running = job.phase in (Phase.STARTING, Phase.RUNNING) and node.name in job.state.placement
-        verdict = Verdict(Event.NODE_LOST, (node.name,), job.state.ranks(node.name), "respawn", (why,))
+        verdict = Verdict(Event.NODE_LOST, (node.name,), job.state.ranks(node.name), "recover", (why,))
         verdict = repeated(self._seen.view(time.monotonic()), [verdict])[0]
         if running:
             self._response.act([verdict])

@@ -69,7 +69,7 @@ class Response:
                 node: f"{verdict.kind}: {verdict.evidence[0]}" for node in verdict.nodes if verdict.evidence
             }
             self._seen.blame(verdict)
-        hard = [v for v in fresh if SEVERITY[v.action] >= SEVERITY["respawn"]]
+        hard = [v for v in fresh if SEVERITY[v.action] >= SEVERITY["recover"]]
         if hard and not self._naming and self._job.phase in (Phase.STARTING, Phase.RUNNING):
             self._seen.past += [(time.monotonic(), v) for v in hard]
             self._answer(hard)
