@@ -277,24 +277,32 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
     gather of the output gradient, while the scatter of the input gradient and the second gather of the input run
     under weight-gradient and data-gradient GEMMs and only slow them. Without, forward ends in an all-reduce, and
-    the all-reduce of the input gradient runs under the weight-gradient GEMM.
+    the all-reduce of the input gradient runs under the weight-gradient GEMM or, in older stacks, after both.
     """
     overlap = cluster.overlap
     left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
-    one = _tensor_collective(cluster, case, network)
+    one, gap = _tensor_collective(cluster, case, network), _region_gap(case)
     blocks = np.where(case.parallel_block, 1.0, 2.0)
     share = np.where(case.tp_overlap, left, 1.0)
-    forward = blocks * 2.0 * one * share
+    # An all-reduce moves as much as a gather and a scatter, but ranks come late to it once.
+    both = 2.0 * one - np.where(case.sequence_parallel, 0.0, gap)
+    forward = blocks * both * share
     backward = blocks * one * (share + 2.0 * overlap.slowdown)
-    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * overlap.slowdown)
+    under = np.where(case.tp_backward_under, overlap.slowdown, 1.0)
+    backward = np.where(case.sequence_parallel, backward, blocks * both * under)
     return forward, backward
 
 
 def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network) -> Any:
     """Seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
     whole = 2.0 * case.tokens * case.hidden
-    gap = np.where(case.tensor > 1, case.region_gap_us * 1e-6, 0.0)
-    return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host)) + gap
+    wire = network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host))
+    return wire + _region_gap(case)
+
+
+def _region_gap(case: Case) -> Any:
+    """What a tensor-parallel region's collective takes on the device beyond what it takes alone."""
+    return np.where(case.tensor > 1, case.region_gap_us * 1e-6, 0.0)
 
 
 def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, times: StageTimes) -> Any:
