@@ -281,28 +281,21 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     """
     overlap = cluster.overlap
     left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
-    one, gap = _tensor_collective(cluster, case, network), _region_gap(case)
+    one = _tensor_collective(cluster, case, network)
     blocks = np.where(case.parallel_block, 1.0, 2.0)
     share = np.where(case.tp_overlap, left, 1.0)
-    # An all-reduce moves as much as a gather and a scatter, but ranks come late to it once.
-    both = 2.0 * one - np.where(case.sequence_parallel, 0.0, gap)
-    forward = blocks * both * share
+    forward = blocks * 2.0 * one * share
     backward = blocks * one * (share + 2.0 * overlap.slowdown)
     under = np.where(case.tp_backward_under, overlap.slowdown, 1.0)
-    backward = np.where(case.sequence_parallel, backward, blocks * both * under)
+    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * under)
     return forward, backward
 
 
 def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network) -> Any:
     """Seconds of one all-gather or reduce-scatter of a micro-batch's hidden states over the tensor group."""
     whole = 2.0 * case.tokens * case.hidden
-    wire = network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host))
-    return wire + _region_gap(case)
-
-
-def _region_gap(case: Case) -> Any:
-    """What a tensor-parallel region's collective takes on the device beyond what it takes alone."""
-    return np.where(case.tensor > 1, case.region_gap_us * 1e-6, 0.0)
+    gap = np.where(case.tensor > 1, case.region_gap_us * 1e-6, 0.0)
+    return network.collective(whole, case.tensor, np.minimum(case.tensor, cluster.gpus_per_host)) + gap
 
 
 def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, times: StageTimes) -> Any:

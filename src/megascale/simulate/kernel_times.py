@@ -29,19 +29,20 @@ FUSED_FORWARD = {"norm": 2.0, "residual": 3.0, "qkv": 0.0, "mlp": 2.0}
 FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 0.0, "mlp": 3.0}
 EAGER_KERNELS = (18, 32)
 FUSED_KERNELS = (11, 20)
-# Passes over the s x s scores of unfused attention between its products: mask + softmax in one kernel (it reads the lower
-# triangle alone and writes the whole square), dropout with its mask of a byte a value; and their gradients.
+# Passes over the s x s scores of unfused attention between its products: mask + softmax in one kernel (it reads the
+# lower triangle alone and writes the whole square), dropout with its mask of a byte a value; and their gradients.
 SCORE_PASSES = (4.0, 4.5)
 # The same where Megatron-LM's softmax kernel does not apply (matrices of scores on a rank no multiple of four): widened
 # to float32, scaled, masked, softmax, narrowed, one kernel each.
 PLAIN_SCORE_PASSES = (20.5, 22.5)
 SOFTMAX_MATRICES = 4
-# Bytes moved a value of the logits by the cross-entropy, forward and backward. Eager, vocabulary-parallel (Megatron-LM's):
-# logits widened to float32, their maximum, subtracted, exponentials, their sum, divided, two passes for the gradient,
-# narrowed. Fused (this engine's, `ops/cross_entropy.py`): read once for the statistics, read and overwritten once.
+# Bytes moved a value of the logits by the cross-entropy, forward and backward. Eager, vocabulary-parallel
+# (Megatron-LM's): logits widened to float32, their maximum, subtracted, exponentials, their sum, divided, two passes
+# for the gradient, narrowed. Fused (this engine's, `ops/cross_entropy.py`): read once for the statistics, read and
+# overwritten once.
 LOSS_BYTES, FUSED_LOSS_BYTES = 60.0, 6.0
-# Exponentials of flash attention take this share of its time at a head dimension of HEAD: FlashAttention-3 counts them as
-# half of forward's two products; backward does five products and one more set.
+# Exponentials of flash attention take this share of its time at a head dimension of HEAD: FlashAttention-3 counts them
+# as half of forward's two products; backward does five products and one more set.
 EXPONENTIALS, HEAD = 2.0 / 9.0, 128.0
 # Bytes moved a value of each operand for its cast to float8 beyond what the kernel before does anyway.
 FLOAT8_CAST_BYTES = 1.5
