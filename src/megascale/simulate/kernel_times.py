@@ -16,6 +16,9 @@ from megascale.simulate.software import ATTENTION_KERNELS
 
 # GEMM tiles a library may choose from: rows, columns, share of the best tile's speed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
+# Share of a copy's bandwidth that batched GEMMs reach where memory bounds them: scores of 32 heads, 2,048 x 2,048,
+# times head dimensions of 64 to 128 on an H200 (docs/log.md, 2026-11-24).
+BATCHED_MEMORY = 0.82
 # Rows of a flash-attention tile.
 ATTENTION_ROWS = 128
 
@@ -110,7 +113,7 @@ def gemm_seconds(
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap)
     compute = 2.0 * batch * rows * columns * depth / rate
-    bandwidth = gpu.memory_gbs * 1e9 * kernels.memory
+    bandwidth = gpu.memory_gbs * 1e9 * kernels.memory * np.where(np.asarray(batch) > 1, BATCHED_MEMORY, 1.0)
     # Read in two bytes, written in one, for each operand: half of the casts ride on the kernel before.
     compute = compute + np.where(float8, FLOAT8_CAST_BYTES * (rows + columns) * depth / bandwidth, 0.0)
     inputs = 2.0 * batch * (rows + columns) * depth
