@@ -94,15 +94,16 @@ def band_width(cluster: ClusterSpec, case: Case, calibration: Calibration) -> Ba
         low, high = calibration.ranges[name]
         value = np.asarray(value, dtype=float)
         doublings = np.log2(np.maximum(1.0, np.maximum(value / high, low / value)))
+        each: Any
         if name == "GPUs":
             each = EACH_GPU_DOUBLING * doublings
         else:
             each = EACH_DOUBLING * doublings if name in FEATURES[:4] else EACH_KIND * (doublings > 0)
-        variance = variance + np.square(each)
+        variance = np.add(variance, np.square(each))
         if value.ndim == 0 and doublings > 0.01:
             shown = [f"{x:,.0f}" if abs(x) < 1e7 else f"{x:.3g}" for x in (float(value), low, high)]
             reasons.append(f"{name} {shown[0]} lies outside what was fitted ({shown[1]} to {shown[2]})")
-    outside = Z90 * np.sqrt(variance)
+    outside: Any = Z90 * np.sqrt(variance)
     return BandWidth(np.hypot(below, outside), np.hypot(above, outside), tuple(reasons))
 
 
