@@ -76,6 +76,13 @@ def test_bands_hold_the_step_and_widen_with_the_residuals():
     assert band_width(cluster, one, narrow).reasons == ()
 
 
+def test_bands_of_the_uncalibrated_reach_further_up():
+    """With nothing fitted steps take longer than predicted: P90 lies further away than P10."""
+    cluster = load_cluster("a100-hdr")
+    low, high = band_width(cluster, case(), Calibration("none", cluster.name)).around(10.0)
+    assert 10.0 / low < 1.06 < 1.09 < high / 10.0
+
+
 def test_bands_widen_outside_what_was_fitted_and_say_why():
     cluster, one = load_cluster("a100-roce"), case()
     fitted = Calibration("a", "a100-roce", fitted={"compute": 0.1}, residuals=(0.01,) * 9, ranges=ranges_of(one))

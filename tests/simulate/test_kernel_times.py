@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,8 @@ from megascale.simulate.calibration import Constants
 from megascale.simulate.closed import gemm_cap, step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.kernel_times import (
+    FUSED_LOSS_BYTES,
+    LOSS_BYTES,
     attention_rate,
     gemm_seconds,
     layer_times,
@@ -19,7 +23,7 @@ from megascale.simulate.kernel_times import (
     wave_efficiency,
 )
 from megascale.simulate.network import RingNetwork
-from megascale.simulate.software import MEGASCALE, MEGATRON_2023
+from megascale.simulate.software import MEGASCALE, MEGASCALE_H200, MEGATRON_2023, MEGATRON_DEEPSPEED
 from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case
 
 
@@ -71,6 +75,61 @@ def test_a_thin_gemm_runs_at_memory_speed():
     assert seconds >= 2.0 * 16384 * 16384 / (2039e9 * 0.86)
 
 
+def test_gemms_run_as_measured_on_an_h200():
+    """TFLOP/s of 8,192 x 8,448 x K in bursts, 2026-11-24: within 8%, also the shallow ones of narrow models."""
+    cluster = load_cluster("h200-host")
+    for depth, measured in ((384, 506), (768, 645), (1536, 750), (2048, 769), (4096, 803), (8192, 828)):
+        seconds = float(gemm_seconds(cluster, 8192, 8448, depth))
+        assert 2 * 8192 * 8448 * depth / seconds == pytest.approx(measured * 1e12, rel=0.08)
+
+
+def test_batched_gemms_run_as_measured_on_an_h200():
+    """Products of unfused attention, 32 matrices of scores of 2,048 x 2,048, 2026-11-24: within 12%, not one by one."""
+    cluster = load_cluster("h200-host")
+    for size, wide, deep in ((64, 179, 208), (96, 258, 301), (128, 341, 389)):
+        flops = 2 * 32 * 2048**2 * size
+        assert flops / gemm_seconds(cluster, 2048, 2048, size, batch=32) == pytest.approx(wide * 1e12, rel=0.12)
+        assert flops / gemm_seconds(cluster, 2048, size, 2048, batch=32) == pytest.approx(deep * 1e12, rel=0.12)
+        one_by_one = 32 * gemm_seconds(cluster, 2048, size, 2048)
+        assert gemm_seconds(cluster, 2048, size, 2048, batch=32) < 0.7 * one_by_one
+
+
+def test_attention_of_narrow_heads_waits_for_exponentials():
+    """cuDNN on an H200 at 2,048, 2026-11-24: 416 TFLOP/s at a head dimension of 128, 332 at 64."""
+    cluster = load_cluster("h200-host")
+    model = GPT_13B.model_copy(update={"heads": 80})
+    one = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 1, "micro": 4, "batch": 4}
+    plain = replace(MEGASCALE_H200, parallel_block=False, window=None)
+    seconds = [layer_times(cluster, case(**one, software=plain, model=m)) for m in (GPT_13B, model)]
+    ratio = [float(t.attention_forward + t.attention_backward) for t in seconds]
+    assert ratio[0] / ratio[1] == pytest.approx(332 / 416, rel=0.06)
+
+
+def test_softmax_without_its_kernel_costs_more():
+    """Megatron-LM's kernel wants a multiple of four matrices of scores; 18.4B in TP16 has three a sequence."""
+    cluster = load_cluster("a100-hdr")
+    model = ModelConfig(layers=40, hidden=6144, heads=48, vocab_size=51200, sequence_length=2048)
+    layout = {"tensor": 16, "pipeline": 1, "virtual": 1, "data": 4}
+    two, four = (
+        layer_times(cluster, case(**layout, micro=m, batch=16, software=MEGATRON_DEEPSPEED, model=model))
+        for m in (2, 4)
+    )
+    assert float(two.attention_forward) > 1.2 * float(four.attention_forward)
+
+
+def test_older_stacks_wait_for_what_newer_ones_hide():
+    """Megatron-DeepSpeed's backward all-reduce and autograd's addition of weight gradients."""
+    cluster = load_cluster("a100-hdr")
+    layout = {"tensor": 8, "pipeline": 1, "virtual": 1, "data": 8, "micro": 2, "batch": 128}
+    old, hidden, added = (
+        step_parts(cluster, case(**layout, software=replace(MEGATRON_DEEPSPEED, **change), model=GPT_13B))
+        for change in ({}, {"tp_backward_under": True}, {"fused_accumulation": True})
+    )
+    # Two all-reduces of six; 15% of a hidden one remains.
+    assert float(hidden.tensor / old.tensor) == pytest.approx((2 + 2 * 0.15) / 4, rel=1e-6)
+    assert float(added.gemm) < 0.99 * float(old.gemm)
+
+
 def test_accumulating_costs_memory_traffic():
     cluster = load_cluster("a100-roce")
     plain, added = (float(gemm_seconds(cluster, 12288, 6144, 2048, a)) for a in (None, 4))
@@ -112,6 +171,20 @@ def test_logits_of_175b_are_a_few_percent_of_a_stage():
     forward, backward = logits_seconds(cluster, case())
     stage = 12 * (layer_times(cluster, case()).gemm_forward + layer_times(cluster, case()).gemm_backward)
     assert 0.025 < float((forward + backward) / stage) < 0.05
+
+
+def test_a_fused_loss_reads_the_logits_once():
+    """gpt2-124m: the eager loss of 16,384 tokens takes longer than the products that make its logits."""
+    cluster = load_cluster("h200-host")
+    model = ModelConfig(layers=12, hidden=768, heads=12, vocab_size=50304, sequence_length=1024)
+    one = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 1, "micro": 4, "batch": 16, "model": model}
+    fused, eager = (
+        sum(float(x) for x in logits_seconds(cluster, case(**one, software=replace(MEGASCALE_H200, fused_loss=f))))
+        for f in (True, False)
+    )
+    bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
+    assert eager - fused == pytest.approx((LOSS_BYTES - FUSED_LOSS_BYTES) * 4096 * 50304 / bandwidth, rel=1e-6)
+    assert eager > 2 * fused
 
 
 def test_ring_collectives():

@@ -69,6 +69,9 @@ class Case:
     region_gap_us: Any = 0.0
     float8: Any = False
     bf16_weight_gradients: Any = False
+    fused_loss: Any = False
+    fused_accumulation: Any = True
+    tp_backward_under: Any = True
     context: Any = 1
     experts: Any = 1
     top_k: Any = 1
@@ -143,6 +146,9 @@ class Case:
             region_gap_us=software.region_gap_us,
             float8=software.float8,
             bf16_weight_gradients=software.bf16_weight_gradients,
+            fused_loss=software.fused_loss,
+            fused_accumulation=software.fused_accumulation,
+            tp_backward_under=software.tp_backward_under,
             context=context,
             experts=experts,
             top_k=top_k,

@@ -277,7 +277,7 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
     gather of the output gradient, while the scatter of the input gradient and the second gather of the input run
     under weight-gradient and data-gradient GEMMs and only slow them. Without, forward ends in an all-reduce, and
-    the all-reduce of the input gradient runs under the weight-gradient GEMM.
+    the all-reduce of the input gradient runs under the weight-gradient GEMM or, in older stacks, after both.
     """
     overlap = cluster.overlap
     left = overlap.tp_residual if constants.tp_residual is None else constants.tp_residual
@@ -286,7 +286,8 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
     share = np.where(case.tp_overlap, left, 1.0)
     forward = blocks * 2.0 * one * share
     backward = blocks * one * (share + 2.0 * overlap.slowdown)
-    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * overlap.slowdown)
+    under = np.where(case.tp_backward_under, overlap.slowdown, 1.0)
+    backward = np.where(case.sequence_parallel, backward, blocks * 2.0 * one * under)
     return forward, backward
 
 

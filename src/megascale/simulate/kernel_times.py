@@ -16,6 +16,9 @@ from megascale.simulate.software import ATTENTION_KERNELS
 
 # GEMM tiles a library may choose from: rows, columns, share of the best tile's speed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
+# Share of a copy's bandwidth that batched GEMMs reach where memory bounds them: scores of 32 heads, 2,048 x 2,048,
+# times head dimensions of 64 to 128 on an H200 (docs/log.md, 2026-11-24).
+BATCHED_MEMORY = 0.82
 # Rows of a flash-attention tile.
 ATTENTION_ROWS = 128
 
@@ -29,11 +32,21 @@ FUSED_FORWARD = {"norm": 2.0, "residual": 3.0, "qkv": 0.0, "mlp": 2.0}
 FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 0.0, "mlp": 3.0}
 EAGER_KERNELS = (18, 32)
 FUSED_KERNELS = (11, 20)
-# Passes over the s x s scores of unfused attention: write, mask + softmax (which reads the lower triangle alone, as
-# Megatron-LM's causal kernel does), dropout, read; and their gradients.
-SCORE_PASSES = (5.5, 8.0)
-# Bytes moved a value of the logits by the vocabulary-parallel cross-entropy, forward and backward.
-LOSS_BYTES = 60.0
+# Passes over the s x s scores of unfused attention between its products: mask + softmax in one kernel (it reads the
+# lower triangle alone and writes the whole square), dropout with its mask of a byte a value; and their gradients.
+SCORE_PASSES = (4.0, 4.5)
+# The same where Megatron-LM's softmax kernel does not apply (matrices of scores on a rank no multiple of four): widened
+# to float32, scaled, masked, softmax, narrowed, one kernel each.
+PLAIN_SCORE_PASSES = (20.5, 22.5)
+SOFTMAX_MATRICES = 4
+# Bytes moved a value of the logits by the cross-entropy, forward and backward. Eager, vocabulary-parallel
+# (Megatron-LM's): logits widened to float32, their maximum, subtracted, exponentials, their sum, divided, two passes
+# for the gradient, narrowed. Fused (this engine's, `ops/cross_entropy.py`): read once for the statistics, read and
+# overwritten once.
+LOSS_BYTES, FUSED_LOSS_BYTES = 60.0, 6.0
+# Exponentials of flash attention take this share of its time at a head dimension of HEAD: FlashAttention-3 counts them
+# as half of forward's two products; backward does five products and one more set.
+EXPONENTIALS, HEAD = 2.0 / 9.0, 128.0
 # Bytes moved a value of each operand for its cast to float8 beyond what the kernel before does anyway.
 FLOAT8_CAST_BYTES = 1.5
 # Bytes moved a parameter by the optimizer: gradient, master, two moments read, three written, weight written.
@@ -63,13 +76,16 @@ class LayerTimes:
         return self.gemm_backward + self.attention_backward + self.elementwise_backward
 
 
-def wave_efficiency(rows: Any, columns: Any, processors: int) -> Any:
-    """Share of peak left by whole tiles in whole waves, for the best tile that a library would choose."""
+def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) -> Any:
+    """Share of peak left by whole tiles in whole waves, for the best tile that a library would choose.
+
+    The tiles of all `batch` products of a batched GEMM share waves.
+    """
     best: Any = 0.0
     for tall, wide, rate in TILES:
-        tiles = np.ceil(rows / tall) * np.ceil(columns / wide)
+        tiles = batch * np.ceil(rows / tall) * np.ceil(columns / wide)
         waves = np.ceil(tiles / processors)
-        best = np.maximum(best, rate * rows * columns / (waves * processors * tall * wide))
+        best = np.maximum(best, rate * batch * rows * columns / (waves * processors * tall * wide))
     return best
 
 
@@ -81,25 +97,33 @@ def gemm_seconds(
     accumulate: Any = None,
     cap: Any = 1.0,
     float8: Any = False,
+    batch: Any = 1,
+    fused: Any = True,
 ) -> Any:
-    """One GEMM [rows, depth] x [depth, columns] in bf16.
+    """One GEMM [rows, depth] x [depth, columns] in bf16, or `batch` of them in one launch.
 
-    `accumulate`: bytes of a gradient value that the result is added to, None for a plain bf16 output. `cap`: share of
-    peak that the power limit leaves. `float8`: operands are cast first, by one pass over each.
+    `accumulate`: bytes of a gradient value that the result is added to, None for a plain bf16 output; `fused`: by the
+    GEMM itself, else by a kernel of its own that reads both and writes the sum. `cap`: share of peak that the power
+    limit leaves. `float8`: operands are cast first, by one pass over each.
     """
     kernels, gpu = cluster.kernels, cluster.gpu
-    burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * wave_efficiency(rows, columns, gpu.processors)
+    waves = wave_efficiency(rows, columns, gpu.processors, batch)
+    burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * waves
     # GEMMs that fill the processors better draw more power and clock down: none holds more than the cap.
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap)
-    compute = 2.0 * rows * columns * depth / rate
-    bandwidth = gpu.memory_gbs * 1e9 * kernels.memory
+    compute = 2.0 * batch * rows * columns * depth / rate
+    bandwidth = gpu.memory_gbs * 1e9 * kernels.memory * np.where(np.asarray(batch) > 1, BATCHED_MEMORY, 1.0)
     # Read in two bytes, written in one, for each operand: half of the casts ride on the kernel before.
     compute = compute + np.where(float8, FLOAT8_CAST_BYTES * (rows + columns) * depth / bandwidth, 0.0)
-    inputs = 2.0 * (rows + columns) * depth
-    output = rows * columns * (2.0 if accumulate is None else 2.0 * accumulate)
-    exposed = 0.0 if accumulate is None else kernels.accumulate_exposed * output / bandwidth
-    return np.maximum(compute + exposed, (inputs + output) / bandwidth)
+    inputs = 2.0 * batch * (rows + columns) * depth
+    values = batch * rows * columns
+    if accumulate is None:
+        return np.maximum(compute, (inputs + 2.0 * values) / bandwidth)
+    output = values * 2.0 * accumulate
+    added = np.maximum(compute + kernels.accumulate_exposed * output / bandwidth, (inputs + output) / bandwidth)
+    apart = np.maximum(compute, (inputs + values * accumulate) / bandwidth) + 3.0 * values * accumulate / bandwidth
+    return np.where(fused, added, apart)
 
 
 def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
@@ -114,7 +138,9 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
         forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8)
         backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8)
         weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
-        backward = backward + gemm_seconds(cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient)
+        backward = backward + gemm_seconds(
+            cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient, fused=case.fused_accumulation
+        )
         return times * forward, times * backward
 
     # A rank's experts share the tokens that its group sends it, evenly; a dense MLP is one expert that sees all.
@@ -161,14 +187,22 @@ def _attention(cluster: ClusterSpec, case: Case) -> tuple[Any, Any]:
         if kernel == "unfused":
             scores = 2.0 * case.tokens * heads * s
             bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
-            matmul = gemm_seconds(cluster, s / case.context, s, width / heads) * case.micro * heads
-            f = 2 * matmul + scores * SCORE_PASSES[0] / bandwidth
-            b = 4 * matmul + scores * SCORE_PASSES[1] / bandwidth
+            own, size, matrices = s / case.context, width / heads, case.micro * heads
+            # Two products a pass are as wide as the sequence and as deep as a head, two the other way round.
+            wide = gemm_seconds(cluster, own, s, size, batch=matrices)
+            deep = gemm_seconds(cluster, own, size, s, batch=matrices)
+            plain = np.asarray(matrices) % SOFTMAX_MATRICES != 0
+            passes = [np.where(plain, p, q) for p, q in zip(PLAIN_SCORE_PASSES, SCORE_PASSES, strict=True)]
+            f = wide + deep + scores * passes[0] / bandwidth
+            b = wide + 3 * deep + scores * passes[1] / bandwidth
         else:
             if kernel not in cluster.kernels.attention:
                 continue
             seconds = 3.5 * half / (attention_rate(cluster, kernel, length) * occupancy)
-            seconds = seconds * padding(kernel, case.query / case.heads)
+            size = case.query / case.heads
+            padded = padding(kernel, size)
+            # Products grow with the padded head dimension, exponentials do not.
+            seconds = seconds * ((1.0 - EXPONENTIALS) * padded + EXPONENTIALS * HEAD / size)
             # Forward kernels run faster than backward ones: a quarter of the time for 2/7 of the FLOPs.
             f, b = 0.25 * seconds, 0.75 * seconds
         forward, backward = np.where(chosen, f, forward), np.where(chosen, b, backward)
@@ -214,10 +248,13 @@ def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[An
     """Forward and backward seconds of the output GEMM and the loss, which only the last stage has."""
     tokens, columns = case.tokens, case.vocab / case.tensor
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
-    loss = LOSS_BYTES * tokens * columns / bandwidth
+    loss = np.where(case.fused_loss, FUSED_LOSS_BYTES, LOSS_BYTES) * tokens * columns / bandwidth
     forward = gemm_seconds(cluster, tokens, columns, case.hidden, None, cap) + loss / 2
     backward = gemm_seconds(cluster, tokens, case.hidden, columns, None, cap) + loss / 2
-    return forward, backward + gemm_seconds(cluster, case.hidden, columns, tokens, case.gradient_bytes, cap)
+    weights = gemm_seconds(
+        cluster, case.hidden, columns, tokens, case.gradient_bytes, cap, fused=case.fused_accumulation
+    )
+    return forward, backward + weights
 
 
 def optimizer_seconds(cluster: ClusterSpec, case: Case, parameters: Any) -> Any:

@@ -48,6 +48,9 @@ class Software:
             come late to it, waits between streams. HOST_SOURCES says where these three come from for each stack.
         float8: linear layers multiply in float8 where the GPU has it.
         bf16_weight_gradients: of their three GEMMs that of the weight's gradient does not.
+        fused_loss: cross-entropy by kernels that keep 16-bit logits, instead of one a step in float32.
+        fused_accumulation: weight gradients are added to by their GEMM; False is a kernel of its own (autograd's).
+        tp_backward_under: the collective of an input's gradient runs under the GEMM of the weight's; False waits.
     """
 
     parallel_block: bool = False
@@ -70,6 +73,9 @@ class Software:
     region_gap_us: float = 110.0
     float8: bool = False
     bf16_weight_gradients: bool = False
+    fused_loss: bool = False
+    fused_accumulation: bool = True
+    tp_backward_under: bool = True
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_KERNELS:
@@ -117,9 +123,13 @@ MEGATRON_CORE = replace(
 )
 MEGATRON_CORE_H200 = replace(MEGATRON_CORE, attention="cudnn")
 # This project's engine: every overlap, cuDNN attention where the GPU has it.
-MEGASCALE_H200 = replace(MEGASCALE, attention="cudnn", launch_us=40.0, region_host_us=80.0, region_gap_us=10.0)
+MEGASCALE_H200 = replace(
+    MEGASCALE, attention="cudnn", launch_us=40.0, region_host_us=80.0, region_gap_us=10.0, fused_loss=True
+)
 MEGASCALE_H200_GRAPHS = replace(MEGASCALE_H200, launch_us=1.0, region_host_us=2.0)
-# vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels.
+# vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels. Its
+# column-parallel linear (megatron/mpu/layers.py) is PyTorch's own with an all-reduce after backward: nothing hides
+# that, and autograd adds weight gradients with a kernel of its own.
 MEGATRON_DEEPSPEED = Software(
     attention="unfused",
     sequence_parallel=False,
@@ -127,6 +137,8 @@ MEGATRON_DEEPSPEED = Software(
     recompute="full",
     gradient_bytes=2,
     reduce_bytes=2,
+    fused_accumulation=False,
+    tp_backward_under=False,
 )
 
 STACKS = {

@@ -311,6 +311,7 @@ def check_vtrain(folder: Path | None) -> list[AnchorCheck]:
     plain = np.abs(percent(predict(cluster, rows), rows.seconds))
     held = rows.subset(~ours)
     errors = np.abs(percent(predict(cluster, held, fitted.constants), held.seconds))
+    paper = load_calibration("a100-roce", cluster.name)
     return [
         AnchorCheck(
             "A4",
@@ -326,6 +327,7 @@ def check_vtrain(folder: Path | None) -> list[AnchorCheck]:
             listing(rows, predict(cluster, rows), np.zeros(len(rows), dtype=bool)),
             columns=(
                 column(f"{NOTHING}, all rows", cluster, rows),
+                column("nothing of them: the paper's calibration, all rows", cluster, rows, paper),
                 *_columns(cluster, held, fitted, efficiency_control(held, rows.subset(ours))),
             ),
         )
