@@ -174,7 +174,7 @@ def test_logits_of_175b_are_a_few_percent_of_a_stage():
 
 
 def test_a_fused_loss_reads_the_logits_once():
-    """gpt2-124m: the eager loss of 16,384 tokens takes longer than the products that make its logits."""
+    """gpt2-124m: the eager loss of 16,384 tokens takes longer than the GEMMs that make its logits."""
     cluster = load_cluster("h200-host")
     model = ModelConfig(layers=12, hidden=768, heads=12, vocab_size=50304, sequence_length=1024)
     one = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 1, "micro": 4, "batch": 16, "model": model}
