@@ -201,7 +201,7 @@ def test_vtrain_scores():
     (check,) = check_vtrain(FOLDER)
     assert check.figures["not fitted"][0] < 7.3
     assert check.figures["fitted"][0] < 8.4
-    plain, _, fitted, control = check.columns
+    plain, _, _, fitted, control = check.columns
     assert plain.rows == 40
     assert fitted.mean < control.mean
 
