@@ -128,7 +128,7 @@ MEGASCALE_H200 = replace(
 )
 MEGASCALE_H200_GRAPHS = replace(MEGASCALE_H200, launch_us=1.0, region_host_us=2.0)
 # vTrain's measurements: Megatron-DeepSpeed with full recomputation, all-reduced 16-bit gradients, softmax kernels. Its
-# column-parallel linear (megatron/mpu/layers.py) is PyTorch's own with an all-reduce after backward: nothing hides
+# column-parallel linear (megatron.mpu.layers) is PyTorch's own with an all-reduce after backward: nothing hides
 # that, and autograd adds weight gradients with a kernel of its own.
 MEGATRON_DEEPSPEED = Software(
     attention="unfused",
