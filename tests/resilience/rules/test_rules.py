@@ -136,6 +136,12 @@ def test_a_rank_whose_agent_was_told_to_end_says_whose_machine_it_was():
     assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), "recover")
 
 
+def test_an_own_rule_may_say_the_old_word_and_no_unknown_one():
+    assert Verdict("mine", action="respawn") == Verdict("mine", action="recover")
+    with pytest.raises(ValueError, match="action='restart' of verdict mine is none of none, alert, recover"):
+        Verdict("mine", action="restart")
+
+
 def test_the_same_exception_on_several_ranks_is_the_users():
     error = {"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}
     verdict = one(ended(worker(0, **error), worker(1, **error)), "user_error")
