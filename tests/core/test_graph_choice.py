@@ -21,13 +21,16 @@ def test_small_micro_batches_are_and_large_ones_gain_nothing():
     assert why("train.micro_batch=4") == ""
     large = ("model.preset=gpt-13b", "train.micro_batch=8")
     assert "longer than launching" in why(*large)
+    assert why("model.preset=gpt-13b", "train.micro_batch=2", tensor=2) == ""  # each rank has half of it to do
+    assert "longer than launching" in why("model.preset=gpt-13b", "train.micro_batch=2")
     assert why(*large, "kernels.graphs=on") == ""
 
 
 @pytest.mark.parametrize("graphs", ["auto", "on"])
 def test_what_cannot_be_captured(graphs):
     asked = f"kernels.graphs={graphs}"
-    assert "tensor-parallel" in why(asked, tensor=2)
+    assert why(asked, tensor=2) == ""
+    assert "the fused exchange alone" in why(asked, "overlap.tensor=async", tensor=2)
     assert "dropout" in why(asked, "model.dropout=0.1")
     assert "zero=2" in why(asked, "parallel.zero=2", data=2)
     assert why(asked, "parallel.zero=2") == ""

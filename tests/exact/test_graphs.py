@@ -6,6 +6,7 @@ and who still reads it when it is written anew are as on a GPU. tests/gpu/graphs
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -39,6 +40,12 @@ LAYOUTS = {
     "data": (case(1, 1, 2, microbatches=4, parallel={"bucket_elements": 500}), 2),
     "data, two micro-batches": (case(1, 1, 2, zero=0, microbatches=2), 0),
     "pipeline": (case(1, 2, 1, microbatches=4), 4),
+    "tensor": (case(2, 1, 1, microbatches=2), 2),
+    "tensor, parallel, float8": (
+        case(2, 1, 1, microbatches=2, model={"block": "parallel"}, train={"linear_precision": "float8"}),
+        2,
+    ),
+    "tensor, pipeline, data": (case(2, 2, 2, microbatches=4), 2),
     "pipeline, two chunks, data, float8": (
         case(1, 2, 2, virtual=2, microbatches=4, train={"linear_precision": "float8"}),
         4,
@@ -111,12 +118,42 @@ def test_a_capture_that_fails_leaves_the_run_eager():
     assert_same_bits(eager, told)
 
 
+def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, int, str]:
+    """As `train` with graphs, where rank 1's captures fail; why rank 0 has none."""
+    broken = mock.Mock(side_effect=RuntimeError("out of memory"))
+    why: list[str] = []
+    end = ChunkGraphs.end_step
+
+    def look(self: ChunkGraphs) -> None:
+        why.append(self.failed)
+        end(self)
+
+    failing = mock.patch.object(ChunkGraphs, "_capture", broken) if rank else nullcontext()
+    with failing, mock.patch.object(ChunkGraphs, "end_step", look):
+        told, replayed = train(rank, world, tree, "on")
+    return told, replayed, why[-1]
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_its_tensor_parallel_group_eager(pool):
+    """A rank that replayed alone would wait for its peer for ever."""
+    layout, _ = LAYOUTS["tensor"]
+    eager = pool.run(train, layout.world, layout.tree, "off")
+    failed = pool.run(fail_on_one, layout.world, layout.tree)
+    assert [why for _, _, why in failed] == [
+        "capture failed on another rank of the tensor-parallel group",
+        "capture failed: out of memory",
+    ]
+    for (one, _), (other, replayed, _) in zip(eager, failed, strict=True):
+        assert replayed == 0
+        assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"model": {"dropout": 0.1}}, "dropout"),
         ({"data": 2, "zero": 2}, "zero=2"),
-        ({"tensor": 2}, "tensor-parallel"),
+        ({"tensor": 2, "overlap": {"tensor": "async"}}, "the fused exchange alone is captured"),
     ],
 )
 def test_where_they_cannot_be_had(settings, why):

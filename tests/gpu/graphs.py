@@ -1,6 +1,9 @@
 """CUDA graphs of chunks (parallel/chunk_graphs.py) beside eager launches, on a real GPU: bits, host and step time.
 
     PYTHONPATH=src:. python tests/gpu/graphs.py
+    PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/graphs.py tensor
+
+With several processes: in tensor, pipeline or data parallelism of all of them, as the argument says.
 
 Every case trains some steps of a small model twice from the same start, eagerly and replayed: losses, gradient norms
 and weights must be the same bits. Then the milliseconds of a step each way, until the host has launched it and until
@@ -16,14 +19,27 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
+from megascale.bench.harness.training_runs import join
 from megascale.core.layout import lay_out
+from megascale.rendezvous.groups import Groups, shutdown
 from megascale.train.attention_choice import Choices
 from megascale.train.engine import Engine
+from megascale.train.rank_info import RankInfo
 
 STEPS, TIMED = 6, 20
 SERIAL: dict[str, Any] = {"model": {"block": "serial"}}
 PARALLEL: dict[str, Any] = {"model": {"block": "parallel"}}
 FLOAT8: dict[str, Any] = {"train": {"linear_precision": "float8"}}
+# Those that have a form of their own with several processes.
+SEVERAL = (
+    "serial",
+    "parallel",
+    "parallel, GEMMs on a side stream",
+    "all recomputed",
+    "rotary, SwiGLU, untied",
+    "float8",
+    "float8, parallel, side stream",
+)
 CASES: dict[str, list[dict[str, Any]]] = {
     "serial": [SERIAL],
     "parallel": [PARALLEL],
@@ -37,17 +53,19 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "two chunks, three in flight": [SERIAL, {"parallel": {"virtual_stages": 2, "micro_batch_group_size": 4}}],
     "float8": [SERIAL, FLOAT8],
     "float8, parallel": [PARALLEL, FLOAT8],
+    "float8, parallel, side stream": [PARALLEL, FLOAT8, {"overlap": {"gemms": "on"}}],
     "float8, row-wise": [SERIAL, {"train": {"linear_precision": "float8_rowwise"}}],
     "float8, recomputed": [SERIAL, FLOAT8, {"parallel": {"recompute": "full"}}],
     "LAMB": [SERIAL, {"optimizer": {"name": "lamb"}}],
 }
 
 
-def tree_of(parts: list[dict[str, Any]], graphs: str) -> dict[str, Any]:
-    """The configuration of a case."""
+def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[str, Any]:
+    """The configuration of a case; axis: which one several processes are laid along."""
     tree: dict[str, Any] = {
         "model": {"layers": 4, "hidden": 256, "heads": 4, "sequence_length": 256, "vocab_size": 1000},
-        "train": {"micro_batch": 2, "global_batch": 8, "precision": "bfloat16"},
+        "train": {"micro_batch": 2, "global_batch": 16 if axis == "data" else 8, "precision": "bfloat16"},
+        "parallel": {"tensor": 2 if axis == "tensor" else 1, "pipeline": 2 if axis == "pipeline" else 1},
         "kernels": {"graphs": graphs},
         "lr": {"peak": 1e-3, "warmup_steps": 2},
     }
@@ -58,18 +76,19 @@ def tree_of(parts: list[dict[str, Any]], graphs: str) -> dict[str, Any]:
 
 
 def run(
-    parts: list[dict[str, Any]], graphs: str, attention: Choices
+    parts: list[dict[str, Any]], graphs: str, attention: Choices, axis: str, place: RankInfo, groups: Groups | None
 ) -> tuple[list[torch.Tensor], str, float, float, Choices]:
     """Losses, norms and weights; why nothing was captured; host and device milliseconds of a step; and the attention
     kernels, which two engines might otherwise choose differently."""
-    engine = Engine(lay_out(configuration.from_tree(tree_of(parts, graphs)), 1), None, torch.device("cuda"), attention)
+    layout = lay_out(configuration.from_tree(tree_of(parts, graphs, axis)), place.world)
+    engine = Engine(layout, groups, place.device, attention)
     model = engine.config.model
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, model.vocab, (STEPS, 4, model.sequence_length + 1, 2), generator=draw).cuda()
+    rows = torch.randint(0, model.vocab, (STEPS, 2, 4, model.sequence_length + 1, 2), generator=draw).cuda()
     told: list[torch.Tensor] = []
 
     def step(number: int) -> None:
-        text = rows[number % STEPS]
+        text = rows[number % STEPS, engine.data_rank]
         engine.start_gather()
         made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, more=True)
         told.extend((made.loss.clone(), made.grad_norm.clone()))
@@ -93,13 +112,18 @@ def run(
 
 def main() -> int:
     """The table; 1 if anything differs."""
-    wrong = 0
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'case':34} {'same bits':10} {'eager ms':>17} {'replayed ms':>17}")
+    wrong, axis = 0, sys.argv[1] if len(sys.argv) > 1 else ""
+    place, groups = join(configuration.from_tree(tree_of([SERIAL], "off", axis)))
+    said = f"{place.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    if not place.rank:
+        print(f"{said}, {axis} parallelism" if axis else said)
+        print(f"{'case':34} {'same bits':10} {'eager ms':>17} {'replayed ms':>17}")
     for name, parts in CASES.items():
+        if axis and name not in SEVERAL:
+            continue
         try:
-            eager, _, host, whole, attention = run(parts, "off", {})
-            graphs, why, host2, whole2, _ = run(parts, "auto", attention)
+            eager, _, host, whole, attention = run(parts, "off", {}, axis, place, groups)
+            graphs, why, host2, whole2, _ = run(parts, "auto", attention, axis, place, groups)
         except Exception as error:  # the others are still of interest
             print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             wrong += 1
@@ -107,7 +131,12 @@ def main() -> int:
         far = [i for i, (a, b) in enumerate(zip(eager, graphs, strict=True)) if not torch.equal(a, b)]
         wrong += bool(far or why)
         same = "yes" if not far else f"no, from {far[0]}"
-        print(f"{name:34} {same:10} {host:7.2f} of {whole:6.2f} {host2:7.2f} of {whole2:6.2f} {why}")
+        if place.rank and not far and not why:
+            continue
+        rank = f"rank {place.rank}: " if place.rank else ""
+        print(f"{rank}{name:34} {same:10} {host:7.2f} of {whole:6.2f} {host2:7.2f} of {whole2:6.2f} {why}", flush=True)
+    if groups is not None:
+        shutdown(groups)
     return int(wrong > 0)
 
 

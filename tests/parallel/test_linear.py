@@ -9,8 +9,10 @@ from megascale.config import from_tree
 from megascale.errors import ConfigError
 from megascale.ops.gradient_sink import GradientSink, attach, main_of, sink_of
 from megascale.ops.linear import Operand
-from megascale.parallel.collectives import ALONE
+from megascale.ops.side_stream import InOrder
+from megascale.parallel.collectives import ALONE, Axis
 from megascale.parallel.linear import LINEARS, LinearPrecision, make_linears
+from megascale.parallel.runtime import Runtime
 from megascale.parallel.tensor import gather_linear, linear_scatter
 
 
@@ -47,6 +49,37 @@ def test_linear_accumulates_into_sinks(dtype):
     for _ in range(2):
         gather_linear(x, w, b).backward(dy)
     torch.testing.assert_close(main_of(w).double(), exact_w - 1, rtol=rtol, atol=rtol)
+
+
+class Noting(LinearPrecision):
+    """A precision that makes something of gradients, as float8 does, and notes when."""
+
+    def __init__(self, axis: Axis, notes: list[str]) -> None:
+        super().__init__(axis)
+        self.notes = notes
+
+    def gradient(self, dy: torch.Tensor, weight: torch.Tensor, travels: bool = False) -> Operand:
+        self.notes.append("cast")
+        return super().gradient(dy, weight, travels)
+
+
+class NotingStream(InOrder):
+    """A side stream that notes from which point on a work may run."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def record_event(self) -> str:
+        self.notes.append("event")
+        return "event"
+
+
+def test_a_weight_gradient_on_the_side_stream_begins_after_its_operands_are_made():
+    notes: list[str] = []
+    axis = Axis(runtime=Runtime(stream=NotingStream(notes)))
+    x, w = randn(3, 2, 8).requires_grad_(), randn(5, 8, seed=1).requires_grad_()
+    gather_linear(x, w, None, Noting(axis, notes)).backward(randn(3, 2, 5, seed=3))
+    assert notes == ["cast", "event"]
 
 
 def leaves(y: torch.Tensor) -> int:

@@ -29,6 +29,8 @@ OPS = (
     "fused_gather",
     "fused_scatter",
     "all_to_all",
+    "replayed_forward",
+    "replayed_backward",
 )
 _CODES = {op: code for code, op in enumerate(OPS)}
 READER = "reader"  # what a rank waits for that waits for its samples

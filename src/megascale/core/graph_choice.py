@@ -10,8 +10,9 @@ from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, LINEAR_PRECI
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 
-# FLOPs of a layer, forward and backward of one micro-batch, above which no host is slower than the GPU: 13 ms of an
-# H200, where launching a layer's operators takes a host 1.3 ms (gpt2-124m, docs/log.md) and a slow one twice that.
+# FLOPs of a rank's part of a layer, forward and backward of one micro-batch, above which no host is slower than the
+# GPU: 13 ms of an H200, where launching a layer's operators takes a host 1.3 ms (gpt2-124m, docs/log.md) and a slow one
+# twice that.
 MOST_FLOPS = 6e12
 
 
@@ -24,8 +25,8 @@ def why_no_graphs(config: Config, grid: Grid | None = None) -> str:
     tensor, data = (grid.tensor, grid.data) if grid is not None else (config.parallel.tensor, 2)
     if wanted == "off":
         return "kernels.graphs=off"
-    if tensor > 1:
-        return "tensor-parallel exchanges are not captured"
+    if tensor > 1 and config.overlap.tensor in ("async", "off"):
+        return f"of tensor parallelism the fused exchange alone is captured, not overlap.tensor={config.overlap.tensor}"
     if config.parallel.zero == 2 and data > 1:
         return "parallel.zero=2 reduces every micro-batch's gradients while backward goes on"
     if config.model.dropout:
@@ -33,7 +34,7 @@ def why_no_graphs(config: Config, grid: Grid | None = None) -> str:
     if wanted == "auto" and (part := _part_of_others(config)):
         return f"{part} is a part from outside, which may depend on the step; --kernels.graphs=on if it does not"
     tokens = config.model.sequence_length * config.train.micro_batch
-    if wanted == "auto" and layer_flops(config.model, 0).training * tokens > MOST_FLOPS:
+    if wanted == "auto" and layer_flops(config.model, 0).training * tokens / tensor > MOST_FLOPS:
         return "a layer's micro-batch keeps the GPU busy for longer than launching it takes"
     return ""
 

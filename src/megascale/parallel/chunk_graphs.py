@@ -3,7 +3,8 @@
 A micro-batch of a small model is a few hundred launches, each of which costs the host more than the GPU. From the third
 step on a chunk's forward and backward are captured, once for each micro-batch that may be in flight, and replayed: two
 launches. They read their inputs from memory of their own and leave their outputs in it; gradients go into the same
-sinks as ever. Communication over data and pipeline stays outside, between replays, so that a hang is told as ever.
+sinks as ever. Communication over data and pipeline stays outside, between replays, so that a hang is told as ever; the
+exchange of a tensor-parallel group (exchange.py) is captured, and the record of calls knows a replay as one call of it.
 
 What captures cannot hold runs eagerly: micro-batches whose parameters are still being gathered (each chunk's first of a
 step) and those whose buckets are reduced while backward goes on (its last), where there is data parallelism.
@@ -11,20 +12,22 @@ step) and those whose buckets are reduced while backward goes on (its last), whe
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megascale.core.schedule import Action, ActionKind
 from megascale.ops.gradient_sink import GradientSink, sink_of
 from megascale.parallel.buffers import FlatChunk
+from megascale.parallel.captures import Capture, CapturePool, CudaCapturePool, HostCapturePool
 from megascale.parallel.chunk_runner import EagerChunks, Forward
+from megascale.parallel.collectives import all_reduce
+from megascale.parallel.exchange import Captured
 from megascale.parallel.runtime import Runtime
 
 EAGER_STEPS = 2  # of an engine: in the first, gradients are counted and kernels chosen; the second runs as all others
@@ -35,82 +38,6 @@ Inputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
 Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
 
 
-class CapturePool(Protocol):
-    """What makes captures that share memory: of one chunk and one micro-batch in flight."""
-
-    def capture(self, work: Callable[[], Tensor | None]) -> Capture:
-        """A capture of `work`, which has not run."""
-
-
-class Capture(Protocol):
-    """Work that can be done again, on the same memory."""
-
-    result: Tensor | None  # what it makes; on a CPU from its first replay on
-
-    def replay(self) -> None:
-        """Do it."""
-
-
-class CudaCapturePool:
-    """Captures are CUDA graphs with a memory pool in common."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream, self._pool = stream, torch.cuda.graph_pool_handle()
-
-    def capture(self, work: Callable[[], Tensor | None]) -> Capture:
-        """See CapturePool. Raises RuntimeError for work that cannot be captured."""
-        capture = CudaCapture()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            # Other threads (the loader's, NCCL's watchdog) may ask CUDA for whatever they like meanwhile.
-            capture.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                capture.result = work()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # which only says that the capture is not valid
-                    capture.graph.capture_end()
-                raise
-            capture.graph.capture_end()
-        return capture
-
-
-@dataclass
-class CudaCapture:
-    """See Capture."""
-
-    graph: torch.cuda.CUDAGraph = field(default_factory=torch.cuda.CUDAGraph)
-    result: Tensor | None = None
-
-    def replay(self) -> None:
-        """See Capture."""
-        self.graph.replay()
-
-
-class HostCapturePool:
-    """Where there are no graphs: the work itself is done at each replay, on the same memory. For tests: what reads a
-    replay's memory after it has been written anew is wrong here as on a GPU."""
-
-    def capture(self, work: Callable[[], Tensor | None]) -> Capture:
-        """See CapturePool."""
-        return HostCapture(work)
-
-
-@dataclass
-class HostCapture:
-    """See Capture."""
-
-    work: Callable[[], Tensor | None]
-    result: Tensor | None = None
-
-    def replay(self) -> None:
-        """See Capture."""
-        made = self.work()
-        if made is not None and self.result is None:
-            self.result = torch.empty_like(made)
-        if made is not None and self.result is not None:
-            self.result.copy_(made.detach())
-
-
 @dataclass
 class Microbatch:
     """A chunk's captures for one micro-batch in flight, and the memory they read and write.
@@ -118,12 +45,14 @@ class Microbatch:
     Attributes:
         inputs: as `Inputs` gave them, copied.
         grad: of its output; None on the model's last chunk.
+        exchanged: bytes that tensor-parallel ranks exchange in the forward, and in the backward.
     """
 
     inputs: tuple[Tensor, ...]
     grad: Tensor | None
     forward: Capture
     backward: Capture
+    exchanged: tuple[int, int] = (0, 0)
 
     def take(self, inputs: tuple[Tensor, ...]) -> None:
         """Replay with these from now on."""
@@ -194,7 +123,7 @@ class ChunkGraphs:
         self._flats, self._compute, self._runtime, self._device = list(flats), compute, runtime, device
         self._shape = shape
         self._boundaries = boundaries_of(actions)
-        self._communicates = flats[0].axes.data.size > 1
+        self._communicates, self._tensor = flats[0].axes.data.size > 1, flats[0].axes.tensor
         self._sinks = [_sinks_of(flat) for flat in flats]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pools: dict[tuple[int, int], CapturePool] = {}
@@ -237,13 +166,35 @@ class ChunkGraphs:
         found = self._known.get((chunk, slot, first))
         if found is None:
             try:
-                found = self._known[chunk, slot, first] = self._capture(chunk, slot, first, inputs)
+                found = self._capture(chunk, slot, first, inputs)
             except RuntimeError as error:
                 self.failed = f"capture failed: {str(error).strip().splitlines()[0]}"
+            if self._some_rank_failed():
+                self.failed = self.failed or "capture failed on another rank of the tensor-parallel group"
                 self._runtime.kernels.note("CUDA graphs", f"off ({self.failed})")
                 self.forget()  # out of memory, perhaps; what is in flight is replayed to its end
                 return None
+            assert found is not None
+            self._known[chunk, slot, first] = found
         return found
+
+    def _some_rank_failed(self) -> bool:
+        """Whether a capture failed here or on a rank that exchanges with this one: they replay alike or not at all."""
+        if self._tensor.size == 1:
+            return bool(self.failed)
+        failed = torch.tensor([float(bool(self.failed))], device=self._device)
+        return bool(all_reduce(failed, self._tensor, dist.ReduceOp.MAX).wait().item())
+
+    def replay(self, capture: Capture, op: str, nbytes: int) -> None:
+        """Replay; the record of calls knows it as `op` of the tensor-parallel group if there is an exchange in it."""
+        exchange = self._tensor.exchange
+        if exchange is None:
+            capture.replay()
+            return
+        transfer = self._tensor.transfer(op, nbytes)
+        exchange.before_replay()
+        capture.replay()
+        transfer.done()
 
     def place_weights(self, chunk: int) -> None:
         """What is made of weights once a step (float8) lies where graphs read it."""
@@ -269,16 +220,20 @@ class ChunkGraphs:
         grad = None if self._is_last(chunk) else torch.empty(self._shape, dtype=dtype, device=self._device)
         live: list[Tensor] = []
 
+        exchanged: list[Captured] = []
+
         def forward() -> Tensor:
             own[0].grad = None
             self._renew_slots()
-            live[:] = [self._compute(chunk, own)]
+            with self._exchange_captured(exchanged):
+                live[:] = [self._compute(chunk, own)]
             return live[0].detach()
 
         def backward() -> Tensor | None:
             self._renew_slots()
-            torch.autograd.backward(live.pop(), grad)
-            self._runtime.stream.synchronize()
+            with self._exchange_captured(exchanged):
+                torch.autograd.backward(live.pop(), grad)
+                self._runtime.stream.synchronize()
             return None if x is None else x.grad
 
         self._runtime.stream.synchronize()
@@ -287,8 +242,21 @@ class ChunkGraphs:
                 made = Microbatch(own, grad, pool.capture(forward), pool.capture(backward))
         finally:
             self._renew_slots()
+        if exchanged:
+            made.exchanged = exchanged[0].nbytes, exchanged[1].nbytes
         self._captured = True
         return made
+
+    @contextmanager
+    def _exchange_captured(self, told: list[Captured]) -> Iterator[None]:
+        """Within, what tensor-parallel ranks exchange is captured too."""
+        exchange = self._tensor.exchange
+        if exchange is None:
+            yield
+            return
+        with exchange.captured() as calls:
+            told.append(calls)
+            yield
 
     @contextmanager
     def _to_be_written(self, chunk: int, first: bool) -> Iterator[None]:
@@ -330,7 +298,7 @@ class GraphedChunks(EagerChunks):
             if (one := self._graphs.microbatch(chunk, i, slot, inputs)) is not None:
                 self._replayed[chunk, i] = slot, one
                 one.take(inputs)
-                one.forward.replay()
+                self._graphs.replay(one.forward, "replayed_forward", one.exchanged[0])
                 assert one.forward.result is not None
                 # The sum of losses is read when the step has long gone on.
                 return one.forward.result.clone() if one.grad is None else one.forward.result
@@ -348,7 +316,7 @@ class GraphedChunks(EagerChunks):
         if one.grad is not None:
             assert grad is not None
             one.grad.copy_(grad)
-        one.backward.replay()
+        self._graphs.replay(one.backward, "replayed_backward", one.exchanged[1])
         self._graphs.written(chunk, i)
         # It may be on its way to another stage when the next micro-batch makes its own.
         return None if one.backward.result is None else one.backward.result.clone()

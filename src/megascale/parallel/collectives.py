@@ -161,16 +161,35 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
     return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), transfer)
 
 
+def exchanges(axis: Axis, nbytes: int) -> bool:
+    """Whether the axis's exchange carries a rank's part of so many bytes; one larger than training's goes by
+    collectives."""
+    return axis.size > 1 and axis.exchange is not None and nbytes <= axis.exchange.shard_bytes
+
+
+def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tensor:
+    """Sum (or maximum) over ranks, in place and at once, by the axis's exchange where there is one.
+
+    Every rank gets all ranks' `x` and reduces them itself, in the same order: for scalars and rows of them.
+    """
+    op = op or dist.ReduceOp.SUM
+    if not exchanges(axis, x.nbytes):
+        return all_reduce(x, axis, op).wait()
+    whole = exchange_gather(x.view(1, -1), axis).wait()
+    (torch.amax if op == dist.ReduceOp.MAX else torch.sum)(whole, 0, out=x.view(-1))
+    return x
+
+
 @torch_private.called_directly
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return all_gather(x, axis).wait()
+        return _gather_now(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return reduce_scatter(grads[0], ctx.axis).wait(), None
+        return _scatter_now(grads[0], ctx.axis), None
 
 
 @torch_private.called_directly
@@ -178,11 +197,23 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return reduce_scatter(x, axis).wait()
+        return _scatter_now(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return all_gather(grads[0], ctx.axis).wait(), None
+        return _gather_now(grads[0], ctx.axis), None
+
+
+def _gather_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    gather = exchange_gather if exchanges(axis, x.nbytes) else all_gather
+    return gather(x, axis).wait()
+
+
+def _scatter_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    part = (x.shape[0] // axis.size, *x.shape[1:])
+    if not exchanges(axis, x.nbytes // axis.size):
+        return reduce_scatter(x, axis).wait()
+    return scatter_now(lambda out: out.view(x.shape).copy_(x), part, x, axis)
 
 
 def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:

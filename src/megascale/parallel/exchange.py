@@ -9,12 +9,20 @@ No barrier is needed. Calls are numbered, each signals each peer exactly once, a
 rank writes where call n wrote, it has seen a later call's number from every peer, and a peer sends that only after its
 copies of call n. The two buffers of a gather and of a scatter are apart, since a backward pass gathers and scatters at
 once.
+
+Calls can be captured in a CUDA graph and replayed (`captured`). The numbers of a replay would be those of the first
+one, so captured calls have flags of their own, two for each peer, used in turn: a signal sets 1, whoever has seen it
+sets 0 again. A peer signals call n + 2 after it has seen call n + 1 of this rank, which this one sends after it has set
+the flag of call n to 0: none is lost. A capture has an even number of calls, the last of which carries nothing: when it
+has ended nobody reads what it wrote, and the next capture begins with the same flag and the same memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +61,18 @@ class Streams(Protocol):
         """The queue goes on only after the event."""
         ...
 
+    def capture(self, on: bool) -> None:
+        """From now on signals and waits are parts of a capture: of two flags for each peer the one that the call's
+        number, even or odd, says, set to 1 by a signal and to 0 by whoever has waited for it."""
+        ...
+
+
+@dataclass
+class Captured:
+    """Calls that were captured. nbytes: what their gathers and scatters move, over all ranks."""
+
+    nbytes: int = 0
+
 
 class Exchange:
     """One group's exchange as one rank sees it. One at a time is made; results are waited for in the order of calls.
@@ -84,6 +104,8 @@ class Exchange:
         self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
         self._memory, self._streams = memory, streams
         self._number = self._gathers = self._scatters = 0
+        self._met = 0  # the number after which every peer had done all before
+        self._bytes = 0
         self._owed: set[int] = set()  # buffers of scatters whose result was not waited for
         self._open: set[int] = set()  # buffers of scatters after which no call has ended yet
         self._free: dict[int, Any] = {}  # buffer index -> event on copy after which nobody reads it any more
@@ -107,8 +129,9 @@ class Exchange:
             self._views[key] = [m[start : start + nbytes].view(dtype).view(full) for m in self._memory]
         return self._views[key]
 
-    def _begin(self) -> int:
+    def _begin(self, nbytes: int = 0) -> int:
         self._number += 1
+        self._bytes += nbytes * self.size
         return self._number
 
     def _end(self, scattered: int | None = None, queue: str = "copy") -> Any:
@@ -128,11 +151,52 @@ class Exchange:
         self._streams.stream_wait("main", event)
         recorder.waited(since, SpanKind.WAIT, SpanAxis.TENSOR)
 
+    # captures -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def captured(self) -> Iterator[Captured]:
+        """Calls within are captured, not done: all ranks must capture the same ones. They are replayed in their place
+        among all calls of the group, each time after `before_replay`. Nothing may be under way at either end."""
+        if self._owed:
+            raise RuntimeError("a scatter's result must be waited for before a capture begins")
+        streams, made = self._streams, Captured()
+        before = self._number, self._gathers, self._scatters, self._free, self._open, self._bytes
+        self._number = self._gathers = self._scatters = self._bytes = 0
+        self._free, self._open = {}, set()
+        streams.capture(True)
+        try:
+            yield made
+            for _ in range(2 - self._number % 2):
+                self._meet()
+            self._await(streams.record_event("copy"))
+            made.nbytes = self._bytes
+        finally:
+            streams.capture(False)
+            self._owed.clear()
+            self._number, self._gathers, self._scatters, self._free, self._open, self._bytes = before
+
+    def before_replay(self) -> None:
+        """A replay is next. It takes any memory at once, so that calls since the last one must be over everywhere."""
+        if self._number != self._met:
+            self._meet()
+            self._await(self._streams.record_event("copy"))
+            self._met = self._number
+
+    def _meet(self) -> None:
+        """A call that carries nothing: after it every peer has done all calls before."""
+        streams, number = self._streams, self._begin()
+        streams.stream_wait("copy", streams.record_event("main"))  # which may read a peer's memory itself
+        for step in range(1, self.size):
+            streams.signal((self.rank + step) % self.size, number)
+        for step in range(1, self.size):
+            streams.wait_for((self.rank - step) % self.size, number)
+        self._end()
+
     # gather ---------------------------------------------------------------------------------------------------------
 
     def _send(self, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
         """Put x where the peers find it and signal them: (number of the call, where each rank's part is)."""
-        streams, number = self._streams, self._begin()
+        streams, number = self._streams, self._begin(x.nbytes)
         parts = self._parts(True, self._gathers % BUFFERS, x.shape, x.dtype)
         self._gathers += 1
         streams.copy(parts[self.rank], x)
@@ -189,7 +253,7 @@ class Exchange:
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, list[torch.Tensor]]:
         """(number of the call, its buffer index, every rank's memory); main may write into the own one."""
-        number, index = self._begin(), self._scatters % BUFFERS
+        number, index = self._begin(math.prod(shape) * dtype.itemsize), self._scatters % BUFFERS
         self._scatters += 1
         if index in self._owed:
             raise RuntimeError("a scatter's result must be waited for before the next scatter but one")

@@ -27,7 +27,7 @@ from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_rows
 from megascale.ops.float8.formats import E4M3, E5M2, Float8, Format
 from megascale.ops.float8.shards import transposed
 from megascale.ops.linear import Gemms, Operand, flat
-from megascale.parallel.collectives import ALONE, Axis, all_reduce
+from megascale.parallel.collectives import ALONE, Axis, all_reduce_small
 from megascale.parallel.linear_precision import LinearPrecision
 
 
@@ -211,7 +211,7 @@ class TensorWiseFloat8(_Float8Linears):
     def _agreed(self, amax: Tensor) -> Tensor:
         if self.axis.size == 1:
             return amax
-        return all_reduce(amax, self.axis, dist.ReduceOp.MAX).wait()
+        return all_reduce_small(amax, self.axis, dist.ReduceOp.MAX)
 
     def cast_weight(self, weight: Tensor) -> Float8:
         """See `weight`."""

@@ -18,7 +18,8 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 
 FLAG = 128  # bytes from one flag to the next
-_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, modulo 2**32
+_AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ, modulo 2**32, and _EQ
+_WAIT_VALUE, _WRITE_VALUE = 1, 2  # CU_STREAM_MEM_OP_*_VALUE_32
 _NUMBERS = 1 << 32
 _REASON = 500  # bytes in which a rank says why it cannot
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -54,7 +55,8 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: 
 def _exchange(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool) -> Exchange:
     shard_bytes = -(-shard_bytes // 512) * 512
     space = Exchange.bytes_needed(axis.size, shard_bytes)
-    whole = torch_private.symmetric_memory.empty(space + axis.size * FLAG, dtype=torch.uint8, device=device)
+    # A flag for each peer, and two for captured calls.
+    whole = torch_private.symmetric_memory.empty(space + 3 * axis.size * FLAG, dtype=torch.uint8, device=device)
     whole.zero_()
     torch.cuda.synchronize(device)
     handle = torch_private.symmetric_memory.rendezvous(whole, axis.group.group_name)
@@ -72,11 +74,11 @@ class CudaStreams:
 
     Args:
         rank: in the group.
-        flags: address of each rank's flags, one for each peer.
+        flags: address of each rank's flags: one for each peer, then two for each, of captured calls.
     """
 
     def __init__(self, rank: int, flags: list[int], device: torch.device) -> None:
-        self._rank, self._flags, self._device = rank, flags, device.index
+        self._rank, self._flags, self._device, self._capturing = rank, flags, device.index, False
         self._copy_stream = torch.cuda.Stream(device, priority=-1).cuda_stream  # from torch's pool, which keeps it
         self._side_stream = torch.cuda.Stream(device)
         self._driver = _Driver()
@@ -100,11 +102,27 @@ class CudaStreams:
 
     def signal(self, peer: int, number: int) -> None:
         """See Streams."""
+        if self._capturing:
+            self._driver.batch(self._copy_stream, (_WRITE_VALUE, self._captured_flag(peer, self._rank, number), 1, 0))
+            return
         self._driver.write(self._copy_stream, self._flags[peer] + FLAG * self._rank, number % _NUMBERS)
 
     def wait_for(self, peer: int, number: int) -> None:
         """See Streams."""
+        if self._capturing:
+            flag = self._captured_flag(self._rank, peer, number)
+            self._driver.batch(self._copy_stream, (_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0))
+            return
         self._driver.wait(self._copy_stream, self._flags[self._rank] + FLAG * peer, number % _NUMBERS)
+
+    def _captured_flag(self, at: int, of: int, number: int) -> int:
+        """The address, at rank `at`, of the flag that rank `of` sets in a captured call of this number."""
+        size = len(self._flags)
+        return self._flags[at] + FLAG * (size * (1 + number % 2) + of)
+
+    def capture(self, on: bool) -> None:
+        """See Streams."""
+        self._capturing = on
 
     def record_event(self, queue: str) -> RecordedEvent:
         """See Streams."""
@@ -134,6 +152,19 @@ class RecordedEvent:
         self._idle.append(self.event)
 
 
+class _MemoryOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a wait or a write, a union of 48 bytes."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
+
+
 class _Driver:
     """The few functions of CUDA's driver that an exchange needs. RuntimeError where one fails or is missing."""
 
@@ -148,6 +179,7 @@ class _Driver:
 
         self._write = function("cuStreamWriteValue32_v2", pointer, u64, u32, word)
         self._wait = function("cuStreamWaitValue32_v2", pointer, u64, u32, word)
+        self._batch = function("cuStreamBatchMemOp_v2", pointer, word, pointer, word)
         self._copy = function("cuMemcpyDtoDAsync_v2", u64, u64, ctypes.c_size_t, pointer)
         self._create = function("cuEventCreate", ctypes.POINTER(pointer), word)
         self._record = function("cuEventRecord", pointer, pointer)
@@ -160,6 +192,12 @@ class _Driver:
     def wait(self, stream: int, address: int, value: int) -> None:
         if code := self._wait(stream, address, value, _AT_LEAST):
             raise _failed("cuStreamWaitValue32", code)
+
+    def batch(self, stream: int, *operations: tuple[int, int, int, int]) -> None:
+        """Several at once, each (kind, address, value, flags): the only form that a capture takes."""
+        parameters = (_MemoryOperation * len(operations))(*(_MemoryOperation(*one) for one in operations))
+        if code := self._batch(stream, len(operations), parameters, 0):
+            raise _failed("cuStreamBatchMemOp", code)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         if code := self._copy(to, source, nbytes, stream):

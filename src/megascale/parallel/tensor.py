@@ -28,6 +28,7 @@ from megascale.parallel.collectives import (
     all_gather,
     exchange_gather,
     exchange_scatter,
+    exchanges,
     gather_and_consume,
     reduce_scatter,
     scatter_now,
@@ -46,13 +47,6 @@ def _recomputed(
         return leaf, recompute_fn(leaf)
 
 
-def _exchanges(axis: Axis, part: torch.Size | tuple[int, ...], like: torch.Tensor) -> bool:
-    """Whether the exchange carries a rank's part of this shape; one larger than training's goes by collectives."""
-    if axis.size == 1 or axis.exchange is None:
-        return False
-    return math.prod(part) * like.element_size() <= axis.exchange.shard_bytes
-
-
 def _gathered_gemm(
     x: Operand, weight: torch.Tensor, bias: torch.Tensor | None, linears: LinearPrecision, like: torch.Tensor
 ) -> torch.Tensor:
@@ -66,7 +60,7 @@ def _gathered_gemm(
     def consume(shard: torch.Tensor, rank: int) -> None:
         linears.forward((shard, *rest), weight, bias, y[rank * n : (rank + 1) * n])
 
-    if _exchanges(axis, part.shape, part):
+    if exchanges(axis, part.nbytes):
         gather_and_consume(part, axis, consume, keep=False)
         return y
     gathering = all_gather(part, axis)
@@ -88,7 +82,7 @@ def _scattered(total: Sum, shape: tuple[int, ...], like: torch.Tensor, axis: Axi
     followed: whether another GEMM follows that it can hide under.
     """
     part = (shape[0] // axis.size, *shape[1:])
-    if _exchanges(axis, part, like):
+    if exchanges(axis, math.prod(part) * like.element_size()):
         if followed:
             return exchange_scatter(total, part, like, axis)
         return Pending(scatter_now(total, part, like, axis))
@@ -130,8 +124,8 @@ class _GatherLinear(torch.autograd.Function):
             leaf, made = _recomputed(recompute_fn, kept[0])
             kept = linears.keep(linears.input(made.detach(), weight, None, True))
         if linears.axis.size == 1:
-            ready = linears.axis.runtime.stream.record_event()
             gradient = linears.gradient(dy, weight)
+            ready = linears.axis.runtime.stream.record_event()  # what the weight's gradient reads is made by then
             dx = linears.dgrad(gradient, weight)
             dw = linears.wgrad(weight, gradient, kept, ready)
         else:
@@ -148,13 +142,13 @@ def _scattered_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of an input that was gathered and of the weight."""
     axis, (part, *rest) = linears.axis, kept
-    gather = exchange_gather if _exchanges(axis, part.shape, part) else all_gather
+    gradient = linears.gradient(dy, weight)  # first: ranks may have to agree on its scale, behind no gather
+    gather = exchange_gather if exchanges(axis, part.nbytes) else all_gather
     gathering = gather(part, axis)
     if axis.overlap == "off":
         gathering.wait()
     # The scatter is in flight while the weight's gradient is computed.
     ready = axis.runtime.stream.record_event()
-    gradient = linears.gradient(dy, weight)
     shape = (*dy.shape[:-1], weight.shape[1])
 
     def dgrad(out: torch.Tensor) -> None:
@@ -224,7 +218,7 @@ def _gathered_input_gradients(
     if axis.size == 1:
         return gradient, [linears.dgrad(gradient, weight) for weight in weights]
     part, *rest = gradient
-    if not _exchanges(axis, part.shape, part):
+    if not exchanges(axis, part.nbytes):
         whole: Operand = (all_gather(part, axis).wait(), *rest)
         return linears.gathered(whole), [linears.dgrad(whole, weight) for weight in weights]
     n = part.shape[0]

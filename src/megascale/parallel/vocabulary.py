@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
 from megascale.ops.embedding import embedding
 from megascale.ops.token_loss import TokenLoss
-from megascale.parallel.collectives import Axis, all_gather, all_reduce, gather_sequence, scatter_sequence
+from megascale.parallel.collectives import Axis, all_gather, all_reduce_small, gather_sequence, scatter_sequence
 from megascale.parallel.linear import PLAIN, LinearPrecision
 
 
@@ -59,8 +59,8 @@ def vocabulary_loss(
         return linear_cross_entropy(x_SBH, weight, targets_SB, **options)  # type: ignore[arg-type]
     shard = VocabShard(
         axis.rank * weight.shape[0],
-        lambda x: all_reduce(x, axis, dist.ReduceOp.MAX).wait(),
-        lambda x: all_reduce(x, axis).wait(),
+        lambda x: all_reduce_small(x, axis, dist.ReduceOp.MAX),
+        lambda x: all_reduce_small(x, axis),
     )
     whole = gather_sequence(x_SBH, axis)
     return linear_cross_entropy(whole, weight, targets_SB, **options, shard=shard)  # type: ignore[arg-type]

@@ -207,6 +207,9 @@ class Engine:
     def _chunk_graphs(self, shape: tuple[int, ...]) -> ChunkGraphs | None:
         """CUDA graphs of the chunks where they can be had; ConfigError if they are asked for and cannot."""
         why = why_no_graphs(self.config, self.layout.grid)
+        if not why and self.device.type == "cuda" and self.tensor.size > 1 and self.tensor.exchange is None:
+            said = self.active["tensor overlap"]
+            why = f"of tensor parallelism the fused exchange alone is captured, and tensor overlap is {said}"
         if self.device.type != "cuda" and self.config.kernels.graphs == "auto":
             return None
         if why and self.config.kernels.graphs == "on":
