@@ -146,6 +146,8 @@ class FaultInjector:
 
         for chunk in engine.chunks:
             chunk.register_forward_hook(more)
+        if engine.graphs is not None:
+            engine.graphs.forget()  # what was captured before does not do it
 
     def _half_checkpoint(self, fault: dict[str, Any]) -> None:
         """Die in the middle of the next save: when the first file is to be made lasting."""
