@@ -122,8 +122,9 @@ def test_calibrate_from_runs_recovers_the_constant(tmp_path):
         calibrate(folders, None, "h200-host", None, "warp", None, None)
 
 
-def test_predictions_were_made_for_configurations_that_lay_out():
-    made, said = load_predictions("h200")
+@pytest.mark.parametrize("name", ["h200", "h200-fourth"])
+def test_predictions_were_made_for_configurations_that_lay_out(name):
+    made, said = load_predictions(name)
     assert "before" in made
     assert len({p.name for p in said}) == len(said) >= 10
     for p in said:
@@ -139,17 +140,20 @@ def test_predictions_were_made_for_configurations_that_lay_out():
         assert scenario.memory_gib() < 139
         assert p.low < p.seconds < p.high
         # The model has changed since; a prediction stays what it was when it was made.
-        assert 0.8 < run(scenario).seconds / p.seconds < 1.25
+        if "host-memory" not in p.name:  # on links of another machine
+            assert 0.8 < run(scenario).seconds / p.seconds < 1.25
 
 
 def test_own_runs_are_compared(tmp_path):
     _, said = load_predictions("h200")
     for p, factor in zip(said[:2], (1.02, 1.2), strict=True):
         write_run(tmp_path / p.name, p.settings, p.seconds * factor, p.gpus)
-    check, second, third = check_runs(tmp_path)
+    check, *others = check_runs(tmp_path)
+    second = next(one for one in others if "h200-second" in one.what)
+    waiting = [one for one in others if one is not second]
     # Rounds of which the folder has no run fall back on the shipped measurements, where there are any.
     assert len(second.rows) == 8
-    assert "wait for their measurement" in third.skipped
+    assert all("wait for their measurement" in one.skipped for one in waiting)
     assert check.passed is False
     assert len(check.rows) == 2
     assert any("not measured" in note for note in check.notes)

@@ -52,6 +52,11 @@ SETS = {
     "own-first": MeasuredSet(DEVELOPMENT, "first round of own runs", "all, 2026-11-21; constants fitted on nine"),
     "own-second": MeasuredSet(HELD_OUT, "second round, predicted before measured", "all, 2026-11-21; never fitted"),
     "own-third": MeasuredSet(HELD_OUT, "third round, predicted before measured", "nothing: not measured yet"),
+    "own-fourth": MeasuredSet(
+        HELD_OUT,
+        "fourth round, predicted before measured",
+        "nothing of these runs; older forms of five of them are in the log",
+    ),
     "vtrain-other": MeasuredSet(HELD_OUT, "vTrain's other multi-node rows, for others to check", "nothing"),
     "vtrain-single": MeasuredSet(
         HELD_OUT, "vTrain's single-node rows, for others to check", "a mean error of an earlier model, told by others"
