@@ -24,6 +24,7 @@ from megascale.ops.float8 import cast, shards
 from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
 from megascale.ops.gradient_sink import GradientSink, attach
 from megascale.ops.known_amax import AmaxSlots
+from megascale.ops.peer_max import WORD, PeerMax
 from megascale.parallel.linear import PLAIN
 from megascale.parallel.tensor import linear_scatter
 
@@ -114,6 +115,11 @@ def float8_casts(kind: Format) -> None:
     cast.cast_rows(x, kind, columns=True, counts=counts)
 
 
+def largest_over_peers() -> None:
+    words = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
+    PeerMax(0, words)(torch.ones(()))
+
+
 def float8_shards() -> None:
     flat, scales = zeros(100_000).detach(), scale_slots(2, torch.get_default_device())
     table = segments.Segments([(0, 60_000, True, 0), (60_000, 99_001, True, 1)], 2, torch.get_default_device())
@@ -190,6 +196,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float8 casts, e4m3": lambda: float8_casts(E4M3),
     "float8 casts, e5m2": lambda: float8_casts(E5M2),
     "float8 of shards": float8_shards,
+    "largest over peers": largest_over_peers,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),
 }

@@ -334,6 +334,19 @@ def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:
     wait()
 
 
+@pytest.mark.parametrize("call", ["scatter", "scatter_now", "consume"])
+def test_a_call_within_what_another_computes_is_refused(call: str) -> None:
+    """Its signals would come first, with a higher number: the peer would read what is not there yet."""
+    devices, (ex, _) = exchanges_of(2)
+    like = torch.zeros(SHAPE, dtype=torch.float64)
+    if call == "consume":
+        ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep=False)
+    else:
+        getattr(ex, call)(lambda out: ex.gather(like), SHAPE, like)
+    with pytest.raises(RuntimeError, match="within what another call computes"):
+        run(devices[:1], random.Random(0))
+
+
 def test_one_turn_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: with memory for one call, some order overwrites what a peer still reads."""
     monkeypatch.setattr(module, "BUFFERS", 1)

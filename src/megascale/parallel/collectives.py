@@ -168,7 +168,7 @@ def exchanges(axis: Axis, nbytes: int) -> bool:
 
 
 def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tensor:
-    """Sum (or maximum) over ranks, in place and at once, by the axis's exchange where there is one.
+    """Sum (or maximum) over ranks, in place and at once, by the axis's exchange if it has one.
 
     Every rank gets all ranks' `x` and reduces them itself, in the same order: for scalars and rows of them.
     """
@@ -178,6 +178,15 @@ def all_reduce_small(x: torch.Tensor, axis: Axis, op: Any = None) -> torch.Tenso
     whole = exchange_gather(x.view(1, -1), axis).wait()
     (torch.amax if op == dist.ReduceOp.MAX else torch.sum)(whole, 0, out=x.view(-1))
     return x
+
+
+def largest_magnitude(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """amax, float32 [], of a part of a tensor that ranks share: becomes that of all of it, in place and at once."""
+    if axis.size == 1:
+        return amax
+    if axis.exchange is not None and axis.exchange.peer_max is not None:
+        return axis.exchange.peer_max(amax)
+    return all_reduce_small(amax, axis, dist.ReduceOp.MAX)
 
 
 @torch_private.called_directly

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
+from megascale.ops.peer_max import PeerMax
 from megascale.parallel.runtime import Runtime
 
 BUFFERS = 2
@@ -104,6 +105,8 @@ class Exchange:
         self.rank, self.size, self.shard_bytes = rank, size, shard_bytes
         self._memory, self._streams = memory, streams
         self._number = self._gathers = self._scatters = 0
+        self.peer_max: PeerMax | None = None  # for scalars, where the device has it
+        self._within = False  # what a call computes
         self._met = 0  # the number after which every peer had done all before
         self._bytes = 0
         self._owed: set[int] = set()  # buffers of scatters whose result was not waited for
@@ -130,9 +133,23 @@ class Exchange:
         return self._views[key]
 
     def _begin(self, nbytes: int = 0) -> int:
+        if self._within:  # its signals would come before those of the call that it lies in, which has a lower number
+            raise RuntimeError("a call of the exchange within what another call computes")
         self._number += 1
         self._bytes += nbytes * self.size
         return self._number
+
+    def _compute(self, work: Callable[[], Any], queue: str = "main") -> None:
+        """Run what a call was given to compute."""
+
+        def guarded() -> None:
+            self._within = True
+            try:
+                work()
+            finally:
+                self._within = False
+
+        self._streams.compute(guarded, queue)
 
     def _end(self, scattered: int | None = None, queue: str = "copy") -> Any:
         """The call's last point; by then every peer has signalled, so that it has done its copies before."""
@@ -233,7 +250,7 @@ class Exchange:
         streams = self._streams
         whole = x.new_empty((self.size, *x.shape))
         streams.stream_wait("copy", streams.record_event("main"))
-        streams.compute(lambda: consume(x, self.rank))  # needs no communication
+        self._compute(lambda: consume(x, self.rank))  # needs no communication
         number, parts = self._send(x)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
@@ -241,7 +258,7 @@ class Exchange:
             streams.copy(whole[peer], parts[peer])
             queue = "side" if self.on_side_stream and step % 2 else "main"
             self._await(streams.record_event("copy"), queue)
-            streams.compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
+            self._compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
         if keep:
             streams.copy(whole[self.rank], x)
         if self.on_side_stream:
@@ -272,7 +289,7 @@ class Exchange:
         number, index, parts = self._room(shape, like.dtype)
         mine = parts[self.rank]
         got = like.new_empty((self.size, *shape) if self.size > 2 else (1, *shape))
-        streams.compute(lambda: make(mine))
+        self._compute(lambda: make(mine))
         streams.stream_wait("copy", streams.record_event("main"))
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
@@ -308,7 +325,7 @@ class Exchange:
         streams, peer = self._streams, 1 - self.rank
         number, index, parts = self._room(shape, like.dtype)
         out = like.new_empty(tuple(shape))
-        streams.compute(lambda: make(parts[self.rank]))
+        self._compute(lambda: make(parts[self.rank]))
         streams.stream_wait("copy", streams.record_event("main"))
         streams.signal(peer, number)
         streams.wait_for(peer, number)

@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import ConfigError, TrainingError
@@ -27,7 +26,7 @@ from megascale.ops.float8.cast import amax_of, cast_by_amax, cast_rows
 from megascale.ops.float8.formats import E4M3, E5M2, Float8, Format
 from megascale.ops.float8.shards import transposed
 from megascale.ops.linear import Gemms, Operand, flat
-from megascale.parallel.collectives import ALONE, Axis, all_reduce_small
+from megascale.parallel.collectives import ALONE, Axis, largest_magnitude
 from megascale.parallel.linear_precision import LinearPrecision
 
 
@@ -57,6 +56,11 @@ class _Float8Linears(LinearPrecision, ABC):
     def weights_changed(self) -> None:
         """See LinearPrecision."""
         self._weights.clear()
+
+    def prepare(self, weights: Iterable[Tensor]) -> None:
+        """See LinearPrecision."""
+        for weight in weights:
+            self.weight(weight)
 
     def place_weights(self, weights: Iterable[Tensor]) -> None:
         """See LinearPrecision."""
@@ -208,19 +212,14 @@ class TensorWiseFloat8(_Float8Linears):
         transposed(rows, placed.columns)
         return placed
 
-    def _agreed(self, amax: Tensor) -> Tensor:
-        if self.axis.size == 1:
-            return amax
-        return all_reduce_small(amax, self.axis, dist.ReduceOp.MAX)
-
     def cast_weight(self, weight: Tensor) -> Float8:
         """See `weight`."""
-        return cast_by_amax(weight, E4M3, self._agreed(amax_of(weight)))
+        return cast_by_amax(weight, E4M3, largest_magnitude(amax_of(weight), self.axis))
 
     def _operand(self, x: Tensor, kind: Format, given: Tensor | None, travels: bool) -> Operand:
         given = known_amax.known(x) if given is None else given
         x = x.detach()
-        amax = self._agreed(amax_of(x) if given is None else given)
+        amax = largest_magnitude(amax_of(x) if given is None else given, self.axis)
         travels = travels and self.axis.size > 1
         q = cast_by_amax(x, kind, amax, columns=not travels, counts=self._counts_for(x))
         assert q.rows is not None
@@ -243,7 +242,7 @@ class TensorWiseFloat8(_Float8Linears):
         """See LinearPrecision."""
         if len(x) == 3 or x[0].dtype != torch.uint8:
             return x
-        return x[0], x[1], flat(x[0]).t().contiguous()
+        return x[0], x[1], transposed(flat(x[0]))
 
     def keep(self, x: Operand) -> Operand:
         """See LinearPrecision."""

@@ -42,6 +42,10 @@ class LinearPrecision(ComputeType):
     def weights_changed(self) -> None:
         """What was made of weights is stale: an update, a checkpoint."""
 
+    def prepare(self, weights: Iterable[Tensor]) -> None:
+        """GEMMs with these weights follow from within an exchange, where ranks cannot agree on anything: what is made
+        of the weights is made now."""
+
     def place_weights(self, weights: Iterable[Tensor]) -> None:
         """What is made of these weights, as they are since `weights_changed`, lies where it has always lain from now on
         until they change: CUDA graphs read it there."""

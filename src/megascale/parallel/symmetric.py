@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megascale import torch_private
+from megascale.ops.dispatch import HAVE_TRITON
+from megascale.ops.peer_max import PeerMax
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 
@@ -55,8 +57,10 @@ def prepare(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: 
 def _exchange(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool) -> Exchange:
     shard_bytes = -(-shard_bytes // 512) * 512
     space = Exchange.bytes_needed(axis.size, shard_bytes)
-    # A flag for each peer, and two for captured calls.
-    whole = torch_private.symmetric_memory.empty(space + 3 * axis.size * FLAG, dtype=torch.uint8, device=device)
+    # A flag for each peer, and two for captured calls; words for scalars.
+    words = space + 3 * axis.size * FLAG
+    nbytes = words + PeerMax.bytes_needed(axis.size)
+    whole = torch_private.symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     whole.zero_()
     torch.cuda.synchronize(device)
     handle = torch_private.symmetric_memory.rendezvous(whole, axis.group.group_name)
@@ -64,7 +68,12 @@ def _exchange(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream
     memory = [handle.get_buffer(r, whole.shape, torch.uint8) for r in range(axis.size)]
     flags = [part.data_ptr() + space for part in memory]
     streams = CudaStreams(axis.rank, flags, device)
-    return Exchange(axis.rank, axis.size, memory, shard_bytes, streams, (whole, handle), on_side_stream, axis.runtime)
+    exchange = Exchange(
+        axis.rank, axis.size, memory, shard_bytes, streams, (whole, handle), on_side_stream, axis.runtime
+    )
+    if HAVE_TRITON:
+        exchange.peer_max = PeerMax(axis.rank, [part[words:nbytes].view(torch.int64) for part in memory])
+    return exchange
 
 
 class CudaStreams:

@@ -52,6 +52,7 @@ def _gathered_gemm(
 ) -> torch.Tensor:
     """linear(all-gathered x, weight, bias) in the type of `like`, the gather hidden as `axis.overlap` says."""
     axis, (part, *rest) = linears.axis, x
+    linears.prepare((weight,))
     if axis.overlap == "off":
         return linears.forward((all_gather(part, axis).wait(), *rest), weight, bias)
     n = part.shape[0]
@@ -142,6 +143,7 @@ def _scattered_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of an input that was gathered and of the weight."""
     axis, (part, *rest) = linears.axis, kept
+    linears.prepare((weight,))
     gradient = linears.gradient(dy, weight)  # first: ranks may have to agree on its scale, behind no gather
     gather = exchange_gather if exchanges(axis, part.nbytes) else all_gather
     gathering = gather(part, axis)
@@ -185,6 +187,8 @@ class _LinearScatter(torch.autograd.Function):
                 linears.forward(operands[i], weights[i], None, y, True)
             return y
 
+        linears.prepare(weights)
+
         def total(out: torch.Tensor) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
                 linears.forward(operand, weight, None, out, i > 0)
@@ -218,6 +222,7 @@ def _gathered_input_gradients(
     if axis.size == 1:
         return gradient, [linears.dgrad(gradient, weight) for weight in weights]
     part, *rest = gradient
+    linears.prepare(weights)
     if not exchanges(axis, part.nbytes):
         whole: Operand = (all_gather(part, axis).wait(), *rest)
         return linears.gathered(whole), [linears.dgrad(whole, weight) for weight in weights]

@@ -20,8 +20,8 @@ from megascale.core import strict_json
 
 PARTS = ("ingest", "kills", "cost", "device", "whatif", "stragglers", "decline")
 
-# Shapes and bounds of the cost: (name, words of bench alternate, most share of a step). Steps of few micro-batches: what a
-# step's own timers cost weighs most there, and 200 pairs take minutes.
+# Shapes and bounds of the cost: (name, words of bench alternate, most share of a step). Steps of few micro-batches:
+# what a step's own timers cost weighs most there, and 200 pairs take minutes.
 HALF_13B = ["gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--parallel.tensor=2"]
 ON_GPUS = (
     ("half of gpt-13b, TP2, micro-batch 4", [*HALF_13B, "--train.micro_batch=4", "--train.global_batch=4"], 0.004),
