@@ -14,7 +14,15 @@ from megascale.config import Config, load
 from megascale.core import capacity as machine
 from megascale.core.capacity import Capacity, free_disk
 from megascale.core.layout import lay_out
-from megascale.core.preflight import FORKED, Share, check_processes, checkpoint_bytes, preflight, stages_here
+from megascale.core.preflight import (
+    FORKED,
+    GPU_TRAINER,
+    Share,
+    check_processes,
+    checkpoint_bytes,
+    preflight,
+    stages_here,
+)
 from megascale.errors import FitError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -109,6 +117,11 @@ def test_disk_for_a_checkpoint_and_memory_for_its_copies(tmp_path):
     tight = replace(SMALL, memory=2 * GIB)
     run([*words, "--train.micro_batch=1"], one, tight)
     assert "checkpoint.slots" in refused(*words, "--train.micro_batch=1", *copies, share=one, capacity=tight)
+    # Half of the state on each of two hosts, and as much again of the other host's.
+    copies = ["--checkpoint.background=true", "--checkpoint.slots=2", "--parallel.data=2", "--train.micro_batch=1"]
+    half, roomy = Share(2, 0, 1, gpus=True), replace(SMALL, memory=int(GPU_TRAINER + 1.5 * needed))
+    run([*words, *copies], half, roomy)
+    assert "checkpoint.slots" in refused(*words, *copies, "--checkpoint.replicas=true", share=half, capacity=roomy)
     assert free_disk(tmp_path / "not" / "yet" / "made") > 0
 
 

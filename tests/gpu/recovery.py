@@ -1,155 +1,284 @@
-"""Kill ranks of a launched job on real GPUs: seconds from the kill to the next new step, by phase.
+"""Kill a rank, or all of a node, of a launched job on real GPUs: seconds from the kill to the next new step, by phase.
 
 One file to run on a GPU host; it needs megascale with its `driver` extra:
 
-    PYTHONPATH=src python tests/gpu/recovery.py --preset gpt-1.3b --kills 3 --out recovery.json
+    PYTHONPATH=src python tests/gpu/recovery.py --preset gpt-13b --kind rank --kind node --out recovery.json
 
-The job is `megascale launch` on one node with all GPUs, on tokens drawn at random, saving every step to the host's
-memory. Any setting can follow as --section.key=value; `--preset tiny --train.device=cpu --parallel.data=2` tries it
-without a GPU.
+The job is `megascale launch` on two nodes that share the machine's GPUs, on random tokens, with copies of every step
+in the memory of both nodes. It has half of the preset's layers, or fewer if GPUs or memory hold no more. Kinds:
+
+    rank       SIGKILL to the last rank; its state is in its own node's memory
+    node       SIGKILL to the last node's agent, its ranks and its checkpoint service, as where a machine starts anew:
+               the state comes from the other node's copies
+    lost-node  the same, and the machine does not come back: --resilience.spares=1, on GPUs of its own
+
+Called again with the same --out, only what is missing is done; after --seconds the job is ended and what came is kept.
+Any setting can follow as --section.key=value; `--preset tiny --train.device=cpu` tries it without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-LIMIT = 180.0  # seconds for a start or a recovery
+from megascale.bench.resilience.fault_cases import CASES
+from megascale.bench.resilience.launched import Launched, Steps, phases
+
+LIMIT = 240.0  # seconds for a start or a recovery
+ENDING = 40.0  # kept for the job's end
+STEPS = 4  # between a recovery and the next kill
+HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
+KINDS = {"rank": "kill-rank", "node": "kill-agent", "lost-node": "kill-node"}
+SHOWN = ("detect", "stop", "load", "step", "total", "lost")
 
 SETTINGS = """
+[model]
+vocab_size = 50304
 [data]
 train = ["{folder}/train"]
 [train]
 runs = "{folder}/runs"
-name = "recovery"
 steps = 1000000
-global_batch = 64
-precision = "bfloat16"
+micro_batch = 2
+global_batch = 16
 [checkpoint]
 interval = 0
 at_end = false
-memory_interval = 1
 background = true
+memory_interval = 1
+replicas = true
 [resilience]
-nodes = 1
+nodes = 2
 spares = 0
+test_spares = false
 faults = true
 retries = 100
+respawns = 100
 [observe]
 tensorboard = false
 progress = false
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--preset", default="gpt-1.3b")
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--out", default="recovery.json")
-    arguments, settings = parser.parse_known_args()
-    with tempfile.TemporaryDirectory(prefix="megascale-recovery-") as name:
-        rows = recover(Path(name), arguments, settings)
-    Path(arguments.out).write_text(json.dumps(rows, indent=1) + "\n")
+def main(words: list[str] | None = None) -> int:
+    """0: all recovered, or out of time; 1: a kill did not lead to a new step."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", default="gpt-13b")
+    parser.add_argument("--layers", type=int, help="default: half of the preset's, or as many as fit")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="default: rank and node")
+    parser.add_argument("--kills", type=int, default=3, help="of each kind")
+    parser.add_argument("--seconds", type=float, default=540.0, help="end after that, whatever is missing")
+    parser.add_argument("--out", type=Path, default=Path("recovery.json"))
+    given, settings = parser.parse_known_args(words)
+    until = time.monotonic() + given.seconds
+    settings = [f"--model.preset={given.preset}", *settings]
+    record: dict[str, Any] = {"settings": settings, "starts": [], "kills": []}
+    if given.out.exists():
+        record = json.loads(given.out.read_text())
+        if record["settings"] != settings:
+            sys.exit(f"--out={given.out} holds kills of {' '.join(record['settings'])}; name another file")
+    missing = [
+        (kind, number)
+        for number in range(given.kills)
+        for kind in given.kind or ["rank", "node"]
+        if not any((row["kind"], row["number"]) == (kind, number) and row["total"] for row in record["kills"])
+    ]
+    if missing and given.seconds > ENDING:
+        with tempfile.TemporaryDirectory(prefix="megascale-recovery-", ignore_cleanup_errors=True) as name:
+            run(Path(name), given, settings, record, missing, until)
+    if record["kills"]:
+        show(record)
+    done = {(row["kind"], row["number"]) for row in record["kills"] if row["total"]}
+    if left := [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]:
+        print(f"missing: {', '.join(left)}; call again with the same --out")
+    return 1 if any(not row["total"] for row in record["kills"]) else 0
 
 
-def recover(folder: Path, arguments: argparse.Namespace, settings: list[str]) -> list[dict[str, Any]]:
-    """Start the job, kill a rank again and again, and read what the journal says of each time."""
+def run(
+    folder: Path,
+    given: argparse.Namespace,
+    settings: list[str],
+    record: dict[str, Any],
+    missing: list[tuple[str, int]],
+    until: float,
+) -> None:
+    """Start the job and kill one after the other; `record` is written after each."""
+    file = make(folder)
+    layers = given.layers or fitting(file, settings)
+    record |= {"date": date.today().isoformat(), "machine": machine(), "layers": layers}
+
+    def keep() -> None:
+        given.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    begun = time.time()
+    job = Launched(file, "recovery", [*settings, f"--model.layers={layers}"], pace=0)
+    try:
+        first = job.first(lambda e: e.kind == "first_step", until - ENDING - time.monotonic())
+        if first is None and time.monotonic() > until - ENDING:
+            print("out of time before the first step; call again with more --seconds", flush=True)
+            return
+        if first is None:
+            sys.exit("no first step:\n" + end_of(job))
+        record["starts"].append(first.time - begun)
+        keep()
+        print(f"{layers} layers, launch to first step {first.time - begun:.1f} s", flush=True)
+        for kind, number in missing:
+            took = [row["total"] for row in record["kills"] if row["total"]]
+            if until - ENDING - time.monotonic() < 1.3 * max(took, default=30.0):
+                return
+            row = kill(job, kind, until - ENDING)
+            if row is None:
+                return
+            rows = [one for one in record["kills"] if (one["kind"], one["number"]) != (kind, number)]
+            record["kills"] = [*rows, {"kind": kind, "number": number, "layers": layers, **row}]
+            keep()
+            told = ", ".join(f"{name} {row[name]:.1f}" for name in SHOWN if row[name] is not None)
+            print(f"{kind} {number + 1}: {told or row['failed']}", flush=True)
+            if not row["total"]:
+                return
+    finally:
+        finish(job)
+
+
+def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
+    """Kill once the job has trained a little; seconds by phase. None where no time is left to see it through."""
+    from megascale.resilience.agent.services import end_services
+    from megascale.resilience.faults.inject import Options, inject
+
+    before = job.step()
+    while job.step() < before + STEPS:
+        if time.monotonic() > until or job.over():
+            return None
+        time.sleep(0.02)
+    events = job.events()
+    ranks = sorted(int(path.stem.partition("-")[2]) for path in (job.run / "status").glob("rank-*.calls"))
+    node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
+    with Steps(job) as steps:
+        injected = time.time()
+        if kind == "rank":
+            inject(job.run, KINDS[kind], Options(rank=ranks[-1]))
+        else:
+            inject(job.run, KINDS[kind], Options(node=node))
+        if kind == "node":
+            end_services(job.run, node)
+        after, verdicts = events[-1].id, CASES[KINDS[kind]].verdicts
+
+        def first(kinds: tuple[str, ...]) -> Any:
+            limit = min(injected + LIMIT - time.time(), until - time.monotonic())
+            return job.first(lambda e: e.kind in kinds and e.id > after, limit)
+
+        again = first(("first_step",))
+        if again is None and time.monotonic() > until:
+            return None
+        verdict = first(verdicts)
+    row: dict[str, Any] = dict(phases(job, injected, verdict, again, steps))
+    fresh = [e for e in job.events() if e.id > after]
+    row |= {"verdict": verdict.kind if verdict else None, "target": node if kind != "rank" else f"rank {ranks[-1]}"}
+    row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
+    row["loaded_from"] = next(
+        (e.get("loaded_from") for e in reversed(job.trainer_events()) if e["event"] == "resumed"), None
+    )
+    row["events"] = [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:200]}" for e in fresh]
+    if again is None:
+        row["failed"] = "no new step: " + end_of(job)
+    return row
+
+
+def make(folder: Path) -> Path:
+    """Tokens and a configuration file."""
     import numpy as np
 
     from megascale.data.dataset.indexed import IndexedWriter
-    from megascale.resilience.faults.inject import Options, inject
 
     rng = np.random.default_rng(0)
     with IndexedWriter(folder / "train", np.uint16) as writer:
         for _ in range(200):
             writer.add_document([rng.integers(0, 256, size=20000)])
-    file, run, log = folder / "job.toml", folder / "runs" / "recovery", folder / "log"
+    file = folder / "job.toml"
     file.write_text(SETTINGS.format(folder=folder))
-    command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file), f"--model.preset={arguments.preset}"]
-    with open(log, "wb") as out:
-        job = subprocess.Popen([*command, *settings], stdout=out, stderr=out, start_new_session=True)
-    rows = []
-    try:
-        begun = time.time()
-        first = wait(job, log, lambda: next((e for e in events(run) if e.kind == "first_step"), None))
-        print(f"launch to first step {first.time - begun:.1f} s", flush=True)
-        for number in range(arguments.kills):
-            before = last_step(run)
-            wait(job, log, lambda before=before: last_step(run) >= before + 4)
-            step, injected = last_step(run), time.time()
-            inject(run, "kill-rank", Options(rank=arguments.rank))
-            wait(
-                job,
-                log,
-                lambda injected=injected: any(e.kind == "first_step" and e.time > injected for e in events(run)),
-            )
-            noted = [e for e in events(run) if e.time > injected]
-            row = {"kill": number, "last step before": step, "events": []}
-            for e in noted:
-                row["events"].append({"seconds": e.time - injected, "kind": e.kind, "action": e.action, "text": str(e)})
-                print(f"  {e.time - injected:7.2f} s  {e.kind:16s} {e.action or '':10s} {e.evidence[:1]}", flush=True)
-            wait(job, log, lambda step=step: last_step(run) > step)
-            row["new step recorded"] = time.time() - injected
-            print(
-                f"kill {number}: at step {step}, newer step on record after {row['new step recorded']:.2f} s",
-                flush=True,
-            )
-            rows.append(row)
-    finally:
-        job.send_signal(signal.SIGINT)
+    return file
+
+
+def fitting(file: Path, settings: list[str]) -> int:
+    """Half of the model's layers, or the most below that GPUs and memory hold; SystemExit if none do."""
+    from megascale.config import load_command_line
+    from megascale.core.capacity import Capacity
+    from megascale.core.preflight import Share, preflight
+    from megascale.errors import FitError
+    from megascale.resilience.driver.start_driver import prepare
+
+    here = Capacity.here(gpus=True)
+    less = replace(
+        here,
+        memory=None if here.memory is None else int(HOST * here.memory),
+        gpu_memory=None if here.gpu_memory is None else here.gpu_memory - GPU,
+    )
+    why = ""
+    whole = load_command_line(str(file), settings).model.layers
+    for layers in range(max(1, whole // 2), 0, -1):
         try:
-            job.wait(90)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-        text = log.read_text(errors="replace").splitlines()
-        print("\n".join(line[:200] for line in text[-40:]))
-    return rows
+            config, size = prepare(load_command_line(str(file), [*settings, f"--model.layers={layers}"]))
+            nodes = config.resilience.nodes + config.resilience.spares
+            preflight(config, Share(size.world, 0, size.world, nodes, gpus=bool(size.devices)), less)
+            return layers
+        except FitError as error:
+            why = str(error)
+    sys.exit(f"not one layer fits: {why}")
 
 
-def events(run: Path) -> list[Any]:
-    """What the driver has written down so far."""
-    from megascale.errors import DataError
-    from megascale.resilience.driver.state.journal import JournalReader
+def machine() -> str:
+    """GPUs, torch and Python, as a line."""
+    import platform
 
+    import torch
+
+    count = torch.cuda.device_count()
+    device = f"{count} x {torch.cuda.get_device_name()}" if count else "CPU"
+    return f"{device}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def end_of(job: Launched) -> str:
+    """The last lines that the job printed."""
+    return "\n".join(job.output.read_text(errors="replace").splitlines()[-40:])
+
+
+def finish(job: Launched) -> None:
+    """End the job and all of its processes."""
+    job.process.send_signal(signal.SIGINT)
     try:
-        reader = JournalReader(run)
-    except DataError:
-        return []
-    try:
-        return reader.events()
-    finally:
-        reader.close()
+        job.process.wait(ENDING - 5)
+    except subprocess.TimeoutExpired:
+        job.process.kill()
+        job.process.wait()
+    job.end_agents()
 
 
-def last_step(run: Path) -> int:
-    """The newest step on record."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return 0
-    return max((json.loads(line)["step"] for line in lines[-3:] if line.endswith("}")), default=0)
+def show(record: dict[str, Any]) -> None:
+    """The table of kills."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
 
-
-def wait(job: Any, log: Path, found: Any) -> Any:
-    """What `found` gives once it gives something; SystemExit with the log's end if the job ends or it lasts."""
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        if answer := found():
-            return answer
-        if job.poll() is not None:
-            break
-        time.sleep(0.02)
-    sys.exit("no recovery:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-60:]))
+    console = Console(highlight=False, width=120)
+    heads = ("detect, s", "stop, s", "load, s", "first step, s", "in all, s", "steps lost")
+    table = Table("kill", *heads, "state from", "actions", box=box.SIMPLE_HEAD)
+    for row in sorted(record["kills"], key=lambda one: (one["kind"], one["number"])):
+        told = ["-" if row[name] is None else f"{row[name]:.2f}".removesuffix(".00") for name in SHOWN]
+        table.add_row(f"{row['kind']} {row['number'] + 1}", *told, row["loaded_from"], ", ".join(row["actions"]))
+    starts = ", ".join(f"{one:.1f}" for one in record["starts"])
+    about = f"{record['date']}, {record['machine']}, {record['layers']} layers"
+    console.print(f"{' '.join(record['settings'])}; {about}; launch to first step {starts} s", soft_wrap=True)
+    console.print(table)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

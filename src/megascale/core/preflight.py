@@ -180,11 +180,14 @@ def _memory_faults(
 
 
 def _staged(config: Config, share: Share) -> int:
-    """Copies of the state that the checkpoint service keeps in this host's memory."""
+    """Copies of the state that checkpoint services keep in this host's memory: its own, and as many of its peers, two
+    at least, where there are peers."""
     settings = config.checkpoint
     if not settings.background or not share.keeps:
         return 0
     slots = settings.slots or (2 if settings.memory_interval else 1)
+    if settings.replicas and (share.ranks < share.world or (share.nodes and config.resilience.nodes > 1)):
+        slots += max(2, slots)
     return slots * checkpoint_bytes(config) * share.ranks // share.world
 
 

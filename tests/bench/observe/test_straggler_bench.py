@@ -8,9 +8,12 @@ import copy
 import pytest
 import torch
 
+from megascale.bench.harness.training_runs import load_shape
 from megascale.bench.observe import decline_bench, observe_bench, straggler_bench
 from megascale.bench.observe.made_spans import Job
 from megascale.bench.observe.replayed_job import Extra, replayed
+from megascale.core.layout import lay_out
+from megascale.errors import ConfigError
 
 
 def test_replayed_ranks_wait_for_each_other_by_the_schedule():
@@ -56,6 +59,30 @@ def test_a_cause_that_is_not_named_first_is_missed():
 def test_two_gpus_are_asked_for_and_their_want_is_said(tmp_path, capsys):
     """The part runs where two GPUs are; elsewhere it says that it is blocked, and is neither passed nor missed."""
     record: dict = {}
-    assert observe_bench._local(record, tmp_path, "cuda", 1.0) == []
-    assert "blocked: a slow GPU is told from a healthy one of two; here are" in capsys.readouterr().out
+    assert observe_bench._local(record, tmp_path, "cuda", 1.0, {"tensor": 2, "data": 2}) == []
+    assert "blocked: a slow GPU is told from healthy ones of 4, a rank each; here are" in capsys.readouterr().out
     assert record["local"]["blocked"]
+
+
+def test_a_layout_of_the_real_job_is_keys_of_parallel():
+    assert straggler_bench.axes("tensor=2,pipeline=2,virtual_stages=3") == {
+        "tensor": 2,
+        "pipeline": 2,
+        "virtual_stages": 3,
+    }
+    assert straggler_bench.ranks(straggler_bench.axes("tensor=2,pipeline=2,virtual_stages=3")) == 4
+    for wrong in ("data", "data=0", "date=2", "data=1", "data=2,"):
+        with pytest.raises(ConfigError, match=f"--layout={wrong}"):
+            straggler_bench.axes(wrong)
+
+
+def test_the_cost_is_of_the_fast_layout_where_it_fits(monkeypatch):
+    """On four GPUs and more all of gpt-13b, a replica on each four; words that lay out."""
+    for devices, replicas in ((4, 1), (8, 2)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        ((name, words, bound),) = observe_bench._shapes()
+        assert (f"DP{replicas}" in name, bound) == (True, 0.004)
+        settings = [word for word in words[2:] if word != "--each=1"]
+        config = load_shape([f"--model.preset={words[0]}", "--train.precision=bfloat16", *settings])
+        assert lay_out(config, devices).grid.data == replicas
+        assert config.microbatches(replicas) == 4

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -15,14 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from megascale.bench.targets import targets_runs
+from megascale.bench.targets import targets_predicted, targets_runs
 from megascale.bench.targets.targets_cases import load
+from megascale.bench.targets.targets_others import load_others
 from megascale.bench.targets.targets_runs import Record, TargetJob, TargetRun, choose, missing, run_all
 from megascale.cli.main import app
 from megascale.errors import ConfigError, MegascaleError
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
 from tests.bench.targets.target_cases import case, kept
 from tests.forked import Forked
+from tests.test_commands import parse
 
 SMALL = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--model.sequence_length=16"]
 ARGUMENTS = json.dumps(["tiny", *SMALL, "--train.micro_batch=1", "--train.threads=1"])
@@ -56,6 +59,13 @@ def test_shipped_targets_are_for_one_host_and_what_they_were_set_for():
     assert max(one.slots for one in by_name.values()) == 8
     assert by_name["T1"].must == {"mfu": 0.57}
     assert by_name["F2"].settings(8)[-2:] == ["--parallel.data=8", "--train.global_batch=16"]
+    assert by_name["E3p4"].must == {}
+    for name, must, aim in (("EhD", 0.81, 0.76), ("EhDg", 0.81, 0.76), ("EhT", 0.84, 0.79), ("EhP", 0.87, 0.82)):
+        assert (by_name[name].slots, by_name[name].must["step_seconds"], by_name[name].aim["step_seconds"]) == (
+            2,
+            must,
+            aim,
+        )
     assert by_name["F3"].settings(8)[-1] == by_name["T4"].settings(4)[-1] == "--train.global_batch=64"
 
 
@@ -127,6 +137,45 @@ def test_the_list_says_what_to_type(tmp_path):
     assert "8 GPUs, at least 4" in found.stdout
     assert "ratio ≤1.150 (aim 1.050) over F3" in found.stdout
     assert "T9" in str(invoke("--only", "T9").exception)
+
+
+def test_the_list_ends_with_the_other_commands():
+    """Each is one that there is, with settings that there are."""
+    found = invoke("--list")
+    told = found.stdout.partition("Beside these cases:")[2]
+    assert told.count("megascale bench observe") == 4
+    for one in load_others():
+        assert f"{one.title}: {one.needs}; {one.goal}" in told
+        for line in one.lines:
+            assert f"  {line}\n" in told
+            if line.startswith("python "):
+                assert (Path(__file__).parents[3] / line.split()[1]).exists()
+            else:
+                parse(line.removeprefix("megascale "))
+
+
+@pytest.mark.parametrize("one", load(None), ids=lambda one: one.name)
+def test_every_shipped_case_was_predicted_on_each_machine_that_it_may_run_on(one):
+    """A case that changes is predicted again: megascale bench targets --predict >> targets_predicted.toml."""
+    for replicas in targets_predicted.REPLICAS:
+        if one.least <= replicas <= one.data:
+            assert targets_predicted.predicted(one, replicas), one.name
+    assert targets_predicted.predicted(one.model_copy(update={"warmup": 7}), one.data) is None
+    assert (
+        f"predicted {targets_predicted.predicted(one, one.data):.3f} s" in invoke("--list", "--only", one.name).stdout
+    )
+
+
+def test_predictions_are_toml_of_what_was_not_predicted_yet():
+    assert invoke("--predict", "--only", "EhD").stdout == ""
+    found = invoke("--predict", "--only", "EhD", "--train.micro_batch=1")
+    (said,) = tomllib.loads(found.stdout)["predicted"]
+    assert (said["case"], said["gpus"]) == ("EhD", 2)
+    assert 0.5 < said["p10_p90"][0] < said["seconds"] < said["p10_p90"][1] < 2
+    words = ["gpt-13b", "--model.layers=20", "--train.micro_batch=1", "--parallel.reduce_dtype=bfloat16"]
+    fast = case(arguments=words, batch=8, data=2)
+    slow = case(arguments=words, batch=8, data=2, environment={"NCCL_P2P_DISABLE": "1"})
+    assert targets_predicted.predict(slow, 2)[0] > 1.1 * targets_predicted.predict(fast, 2)[0]
 
 
 def test_settings_hold_for_all_cases_and_wrong_ones_are_named():

@@ -6,6 +6,7 @@ import pytest
 
 from megascale.bench.targets import targets_table
 from megascale.bench.targets.targets_cases import FIGURES, load
+from megascale.bench.targets.targets_predicted import predicted
 from megascale.bench.targets.targets_runs import Record
 from megascale.bench.training import exposed
 from megascale.core.flops import flops_per_token
@@ -85,6 +86,21 @@ def test_verdicts(value, replicas, said):
 def test_a_smaller_run_is_told_from_the_targets(tmp_path, name, gpus, said):
     by_name = {one.name: one for one in load(None)}
     assert targets_table.row(by_name[name], Record(tmp_path / "t.json", gpus), by_name).layout == said
+
+
+def test_what_was_predicted_stands_by_what_came(tmp_path, capsys):
+    cases = [one for one in load(None) if one.name in ("EhT", "EhD")]
+    record = Record(tmp_path / "t.json", 2)
+    kept(record, cases[0], 0.85, 0.86)
+    other = case(arguments=["tiny", "--train.micro_batch=4"])
+    targets_table.show([*cases, other], {one.name: one for one in cases}, record)
+    lines = capsys.readouterr().out.splitlines()
+    said = predicted(cases[0], 2)
+    assert f"{said:.3f}" in next(line for line in lines if line.startswith("EhD "))
+    assert any("said: step that the simulator said before" in line for line in lines)
+    capsys.readouterr()
+    targets_table.show([other], {}, record)
+    assert "said" not in capsys.readouterr().out
 
 
 def test_the_table_of_all_shipped_cases_fits_a_hundred_columns(tmp_path, capsys):

@@ -31,6 +31,12 @@ ON_GPU = tuple(
     (name.replace("TP2, ", ""), [word for word in words if word != "--parallel.tensor=2"], bound)
     for name, words, bound in ON_GPUS
 )
+# On four and more: what is fast there, each replica with one round of four micro-batches so that pairs take seconds.
+FAST_LAYOUT = [
+    "gpt-13b", "observe.timers=false,true", "--each=1", "--model.block=parallel", "--parallel.tensor=2",
+    "--parallel.pipeline=2", "--parallel.virtual_stages=5", "--parallel.layer_split=[4,4,4,4,4,4,4,4,5,3]",
+    "--parallel.micro_batch_group_size=4", "--train.micro_batch=4",
+]  # fmt: skip
 ON_CPU = (
     (
         "2 layers of 128, micro-batch 1, one process",
@@ -68,6 +74,9 @@ def observe(
     device: str = typer.Option(
         "", help="stragglers: of the real job, cpu or cuda; by default cuda where two GPUs are."
     ),
+    layout: str = typer.Option(
+        "data=2", help="stragglers: of the real job, as keys of [parallel]: tensor=2,pipeline=2,data=2."
+    ),
     seed: int = typer.Option(1, help="kills: of the moments; stragglers, decline: of the noise and the faults."),
     traces: Path | None = typer.Option(None, help="whatif: folder of StragglerAnalysis' traces and results."),
     folder: Path | None = typer.Option(None, help="Where files are made; default: a temporary folder, removed."),
@@ -78,11 +87,12 @@ def observe(
     ingest: 12,288 ranks made from the schedule, through rings, spool and Parquet, on two threads; then questions.
     kills: a span service killed at random moments; what it acknowledged must be there once.
     device: on a GPU, timers beside CUDA's own events, and the device's clock beside the host's.
-    cost: timers off and on in turn within one engine (bench alternate); on GPUs half of gpt-13b (on two or more with
-    tensor parallelism of 2), else a small model on the CPU.
+    cost: timers off and on in turn within one engine (bench alternate); on GPUs half of gpt-13b (on two with
+    tensor parallelism of 2; on four and more all of it in TP2 PP2x5), else a small model on the CPU.
     whatif: traces in --traces replayed; total, ideal and slow-down within 1% of the results beside them, in 5 s.
     stragglers: 12,288 ranks (--data) replayed from their schedule with the noise of real machines, 50 steps: healthy,
-    with a GPU 5% slow and a slow link, with two slow GPUs; error rates of small jobs; and two real ranks, one 10% slow.
+    with a GPU 5% slow and a slow link, with two slow GPUs; error rates of small jobs; and two real ranks, one 10% slow
+    (more with --layout).
     decline: 128 ranks replayed for 300 steps that grow for a known reason.
 
     Examples:
@@ -96,6 +106,8 @@ def observe(
       megascale bench observe --parts stragglers,decline
 
       megascale bench observe --parts stragglers --runs 1 --data 4 --device cuda
+
+      megascale bench observe --parts stragglers --runs 1 --data 4 --no-rates --layout tensor=2,pipeline=2,data=2
     """
     from megascale.bench.observe import decline_bench, device_check, ingest, straggler_bench, whatif_bench
     from megascale.bench.observe import kills as killing
@@ -109,6 +121,7 @@ def observe(
         raise ConfigError("--parts=whatif needs --traces=FOLDER: others' traces with their results")
     if device not in ("", "cpu", "cuda"):
         raise ConfigError(f"--device={device} is neither cpu nor cuda")
+    axes = straggler_bench.axes(layout)
     record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -143,7 +156,7 @@ def observe(
                     typer.echo(line)
             missed += straggler_bench.missed(record["stragglers"])
         if "stragglers" in wanted and local:
-            missed += _local(record, place / "local", device, local)
+            missed += _local(record, place / "local", device, local, axes)
         if "decline" in wanted:
             record["decline"] = decline_bench.measure(place / "decline", max(1, runs // 4), seed)
             for line in decline_bench.lines(record["decline"]):
@@ -158,20 +171,21 @@ def observe(
         raise typer.Exit(1)
 
 
-def _local(record: dict[str, Any], place: Path, device: str, seconds: float) -> list[str]:
-    """Two real ranks, on GPUs where two are; what was missed. One rank a GPU is needed: else it is blocked, and
+def _local(record: dict[str, Any], place: Path, device: str, seconds: float, axes: dict[str, int]) -> list[str]:
+    """Real ranks in a layout, on GPUs where there is one for each; what was missed. Without them it is blocked, and
     said."""
     import torch
 
     from megascale.bench.observe import straggler_bench
 
-    device = device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        text = f"blocked: a slow GPU is told from a healthy one of two; here are {torch.cuda.device_count()}"
+    world, there = straggler_bench.ranks(axes), torch.cuda.device_count()
+    device = device or ("cuda" if there >= world else "cpu")
+    if device == "cuda" and there < world:
+        text = f"blocked: a slow GPU is told from healthy ones of {world}, a rank each; here are {there}"
         record["local"] = {"device": device, "blocked": text}
-        typer.echo(f"  cuda, 2 ranks: {text}")
+        typer.echo(f"  cuda, {world} ranks: {text}")
         return []
-    record["local"] = straggler_bench.local(place, device, seconds)
+    record["local"] = straggler_bench.local(place, device, seconds, axes=axes)
     for line in straggler_bench.local_lines(record["local"]):
         typer.echo(line)
     return straggler_bench.local_missed(record["local"])
@@ -195,7 +209,16 @@ def _shapes() -> tuple[tuple[str, list[str], float], ...]:
     import torch
 
     devices = torch.cuda.device_count()
+    if devices > 3:
+        return (_fast(devices),)
     return ON_GPUS if devices > 1 else ON_GPU if devices else ON_CPU
+
+
+def _fast(devices: int) -> tuple[str, list[str], float]:
+    """The fast layout of gpt-13b, with as many replicas of four GPUs as there are."""
+    replicas = devices // 4
+    words = [*FAST_LAYOUT, f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
+    return f"gpt-13b, TP2 PP2x5 DP{replicas}, micro-batch 4", words, 0.004
 
 
 def _cost(name: str, words: list[str], bound: float, turns: int, folder: Path) -> dict[str, Any]:

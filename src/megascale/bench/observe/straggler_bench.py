@@ -19,6 +19,7 @@ from megascale.bench.observe.replayed_job import Faults, machine_noise, replayed
 from megascale.bench.observe.replayed_runs import keep
 from megascale.core import strict_json
 from megascale.data.dataset.indexed import IndexedWriter
+from megascale.errors import ConfigError
 from megascale.observe.analysis.rank_parts import RankParts, rank_parts, window
 from megascale.observe.analysis.slow_ranks import judge
 from megascale.observe.analysis.stragglers import Stragglers, stragglers
@@ -204,7 +205,7 @@ device = "{device}"
 interval = 0
 at_end = false
 [parallel]
-data = 2
+{parallel}
 [resilience]
 faults = true
 [observe]
@@ -212,17 +213,40 @@ tensorboard = false
 progress = false
 """
 _MODELS = {
-    "cpu": {"layers": 4, "hidden": 128, "heads": 4, "length": 128, "batch": 4, "whole": 32},
-    "cuda": {"layers": 12, "hidden": 2048, "heads": 16, "length": 1024, "batch": 4, "whole": 16},
+    "cpu": {"layers": 4, "hidden": 128, "heads": 4, "length": 128, "batch": 4},
+    "cuda": {"layers": 12, "hidden": 2048, "heads": 16, "length": 1024, "batch": 4},
 }
+_MICRO_BATCHES = {"cpu": 4, "cuda": 2}  # of a replica of one stage
+_AXES = ("tensor", "pipeline", "virtual_stages", "data")
 
 
-def local(folder: Path, device: str, seconds: float = 60.0, slower: float = 0.10) -> dict[str, Any]:
-    """A job of two ranks that is healthy for `seconds`, and one whose rank 1 computes `slower` as long again each
-    step."""
-    clean = _train(folder / "clean", device, seconds, 0.0)
+def axes(layout: str) -> dict[str, int]:
+    """Such as "tensor=2,data=2" as numbers; ConfigError naming what is wrong."""
+    found = {}
+    for part in layout.split(","):
+        key, _, value = part.partition("=")
+        if key not in _AXES or not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"--layout={layout}: {part!r} is none of {', '.join(_AXES)} with a number, as in data=2")
+        found[key] = int(value)
+    if ranks(found) < 2:
+        raise ConfigError(f"--layout={layout} has one rank; a slow one is told from others, as in data=2")
+    return found
+
+
+def ranks(axes: dict[str, int]) -> int:
+    """Ranks of a layout."""
+    return math.prod(number for axis, number in axes.items() if axis != "virtual_stages")
+
+
+def local(
+    folder: Path, device: str, seconds: float = 60.0, slower: float = 0.10, axes: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """A job of two ranks, or laid out by `axes`, that is healthy for `seconds`, and one whose rank 1 computes `slower`
+    as long again each step."""
+    axes = axes or {"data": 2}
+    clean = _train(folder / "clean", device, seconds, 0.0, axes)
     typical = float(np.nanmedian(clean.parts.working))
-    slow = _train(folder / "slow", device, seconds, slower * typical)
+    slow = _train(folder / "slow", device, seconds, slower * typical, axes)
     by = {}
     for name, found in (("clean", clean), ("slow", slow)):
         by[name] = _told(found) | {
@@ -232,15 +256,19 @@ def local(folder: Path, device: str, seconds: float = 60.0, slower: float = 0.10
             "limit": found.judged.limit,
             "step_seconds": float(np.nanmedian(found.parts.seconds)),
         }
-    return {"device": device, "seconds": seconds, "slower": slower, "load": os.getloadavg()[0], **by}
+    about = {"device": device, "layout": axes, "ranks": ranks(axes), "seconds": seconds, "slower": slower}
+    return {**about, "load": os.getloadavg()[0], **by}
 
 
-def _train(folder: Path, device: str, seconds: float, added: float) -> Stragglers:
-    """Train two ranks for so long; rank 1 computes `added` seconds a step longer. What is found in the last minute."""
+def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[str, int]) -> Stragglers:
+    """Train those ranks for so long; rank 1 computes `added` seconds a step longer. What is found in the end."""
     folder.mkdir(parents=True)
     _write_tokens(folder / "tokens")
     file = folder / "job.toml"
-    file.write_text(_JOB.format(folder=folder, device=device, **_MODELS[device]))
+    model = _MODELS[device]
+    count = _MICRO_BATCHES[device] * axes.get("pipeline", 1) * axes.get("data", 1)
+    parallel = "\n".join(f"{axis} = {number}" for axis, number in axes.items())
+    file.write_text(_JOB.format(folder=folder, device=device, parallel=parallel, whole=count * model["batch"], **model))
     run = folder / "run"
     with open(folder / "log.txt", "wb") as log:
         process = subprocess.Popen(
@@ -280,12 +308,13 @@ def _until(condition: Any, process: Any, folder: Path) -> None:
 def local_lines(record: dict[str, Any]) -> list[str]:
     """The figures in words."""
     found = []
+    where = f"{record['device']}, {record['ranks']} ranks"
     for name in ("clean", "slow"):
         one = record[name]
         said = ", ".join(f"rank {r} {by:+.1%} {state} ({cause})" for r, state, cause, by in one["states"]) or "none"
         found.append(
-            f"  {record['device']}, 2 ranks, {name}: {one['steps']} steps of {1e3 * one['step_seconds']:.0f} ms in "
-            f"{record['seconds']:.0f} s, limit {one['limit']:.1%}, rank 1 {one['all'][-1]:+.1%}; named: {said}"
+            f"  {where}, {name}: {one['steps']} steps of {1e3 * one['step_seconds']:.0f} ms in "
+            f"{record['seconds']:.0f} s, limit {one['limit']:.1%}, rank 1 {one['all'][1]:+.1%}; named: {said}"
         )
     return found
 
@@ -294,7 +323,7 @@ def local_missed(record: dict[str, Any]) -> list[str]:
     """Whether the slow rank was found, and no other."""
     told = []
     if record["clean"]["gpus"] or record["clean"]["others"]:
-        told.append(f"stragglers: a healthy rank of two on {record['device']} was named")
+        told.append(f"stragglers: a healthy rank of {record['ranks']} on {record['device']} was named")
     if record["slow"]["gpus"] + record["slow"]["others"] != [1]:
         told.append(f"stragglers: a rank {record['slower']:.0%} slow on {record['device']} was not found")
     return told

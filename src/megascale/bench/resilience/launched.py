@@ -78,7 +78,7 @@ class Launched:
         file: from `make`.
         name: of the run.
         words: more settings.
-        pace: least seconds of a step: each rank sleeps that long, as a larger model would compute.
+        pace: least seconds of a step: each rank sleeps that long, as a larger model would compute; 0: none.
         own_network: run it in a network namespace.
         faults: what trainers do to themselves from the start on, as JSON.
     """
@@ -98,7 +98,9 @@ class Launched:
         self.command += [f"--train.name={name}", *words]
         folder = self.run / "faults"
         folder.mkdir(parents=True)
-        for rank in range(2):  # named so that a driver passes them on to nodes that do not see this folder
+        for rank in range(
+            2 if pace else 0
+        ):  # named so that a driver passes them on to nodes that do not see this folder
             fault = {"kind": "slow-rank", "rank": rank, "seconds": pace, "persistent": True}
             (folder / f"{rank:020}-{0:06x}.json").write_text(strict_json.dumps(fault))
         for number, text in enumerate(faults):

@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
 def targets(
     context: typer.Context,
     listed: bool = typer.Option(False, "--list", help="Print the cases, what they need and what they stand for."),
+    predict: bool = typer.Option(False, "--predict", help="Print, as TOML, what the simulator says of a step."),
     only: list[str] = typer.Option(
         [], help="Only these cases (and those they compare with), such as --only T1; may be given again."
     ),
@@ -51,7 +52,11 @@ def targets(
       megascale bench targets --seconds 1800 --out targets.json
 
       megascale bench targets --only T3 --overlap.gemms=off --out gemms.json
+
+      megascale bench targets --only EhD --predict
     """
+    from megascale.bench.targets.targets_others import others
+    from megascale.bench.targets.targets_predicted import lines
     from megascale.bench.targets.targets_runs import Record, missing, run_all
     from megascale.bench.targets.targets_table import show
     from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
@@ -65,6 +70,12 @@ def targets(
     if listed:
         for case in cases:
             _tell(case)
+        if file is None and not only:
+            typer.echo("\n".join(["", *others()]))
+        return
+    if predict:
+        for line in lines(cases):
+            typer.echo(line)
         return
     devices = _devices(gpus, every)
     record = Record(out, len(devices))
@@ -127,10 +138,15 @@ def _devices(wanted: int | None, cases: Sequence[TargetCase]) -> list[str]:
 
 def _tell(case: TargetCase) -> None:
     """One case of --list."""
+    from megascale.bench.targets.targets_predicted import predicted
+
     needs = "the CPU"
     if case.gpus:
         fewer = f", at least {case.gpus * case.least}" if case.least < case.data else ""
         needs = f"{case.slots} GPU{'s' if case.slots > 1 else ''}{fewer}"
     compared = f" over {case.over}" if case.over else ""
-    typer.echo(f"{case.name}: {case.title}; {needs}, about {case.seconds:.0f} s; {case.goals or 'no target'}{compared}")
+    said = predicted(case, case.data)
+    told = "" if said is None else f"; predicted {said:.3f} s"
+    goals = f"{case.goals or 'no target'}{compared}{told}"
+    typer.echo(f"{case.name}: {case.title}; {needs}, about {case.seconds:.0f} s; {goals}")
     typer.echo(f"  {case.line(case.data)}")

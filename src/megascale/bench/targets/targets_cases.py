@@ -18,6 +18,8 @@ from megascale.errors import ConfigError, MegascaleError
 
 # Shell words that start a bench.
 PROGRAM = ("megascale", "bench")
+# The shipped files of cases, in the order of their runs.
+SHIPPED = ("targets.toml", "targets_float8.toml", "targets_graphs.toml")
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,16 @@ class _File(BaseModel):
     case: list[TargetCase] = Field(min_length=1)
 
 
+def shipped(name: str) -> str:
+    """The text of a file of this package."""
+    return (resources.files("megascale.bench.targets") / name).read_text()
+
+
 def load(file: Path | None) -> list[TargetCase]:
-    """The cases of a TOML file, of the shipped one for None; ConfigError naming case, key and value if it is wrong."""
+    """The cases of a TOML file, of the shipped ones for None; ConfigError naming case, key and value if it is wrong."""
     name = str(file or "targets.toml")
     try:
-        text = (resources.files("megascale.bench.targets") / "targets.toml" if file is None else file).read_text()
+        text = "\n".join(map(shipped, SHIPPED)) if file is None else file.read_text()
         tree = tomllib.loads(text)
         cases = _File.model_validate(tree).case
     except OSError as error:

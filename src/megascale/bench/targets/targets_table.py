@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from megascale.bench.targets.targets_cases import FIGURES, TargetCase
+from megascale.bench.targets.targets_predicted import predicted
 from megascale.bench.targets.targets_runs import Record, TargetRun
 
 WIDTH = 100  # of the table; what it says needs more than 80
@@ -110,13 +111,14 @@ def layout(case: TargetCase, replicas: int) -> str:
 
 @dataclass
 class TargetRow:
-    """A case in the table; goals are (figure, what came, what must, verdict)."""
+    """A case in the table; goals are (figure, what came, what must, verdict), predicted is seconds of a step."""
 
     case: TargetCase
     layout: str
     steps: list[float]
     values: dict[str, float]
     goals: list[tuple[str, str, str, str]]
+    predicted: float | None = None
 
     @property
     def apart(self) -> float:
@@ -141,7 +143,8 @@ def row(case: TargetCase, record: Record, by_name: Mapping[str, TargetCase]) -> 
         goals.append((figure.label, came, figure.bound(bound), said))
     if not found and any(run.failed for run in runs.values()):
         goals = [(label, came, must, "failed") for label, came, must, _ in goals] or [("", "", "", "failed")]
-    return TargetRow(case, layout(case, replicas), found.get("step_seconds", []), values, goals)
+    steps = found.get("step_seconds", [])
+    return TargetRow(case, layout(case, replicas), steps, values, goals, predicted(case, replicas))
 
 
 def show(cases: Sequence[TargetCase], by_name: Mapping[str, TargetCase], record: Record) -> None:
@@ -180,7 +183,9 @@ def _cells(one: TargetRow) -> dict[str, str]:
         "case": one.case.name,
         "what": f"{one.case.title}\n[dim]{one.layout}[/dim]",
         "step, s": f"{value['step_seconds']}\n[dim]{each}[/dim]" if one.steps else "",
-        "apart": f"{one.apart:.1%}" if each else "",
+        "said\napart": "\n".join(
+            ["" if one.predicted is None else f"{one.predicted:.3f}", f"[dim]{one.apart:.1%}[/dim]" if each else ""]
+        ).rstrip(),
         "MFU\nGEMM": f"{value.get('mfu', '')}\n[dim]{share}[/dim]" if "mfu" in value or share else "",
         "GiB": value.get("memory_gib", ""),
         "figure": figure,
@@ -216,6 +221,10 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
     if any("of_gemm" in one.values for one in rows):
         said.append(
             "GEMM: share of what plain GEMMs sustained on the first GPU right before and after; medians of repeats"
+        )
+    if any(one.predicted is not None for one in rows):
+        said.append(
+            "said: step that the simulator said before, s (targets_predicted.toml); below, how far repeats lie apart"
         )
     meanings: dict[str, list[str]] = {}
     for figure in {FIGURES[name].label: FIGURES[name] for case in cases for name in case.must}.values():
