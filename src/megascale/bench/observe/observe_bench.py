@@ -22,10 +22,12 @@ PARTS = ("ingest", "kills", "cost", "device", "whatif", "stragglers", "decline")
 
 # Shapes and bounds of the cost: (name, words of bench alternate, most share of a step). Steps of few micro-batches:
 # what a step's own timers cost weighs most there, and 200 pairs take minutes.
-HALF_13B = ["gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--parallel.tensor=2"]
+HALF_13B = [
+    "gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--settle=0", "--parallel.tensor=2",
+]  # fmt: skip
 ON_GPUS = (
     ("half of gpt-13b, TP2, micro-batch 4", [*HALF_13B, "--train.micro_batch=4", "--train.global_batch=4"], 0.004),
-    ("half of gpt-13b, TP2, micro-batch 1", [*HALF_13B, "--train.micro_batch=1", "--train.global_batch=2"], 0.01),
+    ("half of gpt-13b, TP2, micro-batch 1", [*HALF_13B, "--train.micro_batch=1", "--train.global_batch=1"], 0.01),
 )
 ON_GPU = tuple(
     (name.replace("TP2, ", ""), [word for word in words if word != "--parallel.tensor=2"], bound)
@@ -139,8 +141,10 @@ def observe(
             typer.echo("device: " + ", ".join(f"{name} {value:.6g}" for name, value in record["device_check"].items()))
             missed += device_check.missed(record["device_check"])
         if "cost" in wanted:
-            record["cost"] = [_cost(name, words, bound, turns, place) for name, words, bound in _shapes()]
-            missed += _show_cost(record["cost"])
+            record["cost"] = []
+            for name, words, bound in _shapes():
+                record["cost"].append(_cost(name, words, bound, turns, place))
+                missed += _show_cost(record["cost"][-1:])
         if "whatif" in wanted and traces is not None:
             record["whatif"] = whatif_bench.measure(traces)
             for line in whatif_bench.lines(record["whatif"]):

@@ -214,7 +214,8 @@ progress = false
 """
 _MODELS = {
     "cpu": {"layers": 4, "hidden": 128, "heads": 4, "length": 128, "batch": 4},
-    "cuda": {"layers": 12, "hidden": 2048, "heads": 16, "length": 1024, "batch": 4},
+    # A host that launches for longer than the GPU computes would hide what the GPU computes more.
+    "cuda": {"layers": 12, "hidden": 2048, "heads": 16, "length": 2048, "batch": 8},
 }
 _MICRO_BATCHES = {"cpu": 4, "cuda": 2}  # of a replica of one stage
 _AXES = ("tensor", "pipeline", "virtual_stages", "data")

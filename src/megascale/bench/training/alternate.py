@@ -22,6 +22,7 @@ from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
     from megascale.config import Config
+    from megascale.core.spans import Recorder
     from megascale.train.engine import Engine
 
 GRAPHS = "kernels.graphs"  # the engine has them, whether they are used or not
@@ -61,7 +62,8 @@ def alternate(
     preset: str = typer.Argument(..., help="A shipped model shape, such as gpt-13b."),
     setting: str = typer.Argument(..., help="Setting and values: overlap.gemms=off,on."),
     turns: int = typer.Option(8, min=1, help="Turns of each value; every second round goes in reverse order."),
-    each: int = typer.Option(2, min=1, help="Timed steps of a turn, after one that is not."),
+    each: int = typer.Option(2, min=1, help="Timed steps of a turn."),
+    settle: int = typer.Option(1, min=0, help="Steps of a turn before those that are timed."),
     out: Path = typer.Option(Path("bench-alternate.json"), help="JSON file for the metrics."),
 ) -> None:
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
@@ -94,7 +96,7 @@ def alternate(
         lay_out(config, world)
         if world > 1:
             raise typer.Exit(launcher.launch(sys.argv[1:], world, config))
-    record = measure(config, key, values, turns, each)
+    record = measure(config, key, values, turns, each, settle)
     if record is not None:
         show(record)
         out.write_text(strict_json.dumps(record, indent=1) + "\n")
@@ -123,7 +125,9 @@ def order(values: list[str], turns: int) -> list[str]:
     return [value for turn in range(turns) for value in (values if turn % 2 == 0 else values[::-1])]
 
 
-def measure(config: Config, key: str, values: list[str], turns: int, each: int) -> dict[str, Any] | None:
+def measure(
+    config: Config, key: str, values: list[str], turns: int, each: int, settle: int = 1
+) -> dict[str, Any] | None:
     """Run the steps; the figures on rank 0, None elsewhere."""
     import torch
     from rich.progress import Progress
@@ -169,7 +173,8 @@ def measure(config: Config, key: str, values: list[str], turns: int, each: int) 
             set_to(value)
             if cuda:
                 torch.cuda.reset_peak_memory_stats(place.device)
-            step()
+            for _ in range(settle):
+                step()
             for _ in range(each):
                 seconds, cpu_seconds, loss, norm = step()
                 one.seconds.append(seconds)
@@ -240,12 +245,15 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
     from megascale.train.rank_timers import make_timers
 
     ring = SpanRing()
+    made: dict[str, Recorder] = {}  # each is used again, as in training: it has its events by then
 
     def set_to(value: str) -> None:
         ring.taken(len(ring.read()))
-        off = key == "observe.timers" and value == "false"
-        every = int(value) if key == "observe.spans" else 0
-        engine.runtime.recorder = NoRecorder() if off else make_timers(engine.device, ring, every)
+        if value not in made:
+            off = key == "observe.timers" and value == "false"
+            every = int(value) if key == "observe.spans" else 0
+            made[value] = NoRecorder() if off else make_timers(engine.device, ring, every)
+        engine.runtime.recorder = made[value]
 
     return set_to
 
