@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.process_birth import born
@@ -24,6 +25,7 @@ from megascale.resilience.protocol.given import JobDescription, give
 log = logging.getLogger("megascale.driver")
 DOWN = "down"
 STATE = "agent.json"
+UNTIL_FREE = 5.0  # seconds for the agent of a node that is replaced to end
 
 
 class LocalCluster:
@@ -87,16 +89,16 @@ class LocalCluster:
             return False
         command = [sys.executable, "-m", "megascale.resilience.agent.agent", "--node", name]
         command += ["--folder", str(own), "--address", _address(name), "--pod", f"local-{name}"]
-        environment = dict(os.environ)
-        number = _number(name)
-        if number < len(self.devices):
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[number]))
+        environment, devices = dict(os.environ), ""
+        if self.devices:
+            devices = await self._free_devices(name)
+            environment["CUDA_VISIBLE_DEVICES"] = devices
         with open(folder / "agent.log", "ab") as out:
             child = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
         self._children.append(child)
-        state = {"pid": child.pid, "born": born(child.pid)}
+        state = {"pid": child.pid, "born": born(child.pid), "devices": devices}
         temporary = folder / f"{STATE}.tmp"
         try:
             temporary.write_text(json.dumps(state))
@@ -130,10 +132,42 @@ class LocalCluster:
         (self.folder / name).mkdir()
         return name
 
+    async def _free_devices(self, name: str) -> str:
+        """GPUs for a node's agent, as CUDA_VISIBLE_DEVICES has them: those it had, else of its number, else of a node
+        whose agent has ended. "" if all stay held for UNTIL_FREE: two ranks on a GPU would be worse."""
+        groups = [",".join(map(str, group)) for group in self.devices]
+        deadline = time.monotonic() + UNTIL_FREE
+        while True:
+            held = {
+                self._state(path.name).get("devices") or self._first_devices(path.name)
+                for path in self.folder.iterdir()
+                if path.name != name and self._agent(path.name) is not None
+            }
+            wanted = (self._state(name).get("devices"), self._first_devices(name), *groups)
+            if free := next((group for group in wanted if group in groups and group not in held), ""):
+                return free
+            if time.monotonic() > deadline:
+                log.warning("no agent on %s has a GPU: nodes that run hold all of them", name)
+                return ""
+            await asyncio.sleep(0.05)
+
+    def _first_devices(self, name: str) -> str:
+        """GPUs of a node of the job's first ones, by its number."""
+        number = _number(name)
+        return ",".join(map(str, self.devices[number])) if number < len(self.devices) else ""
+
+    def _state(self, name: str) -> dict[str, Any]:
+        """What was written of the node's agent when it was started."""
+        try:
+            found = json.loads((self.folder / name / STATE).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def _agent(self, name: str) -> int | None:
         """Process id of the node's living agent."""
+        state = self._state(name)
         try:
-            state = json.loads((self.folder / name / STATE).read_text())
             pid = int(state["pid"])
             return pid if born(pid) == state["born"] != 0 else None
         except (OSError, ValueError, KeyError, TypeError):
