@@ -176,12 +176,12 @@ class Launched:
 
     def step(self) -> int:
         """The last step that rank 0 has done; one that it was in when it failed is not done."""
-        from megascale.core.status import read_status
+        from megascale.core.status import FAILED_IN_STEP, read_status
 
         status = read_status(self.run / "status" / "rank-0.status")
         if status is None:
             return 0
-        return status.step - 1 if status.phase in ("train", "failed") else status.step
+        return status.step - 1 if status.phase in ("train", FAILED_IN_STEP) else status.step
 
     def weights(self) -> dict[str, Any]:
         """The model as the newest checkpoint has it."""
