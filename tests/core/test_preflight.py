@@ -72,6 +72,14 @@ def test_one_process_that_is_there_already_counts_its_tensors_alone():
     run(words, Share(1, 0, 1, running=True, keeps=False), replace(SMALL, memory=50 * GIB))
 
 
+def test_graphs_are_named_where_their_memory_may_be_what_lacks():
+    words = ("--model.preset=gpt-13b", "--train.micro_batch=1", "--train.global_batch=2", "--train.precision=bfloat16")
+    gpu, share = replace(SMALL, memory=200 * GIB, gpu_memory=60 * GIB), Share(2, 0, 2, gpus=True)
+    text = refused(*words, "--kernels.graphs=on", share=share, capacity=gpu)
+    assert "--kernels.graphs=auto and --parallel.recompute=full need less" in text
+    assert "graphs" not in refused(*words, share=share, capacity=gpu)
+
+
 def test_gpu_memory_is_that_of_the_fullest_stage():
     share = Share(8, 0, 8, gpus=True)
     gpu = replace(SMALL, memory=64 * GIB, gpu_memory=48 * GIB)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from megascale.config import Config
 from megascale.core.capacity import Capacity, free_disk
-from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import BYTES, MemoryEstimate, stage_memory
+from megascale.core.memory import BYTES, MemoryEstimate
 from megascale.core.optimizer_state import checkpoint_elements
+from megascale.core.rank_memory import GPU_CONTEXT, rank_memory
 from megascale.errors import FitError
 
 MIB, GIB = 2**20, 2**30
@@ -27,7 +27,6 @@ FORKED = 40 * MIB  # of a fork server, with which it shares what was imported
 FORK_SERVER = 150 * MIB
 AGENT = 20 * MIB
 # Of a GPU, for the CUDA context and communicators, at least; `megascale plan` keeps more.
-GPU_CONTEXT = 1 * GIB
 FILES = 64  # open in any trainer
 THREADS = 8  # of a trainer beside those that compute
 CROWD = 8  # trainers a core, above which a line says that it will be slow
@@ -143,19 +142,17 @@ def own_bytes(share: Share) -> int:
 def _memory_faults(
     config: Config, layout: Layout, share: Share, capacity: Capacity, stages: dict[int, int]
 ) -> list[str]:
-    memory, schedule, train = {}, layout.schedule(), config.train
+    memory, schedule = {}, layout.schedule()
+    most = capacity.gpu_memory - GPU_CONTEXT if share.gpus and capacity.gpu_memory is not None else None
     for stage in stages:
-        about = (layout.grid, schedule, stage, train.micro_batch, train.precision, config.gemms_on_side_stream)
-        graphs = share.gpus > 0 and not why_no_graphs(config, layout.grid)
-        kinds = (config.optimizer.name, train.linear_precision, graphs)
-        memory[stage] = stage_memory(config.model, config.parallel, *about, *kinds)
+        memory[stage], _ = rank_memory(config, layout.grid, schedule, stage, most, share.gpus > 0)
     faults = []
     fullest = max(memory.values(), key=lambda m: m.total)
     sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"
     if share.gpus and capacity.gpu_memory is not None and fullest.total + GPU_CONTEXT > capacity.gpu_memory:
         faults.append(
             f"the fullest rank needs {_size(fullest.total + GPU_CONTEXT)} of GPU memory ({_kinds(fullest)}; {sizes}) "
-            f"and the GPU has {_size(capacity.gpu_memory)}; {_remedies(config)}"
+            f"and the GPU has {_size(capacity.gpu_memory)}; {_remedies(config, fullest.graph_buffers > 0)}"
         )
     host = own_bytes(share)
     tensors = 0 if share.gpus else sum(memory[stage].total * ranks for stage, ranks in stages.items())
@@ -233,9 +230,11 @@ def _disk_faults(config: Config, disk: Callable[[Path], int]) -> list[str]:
     ]
 
 
-def _remedies(config: Config) -> str:
+def _remedies(config: Config, graphs: bool = False) -> str:
     """What makes a rank's tensors smaller, by what is not yet so."""
     words = []
+    if graphs:
+        words.append("--kernels.graphs=auto")
     if config.train.micro_batch > 1:
         words.append("--train.micro_batch=1")
     if config.parallel.recompute != "full":

@@ -12,7 +12,7 @@ from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
 from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import stage_memory
+from megascale.core.rank_memory import rank_memory
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration
@@ -90,22 +90,10 @@ class Scenario:
         schedule = layout.unchecked_schedule()  # a search asks for the memory of many; `run` checks the one it prices
         stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1})
         model = config.model.model_copy(update={"block": "parallel" if self.software.parallel_block else "serial"})
-        most = max(
-            stage_memory(
-                model,
-                config.parallel,
-                layout.grid,
-                schedule,
-                s,
-                config.train.micro_batch,
-                config.train.precision,
-                config.gemms_on_side_stream,
-                config.optimizer.name,
-                config.train.linear_precision,
-                self.software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us and not why_no_graphs(config, layout.grid),
-            ).total
-            for s in stages
-        )
+        software, spare = self.software, (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
+        graphs = software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
+        config = config.model_copy(update={"model": model})
+        most = max(rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
         return most / GIB + RESERVE_GIB
 
 

@@ -11,8 +11,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 from megascale.config.parts import LINEAR_PRECISIONS
-from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout
+from megascale.core.rank_memory import GPU_CONTEXT, rank_memory
 from megascale.core.spans import SpanKind
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
@@ -206,7 +206,7 @@ class Engine:
 
     def _chunk_graphs(self, shape: tuple[int, ...]) -> ChunkGraphs | None:
         """CUDA graphs of the chunks where they can be had; ConfigError if they are asked for and cannot."""
-        why = why_no_graphs(self.config, self.layout.grid)
+        why = self._why_no_graphs()
         if not why and self.device.type == "cuda" and self.tensor.size > 1 and self.tensor.exchange is None:
             said = self.active["tensor overlap"]
             why = f"of tensor parallelism the fused exchange alone is captured, and tensor overlap is {said}"
@@ -221,6 +221,13 @@ class Engine:
             self.active["CUDA graphs"] = f"of each chunk's forward and backward, from step {EAGER_STEPS + 1} on"
         actions = self.pipeline.actions
         return ChunkGraphs(self.flats, actions, self._compute_fixed, self.runtime, shape, self.device)
+
+    def _why_no_graphs(self) -> str:
+        """By the configuration and the device's memory; the same on all ranks of a stage with equal GPUs."""
+        layout, stage, most = self.layout, self.pipeline.stage, None
+        if self.device.type == "cuda":
+            most = torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
+        return rank_memory(self.config, layout.grid, layout.schedule(), stage, most)[1]
 
     def use_graphs(self, on: bool) -> None:
         """From the next step on, replay CUDA graphs of the chunks, or launch each operator."""

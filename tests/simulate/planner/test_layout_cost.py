@@ -219,6 +219,21 @@ def test_remedies_do_make_it_fit():
         assert make_plan(again, 12288, 80.0).fits
 
 
+def test_graphs_are_left_out_where_they_do_not_fit():
+    """Five chunks in one round of eight: each keeps the memory of each of its micro-batches for its graphs."""
+    words = ["parallel.virtual_stages=5", "parallel.micro_batch_group_size=8", "parallel.recompute=selective"]
+    words += ["train.micro_batch=1", "train.global_batch=16", "train.precision=bfloat16", "model.vocab_size=50304"]
+    words += ["model.preset=gpt-13b", "model.layers=20"]
+    plan = make_plan(load(None, [*words, "kernels.graphs=on"]), 2, 120.0)
+    assert not plan.fits
+    assert "--kernels.graphs=auto" in plan.remedies()
+    assert plan.memory[0].graph_buffers > 0
+    auto = make_plan(load(None, words), 2, 120.0)
+    assert auto.fits
+    assert auto.memory[0].graph_buffers == 0
+    assert make_plan(load(None, words), 2, 180.0).memory[0].graph_buffers > 0
+
+
 def test_notes():
     assert [note for note in example().notes() if "does not pay" not in note] == []
     assert "does not pay" in " ".join(example("model.window=512").notes())

@@ -10,9 +10,9 @@ import numpy as np
 
 from megascale.config import Config
 from megascale.core import flops, inventory
-from megascale.core.graph_choice import why_no_graphs
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import MemoryEstimate, stage_memory, stage_parameters
+from megascale.core.memory import MemoryEstimate, stage_parameters
+from megascale.core.rank_memory import rank_memory
 from megascale.core.replay import Graph, Timeline, replay
 from megascale.core.schedule import Schedule, ideal_bubble
 from megascale.core.traffic import TrafficEstimate, stage_traffic
@@ -86,23 +86,9 @@ class LayoutCost:
     @cached_property
     def memory(self) -> list[MemoryEstimate]:
         """Memory of a rank of each stage."""
-        config, grid, train = self.config, self.layout.grid, self.config.train
-        return [
-            stage_memory(
-                config.model,
-                config.parallel,
-                grid,
-                self.schedule,
-                s,
-                train.micro_batch,
-                train.precision,
-                config.gemms_on_side_stream,
-                config.optimizer.name,
-                config.train.linear_precision,
-                not why_no_graphs(config, grid),
-            )
-            for s in range(grid.pipeline)
-        ]
+        config, grid = self.config, self.layout.grid
+        most = (self.device_gib - RESERVE_GIB) * GIB
+        return [rank_memory(config, grid, self.schedule, s, most)[0] for s in range(grid.pipeline)]
 
     def traffic(self, stage: int) -> TrafficEstimate:
         """Bytes that a rank of `stage` sends in a step."""
@@ -207,7 +193,7 @@ class LayoutCost:
         return notes
 
     def _zero_saving(self) -> int:
-        other = self._changed(parallel={"zero": 1})
+        other = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})  # which zero=2 does not have
         return max(m.total for m in other.memory) - max(m.total for m in self.memory)
 
     def _changed(self, **sections: dict[str, Any]) -> LayoutCost:
@@ -220,6 +206,8 @@ class LayoutCost:
         """Overrides, each of which alone makes a plan fit that does not; cheapest first."""
         parallel, train = self.config.parallel, self.config.train
         tries: list[tuple[str, dict[str, dict[str, Any]]]] = []
+        if self.config.kernels.graphs == "on":
+            tries.append(("--kernels.graphs=auto", {"kernels": {"graphs": "auto"}}))
         if parallel.zero == 0:
             tries.append(("--parallel.zero=1", {"parallel": {"zero": 1}}))
         if parallel.micro_batch_group_size is not None and parallel.pipeline > 1:
