@@ -39,6 +39,7 @@ class Kernels(_Part):
         ge=0, le=1, description="share of the fp32 gradient accumulation's memory traffic not hidden under its GEMM"
     )
     launch_us: float = Field(ge=0, description="gap between dependent kernels")
+    gemm_gap_us: float | None = Field(None, ge=0, description="what a GEMM's launch takes beyond that; absent: unknown")
     attention: dict[str, list[list[float]]] = Field(
         description="kernel -> [[sequence, TFLOP/s forward+backward of the causal half], ...], interpolated in log"
     )

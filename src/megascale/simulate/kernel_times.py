@@ -29,7 +29,7 @@ ATTENTION_ROWS = 128
 EAGER_FORWARD = {"norm": 2.0, "residual": 5.0, "qkv": 6.0, "mlp": 4.0}
 EAGER_BACKWARD = {"norm": 5.0, "residual": 4.0, "qkv": 7.0, "mlp": 4.0}
 FUSED_FORWARD = {"norm": 2.0, "residual": 3.0, "qkv": 0.0, "mlp": 2.0}
-FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 0.0, "mlp": 3.0}
+FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 1.0, "mlp": 3.0}
 EAGER_KERNELS = (18, 32)
 FUSED_KERNELS = (11, 20)
 # Passes over the s x s scores of unfused attention between its products: mask + softmax in one kernel (it reads the
@@ -112,7 +112,7 @@ def gemm_seconds(
     # GEMMs that fill the processors better draw more power and clock down: none holds more than the cap.
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
     rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap)
-    compute = 2.0 * batch * rows * columns * depth / rate
+    compute = 2.0 * batch * rows * columns * depth / rate + (kernels.gemm_gap_us or 0.0) * 1e-6
     bandwidth = gpu.memory_gbs * 1e9 * kernels.memory * np.where(np.asarray(batch) > 1, BATCHED_MEMORY, 1.0)
     # Read in two bytes, written in one, for each operand: half of the casts ride on the kernel before.
     compute = compute + np.where(float8, FLOAT8_CAST_BYTES * (rows + columns) * depth / bandwidth, 0.0)
