@@ -49,6 +49,9 @@ class Power(_Part):
     """What the power limit leaves of GEMMs. Only for a GPU on which it was measured."""
 
     gemm_sustained: float = Field(gt=0, le=1, description="share of peak that GEMMs alone hold for seconds on end")
+    float8_sustained: float | None = Field(
+        None, gt=0, le=1, description="the same of float8 GEMMs, of float8's peak; absent: as gemm_sustained"
+    )
     idle: float = Field(ge=0, le=1, description="power while waiting between kernels, share of the limit")
     exponent: float = Field(ge=1, description="power of a GEMM grows with its rate to this")
 
