@@ -9,11 +9,12 @@ import pytest
 
 from megascale import config as configuration
 from megascale.errors import FitError
-from megascale.simulate.calibration import Calibration
+from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.case import Case
 from megascale.simulate.closed import stage_times, step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.effective import FaultRates, first_order_share, simulate_run, young_daly
+from megascale.simulate.kernel_times import gemm_seconds
 from megascale.simulate.run_cost import run_cost
 from megascale.simulate.software import MEGASCALE_H200, MEGATRON_2023, RECOMPUTE, stack
 from megascale.simulate.step import Scenario, own_software, run
@@ -129,3 +130,25 @@ def test_no_model_is_harmed_by_the_new_axes():
     assert float(step_parts(load_cluster("a100-roce"), one).total) == float(
         step_parts(load_cluster("a100-roce"), spelled).total
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "measured"),
+    [
+        (("model.preset=gpt-1.3b", "train.micro_batch=8", "train.global_batch=64"), 1.475),
+        (("model.preset=llama-8b", "model.layers=12", "train.micro_batch=1", "train.global_batch=8"), 1.754),
+    ],
+)
+def test_float8_steps_follow_from_its_kernels(settings, measured):
+    """Steps on one H200 that nothing of float8 was fitted to: casts and held rates are kernel benchmarks."""
+    config = configuration.load(None, [*settings, "train.precision=bfloat16", "train.linear_precision=float8"])
+    engine = load_calibration("h200-engine", H200.name)
+    step = run(Scenario(config, 1, H200, engine, own_software(config, MEGASCALE_H200))).seconds
+    assert step == pytest.approx(measured, rel=0.03)
+
+
+def test_float8_gemms_hold_their_own_share_of_their_peak():
+    held, never = (float(gemm_seconds(H200, 8192, 8448, 8192, cap=cap, float8=True)) for cap in (0.685, 1.0))
+    work = 2.0 * 8192 * 8448 * 8192
+    assert work / held / 1e12 == pytest.approx(0.627 * 1978.9, rel=0.01)
+    assert never < held

@@ -9,7 +9,7 @@ from megascale.errors import DataError
 from megascale.simulate import prediction_band
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.prediction_band import FEATURES
+from megascale.simulate.prediction_band import FEATURES, ends
 from megascale.simulate.validation.anchors import (
     LARGE,
     TRACE_FILE,
@@ -23,18 +23,17 @@ from megascale.simulate.validation.anchors import (
     vtrain,
     weak_scaling,
 )
+from megascale.simulate.validation.band_check import check_bands, unfitted_evidence
 from megascale.simulate.validation.band_evidence import (
     another_series,
     conformal,
     each_gpu_doubling,
-    ends,
     nothing_fitted,
 )
 from megascale.simulate.validation.score import (
     TABLE_CONSTANTS,
     affine_control,
     calibration_of,
-    check_bands,
     check_extrapolation,
     check_headline,
     check_left_out,
@@ -72,7 +71,7 @@ def test_table_checks_fit_on_development_rows_alone(cluster):
     assert checks["A1"].passed, checks["A1"].figures
     assert checks["A3"].passed, checks["A3"].figures
     # Missed, and said so: docs/planning.md tells what bounds it. A change that makes it worse shows here.
-    assert checks["A2"].figures["mean"][0] < 5.0
+    assert checks["A2"].figures["mean"][0] < 4.2
     assert "anomalous row kept" in " ".join(checks["A2"].notes)
     assert [used for *_, used in checks["A2"].rows] == [g < LARGE for g in strong_scaling().gpus]
     assert all(gpus < LARGE for gpus in checks_ranges(cluster))
@@ -90,18 +89,16 @@ def checks_ranges(cluster):
 
 def test_ablation_and_weak_scaling(cluster):
     checks = {c.key: c for c in check_mfu(cluster)}
-    mean, target, _ = checks["A5"].figures["mean"]
-    assert mean <= target
-    # Both missed and said so, see docs/planning.md; a change that makes them worse shows here.
-    assert checks["A5"].figures["worst"][0] < 1.8
+    assert checks["A5"].passed, checks["A5"].figures
+    # Missed and said so, see docs/planning.md; a change that makes it worse shows here.
     assert checks["A6"].figures["mean"][0] < 6.6
 
 
 def test_bands_are_scored_with_their_width(cluster):
     (check,) = check_bands(cluster, None)
     assert {c.name for c in check.columns} == {"paper from 3,072 GPUs", "530B", "own second round"}
-    # Without vTrain's rows, whose bands are narrower than those far outside a fit.
-    assert check.figures["width"][0] < 17
+    # Without vTrain's rows, whose errors and therefore bands are wider.
+    assert check.figures["width"][0] < 15
     beyond = {c.name: c for c in check.columns}["paper from 3,072 GPUs"]
     assert beyond.covered >= 0.8
     # A band of nothing covers nothing.
@@ -112,10 +109,10 @@ def test_bands_are_scored_with_their_width(cluster):
 def test_widths_of_bands_are_what_development_rows_give():
     """Nobody sets one by hand, or after a look at held-out rows."""
     assert pytest.approx(another_series(), abs=6e-4) == prediction_band.LEAST
-    assert pytest.approx(each_gpu_doubling(), abs=6e-4) == prediction_band.EACH_GPU_DOUBLING
     folder = data_folder()
     if folder is None or not (folder / VTRAIN_FILE).is_file():
         pytest.skip("vTrain's rows are not here")
+    assert pytest.approx(each_gpu_doubling(folder), abs=6e-4) == prediction_band.EACH_GPU_DOUBLING
     assert nothing_fitted(folder) == pytest.approx(prediction_band.UNCALIBRATED, abs=6e-4)
 
 
@@ -126,9 +123,20 @@ def test_quantiles_of_errors():
     assert ends(errors) == pytest.approx((-0.08, 0.09))
 
 
+def test_rows_with_nothing_fitted_speak_for_their_own_kind(cluster):
+    """The band of a series whose errors are known is that of its own errors, lopsided as they are."""
+    rows = paper_development()
+    known = unfitted_evidence(cluster, rows)
+    off = np.array(known.residuals)
+    assert off == pytest.approx(np.log(predict(cluster, rows) / rows.seconds))
+    low, high = prediction_band.band_width(cluster, rows.cases, known).around(1.0)
+    assert (1 / float(high[0]), 1 / float(low[0])) == pytest.approx(tuple(np.exp(ends(off))))
+    assert column("own", cluster, rows, known).covered == 1.0
+
+
 def narrow(cluster):
     """A calibration that is wrong and sure of itself."""
-    return Calibration("sure", cluster.name, Constants(compute=0.5), {}, ("r",) * 9, (0.0001,) * 9)
+    return Calibration("sure", cluster.name, Constants(compute=0.5), {"compute": 0.1}, ("r",) * 9, (0.0001,) * 9)
 
 
 def test_the_shipped_calibration_is_what_its_command_gives(cluster):
@@ -199,8 +207,8 @@ FOLDER = data_folder()
 def test_vtrain_scores():
     """Targets are 6 and 8%, missed and said so (docs/planning.md); a change that makes them worse shows here."""
     (check,) = check_vtrain(FOLDER)
-    assert check.figures["not fitted"][0] < 7.3
-    assert check.figures["fitted"][0] < 8.4
+    assert check.figures["not fitted"][0] < 7.25
+    assert check.figures["fitted"][0] < 8.7
     plain, _, _, fitted, control = check.columns
     assert plain.rows == 40
     assert fitted.mean < control.mean

@@ -39,6 +39,7 @@ class Kernels(_Part):
         ge=0, le=1, description="share of the fp32 gradient accumulation's memory traffic not hidden under its GEMM"
     )
     launch_us: float = Field(ge=0, description="gap between dependent kernels")
+    gemm_gap_us: float | None = Field(None, ge=0, description="what a GEMM's launch takes beyond that; absent: unknown")
     attention: dict[str, list[list[float]]] = Field(
         description="kernel -> [[sequence, TFLOP/s forward+backward of the causal half], ...], interpolated in log"
     )
@@ -48,6 +49,9 @@ class Power(_Part):
     """What the power limit leaves of GEMMs. Only for a GPU on which it was measured."""
 
     gemm_sustained: float = Field(gt=0, le=1, description="share of peak that GEMMs alone hold for seconds on end")
+    float8_sustained: float | None = Field(
+        None, gt=0, le=1, description="the same of float8 GEMMs, of float8's peak; absent: as gemm_sustained"
+    )
     idle: float = Field(ge=0, le=1, description="power while waiting between kernels, share of the limit")
     exponent: float = Field(ge=1, description="power of a GEMM grows with its rate to this")
 

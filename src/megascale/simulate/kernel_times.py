@@ -29,7 +29,7 @@ ATTENTION_ROWS = 128
 EAGER_FORWARD = {"norm": 2.0, "residual": 5.0, "qkv": 6.0, "mlp": 4.0}
 EAGER_BACKWARD = {"norm": 5.0, "residual": 4.0, "qkv": 7.0, "mlp": 4.0}
 FUSED_FORWARD = {"norm": 2.0, "residual": 3.0, "qkv": 0.0, "mlp": 2.0}
-FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 0.0, "mlp": 3.0}
+FUSED_BACKWARD = {"norm": 4.0, "residual": 3.0, "qkv": 1.0, "mlp": 3.0}
 EAGER_KERNELS = (18, 32)
 FUSED_KERNELS = (11, 20)
 # Passes over the s x s scores of unfused attention between its products: mask + softmax in one kernel (it reads the
@@ -47,8 +47,13 @@ LOSS_BYTES, FUSED_LOSS_BYTES = 60.0, 6.0
 # Exponentials of flash attention take this share of its time at a head dimension of HEAD: FlashAttention-3 counts them
 # as half of forward's two products; backward does five products and one more set.
 EXPONENTIALS, HEAD = 2.0 / 9.0, 128.0
-# Bytes moved a value of each operand for its cast to float8 beyond what the kernel before does anyway.
-FLOAT8_CAST_BYTES = 1.5
+# Bytes that a value's cast to float8 is worth. One scale a tensor: both orientations, of activations once a forward, of
+# their gradients once a backward (83.9 M values in 91.7 us on an H200, docs/log.md), and a quarter of the passes for
+# the largest magnitude (2.3 each), which the makers of other tensors collect. One scale a row: read once, written once.
+FLOAT8_CAST_BYTES = 4.6 + 2.3 / 4
+FLOAT8_ROW_CAST_BYTES = 3.0
+# Of weights, once a step: read, written in both orientations.
+FLOAT8_WEIGHT_BYTES = 4.0
 # Bytes moved a parameter by the optimizer: gradient, master, two moments read, three written, weight written.
 OPTIMIZER_BYTES = 30.0
 
@@ -104,18 +109,19 @@ def gemm_seconds(
 
     `accumulate`: bytes of a gradient value that the result is added to, None for a plain bf16 output; `fused`: by the
     GEMM itself, else by a kernel of its own that reads both and writes the sum. `cap`: share of peak that the power
-    limit leaves. `float8`: operands are cast first, by one pass over each.
+    limit leaves. `float8`: operands in float8, already cast.
     """
     kernels, gpu = cluster.kernels, cluster.gpu
     waves = wave_efficiency(rows, columns, gpu.processors, batch)
     burst = kernels.gemm * depth / (depth + kernels.gemm_half_depth) * waves
     # GEMMs that fill the processors better draw more power and clock down: none holds more than the cap.
     peak = np.where(float8, gpu.float8_tflops or gpu.peak_tflops, gpu.peak_tflops)
-    rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap)
-    compute = 2.0 * batch * rows * columns * depth / rate
+    # The multipliers of float8 reach the power limit at another share of their peak.
+    power = cluster.power
+    held = power.float8_sustained / power.gemm_sustained if power and power.float8_sustained else 1.0
+    rate = peak * 1e12 * np.minimum(np.minimum(burst, kernels.gemm_best), cap * np.where(float8, held, 1.0))
+    compute = 2.0 * batch * rows * columns * depth / rate + (kernels.gemm_gap_us or 0.0) * 1e-6
     bandwidth = gpu.memory_gbs * 1e9 * kernels.memory * np.where(np.asarray(batch) > 1, BATCHED_MEMORY, 1.0)
-    # Read in two bytes, written in one, for each operand: half of the casts ride on the kernel before.
-    compute = compute + np.where(float8, FLOAT8_CAST_BYTES * (rows + columns) * depth / bandwidth, 0.0)
     inputs = 2.0 * batch * (rows + columns) * depth
     values = batch * rows * columns
     if accumulate is None:
@@ -133,10 +139,12 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     qkv = (case.query + 2 * case.kv) / t
     inner = case.ffn / t
     up = inner * np.where(case.gated, 2, 1)
+    cast = np.where(case.bf16_weight_gradients, FLOAT8_ROW_CAST_BYTES, FLOAT8_CAST_BYTES)
+    cast = np.where(case.float8, cast, 0.0) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)
 
     def both(columns: Any, depth: Any, rows: Any = tokens, times: Any = 1.0) -> tuple[Any, Any]:
-        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8)
-        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8)
+        forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + cast * rows * depth
+        backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + cast * rows * columns
         weight_gradient = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
         backward = backward + gemm_seconds(
             cluster, depth, columns, rows, case.gradient_bytes, cap, weight_gradient, fused=case.fused_accumulation
@@ -260,5 +268,5 @@ def logits_seconds(cluster: ClusterSpec, case: Case, cap: Any = 1.0) -> tuple[An
 def optimizer_seconds(cluster: ClusterSpec, case: Case, parameters: Any) -> Any:
     """Update of a rank's share of `parameters` (all of a GPU's; sharded over replicas by the distributed optimizer)."""
     share = parameters / np.where(case.distributed_optimizer, case.replicas, 1)
-    clear = parameters * case.gradient_bytes
+    clear = parameters * (case.gradient_bytes + np.where(case.float8, FLOAT8_WEIGHT_BYTES, 0.0))
     return (share * OPTIMIZER_BYTES + clear) / (cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory)

@@ -55,7 +55,10 @@ class RingNetwork:
         bus = np.where(spans, np.minimum(nics, _bus(inside, np.maximum(local, 2))), _bus(inside, ranks))
         bus = np.where(spans & (local == 1), nics, bus)
         hops = np.maximum(ranks - 1, 0)
-        latency = np.where(spans, between.latency_us + hops * between.hop_us, inside.latency_us + hops * inside.hop_us)
+        # Of a ring's hops one a host leaves it; the others stay inside (NCCL's own estimate, src/graph/tuning.cc).
+        leaving = np.where(spans, np.ceil(ranks / np.maximum(local, 1)) - 1, 0)
+        latency = np.where(spans, between.latency_us, inside.latency_us)
+        latency = latency + leaving * between.hop_us + (hops - leaving) * inside.hop_us
         seconds = bytes * hops / np.maximum(ranks, 1) / (bus * 1e9) + latency * 1e-6
         return np.where(ranks > 1, seconds, 0.0)
 

@@ -1,7 +1,9 @@
 """How wide a prediction's P10-P90 band is: the calibration's own residuals, wider for every step outside what it saw.
 
 Each width below is a quantile of errors on development rows, by group of conditions (`validation/band_evidence.py`
-computes them, a test holds the two together). `validate` prints how many held-out steps lie inside.
+computes them, a test holds the two together). A quantile speaks for rows that could be exchanged for those it came
+from: of the same series where rows of it are known, else of another series than the constants were fitted on.
+`validate` prints how many held-out steps lie inside.
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ from megascale.simulate.cluster import ClusterSpec
 
 # Nothing fitted: P10 and P90 of ln(predicted / measured) over all development rows, of three machines and four software
 # stacks. Steps take longer than physics alone says.
-UNCALIBRATED = (-0.092, 0.039)
+UNCALIBRATED = (-0.102, 0.021)
 # Relative standard deviations. With constants of another cluster: assumed.
 FOREIGN = 0.09
 # Least spread of a calibrated prediction: rows of one series agree better with a fit than the next series will. Four of
 # five steps of another series (another software stack, another technique) on the same machine lie within 1.28 of it.
-LEAST = 0.025
-# For each doubling of GPUs beyond the fitted ones: the paper's rows by a fit of those with half and a quarter as many.
-EACH_GPU_DOUBLING = 0.03
+LEAST = 0.027
+# For each doubling of GPUs beyond the fitted ones: how errors of one series drift with the number of GPUs under
+# constants of another. Four series, none beyond 1,024 GPUs.
+EACH_GPU_DOUBLING = 0.018
 # For each doubling of size, micro-batches or sequence, and each other kind of layout, outside the fitted rows: assumed.
 EACH_DOUBLING, EACH_KIND = 0.01, 0.01
+
+# Share of steps that a band is to hold.
+COVERED = 0.8
 
 # What of a case a calibration remembers the range of; the first four count by doublings.
 FEATURES = ("GPUs", "layer weights", "micro-batches", "sequence", "tensor", "pipeline", "micro-batch")
@@ -53,6 +59,14 @@ class BandWidth:
     def around(self, seconds: Any) -> tuple[Any, Any]:
         """P10 and P90."""
         return seconds * np.exp(-self.below), seconds * np.exp(self.above)
+
+
+def ends(signed: np.ndarray) -> tuple[float, float]:
+    """P10 and P90 of errors like these, outwards to the next rank."""
+    ordered, n = np.sort(signed), len(signed)
+    tail = (1.0 - COVERED) / 2.0
+    low, high = int(np.floor(tail * (n + 1))), int(np.ceil((1.0 - tail) * (n + 1)))
+    return float(ordered[max(low, 1) - 1]), float(ordered[min(high, n) - 1])
 
 
 def features(case: Case) -> dict[str, Any]:
@@ -85,6 +99,10 @@ def band_width(cluster: ClusterSpec, case: Case, calibration: Calibration) -> Ba
     elif not calibration.residuals:
         # Measured steps that were shorter than predicted make the lower end, longer ones the upper.
         below, above = UNCALIBRATED[1], -UNCALIBRATED[0]
+    elif not calibration.fitted:
+        # Rows that nothing was fitted to say themselves where others of their kind lie.
+        low, high = ends(np.asarray(calibration.residuals))
+        below, above = high, -low
     else:
         below = above = Z90 * max(LEAST, calibration.spread)
     variance: Any = 0.0

@@ -70,7 +70,7 @@ class Software:
     reduce_each: bool = False
     launch_us: float = 15.0
     region_host_us: float = 60.0
-    region_gap_us: float = 110.0
+    region_gap_us: float = 145.0
     float8: bool = False
     bf16_weight_gradients: bool = False
     fused_loss: bool = False
@@ -91,9 +91,13 @@ PAPER_WINDOW = 768
 # Where the host's and regions' times come from, by stack; nothing of them was fitted to a published step.
 HOST_SOURCES = {
     "megatron-2022": (
-        "assumed: eager PyTorch 1.x launches a kernel in about 15 us and a collective in about 60; gap: 50 MB "
-        "all-gathers reach 200 GB/s in nccl-tests, 150 in vTrain's validated configurations and 120 in Calculon's, "
-        "which is 75 and 150 us each"
+        "assumed: eager PyTorch 1.x launches a kernel in about 15 us and a collective in about 60; gap: an all-gather "
+        "of 50 MB over 8 A100 takes 220 us in nccl-tests and 365 us in Calculon (120 GB/s, systems/a100_80g.json), "
+        "which was validated on Megatron-LM's steps"
+    ),
+    "megatron-deepspeed": (
+        "host as megatron-2022; gap: all-reduces of 50 MB over 8 A100 take what nccl-tests say in vTrain's own "
+        "simulator (its predictor looks them up), and 47 us more in Calculon (180 GB/s): between the two, for each half"
     ),
     "megatron-core": (
         "measured on the H200 host, 2026-11-20: layers of GPT 13B in TP2 at micro-batch 1 take 7.3 ms with "
@@ -139,6 +143,7 @@ MEGATRON_DEEPSPEED = Software(
     reduce_bytes=2,
     fused_accumulation=False,
     tp_backward_under=False,
+    region_gap_us=12.0,
 )
 
 STACKS = {

@@ -9,6 +9,7 @@ import numpy as np
 
 from megascale.simulate.calibration import Z90, Constants
 from megascale.simulate.cluster import ClusterSpec, load_cluster
+from megascale.simulate.prediction_band import COVERED, ends
 from megascale.simulate.validation.anchors import (
     Rows,
     ablation,
@@ -19,8 +20,6 @@ from megascale.simulate.validation.anchors import (
     vtrain_development,
 )
 from megascale.simulate.validation.score import TABLE_CONSTANTS, fit_rows, predict
-
-COVERED = 0.8
 
 
 def errors(cluster: ClusterSpec, rows: Rows, constants: Constants = Constants()) -> np.ndarray:
@@ -33,14 +32,6 @@ def conformal(sizes: np.ndarray) -> float:
     ordered = np.sort(np.abs(sizes))
     rank = int(np.ceil(COVERED * (len(ordered) + 1)))
     return float(ordered[min(rank, len(ordered)) - 1])
-
-
-def ends(signed: np.ndarray) -> tuple[float, float]:
-    """P10 and P90 of errors like these, outwards to the next rank."""
-    ordered, n = np.sort(signed), len(signed)
-    tail = (1.0 - COVERED) / 2.0
-    low, high = int(np.floor(tail * (n + 1))), int(np.ceil((1.0 - tail) * (n + 1)))
-    return float(ordered[max(low, 1) - 1]), float(ordered[min(high, n) - 1])
 
 
 def _all_of(cluster: ClusterSpec, rows: Rows, names: Sequence[str]) -> Constants:
@@ -59,15 +50,28 @@ def another_series() -> float:
     return conformal(np.concatenate(found)) / Z90
 
 
-def each_gpu_doubling() -> float:
-    """Spread a doubling of GPUs beyond a fit: the paper's rows to 1,024 by those to 256 and by those to 512."""
-    cluster, rows = load_cluster("a100-roce"), paper_development()
-    found = []
-    for most in (256, 512):
-        beyond = rows.subset(rows.gpus > most)
-        constants = fit_rows(cluster, rows, TABLE_CONSTANTS, rows.gpus <= most).constants
-        found.append(errors(cluster, beyond, constants) / np.log2(beyond.gpus / most))
-    return conformal(np.concatenate(found)) / Z90
+def each_gpu_doubling(folder: Path) -> float:
+    """Spread a doubling of GPUs beyond a fit: drifts of series under constants of other series. Needs vTrain's rows.
+
+    A drift is the slope of errors over doublings of GPUs. Fits of a series' own smaller rows are no evidence: those to
+    256 and to 512 GPUs do not decide their constant, which is said of such a fit wherever one is made.
+    """
+    paper, host, hdr = load_cluster("a100-roce"), load_cluster("h200-host"), load_cluster("a100-hdr")
+    rows, own, measured = paper_development(), own_first(), vtrain(folder)
+    megatron, ours = rows.subset(rows.first), rows.subset(~rows.first)
+    found = [
+        _drift(megatron, errors(paper, megatron, _all_of(paper, ours, TABLE_CONSTANTS))),
+        _drift(ours, errors(paper, ours, _all_of(paper, megatron, TABLE_CONSTANTS))),
+        _drift(own, errors(host, own, _all_of(host, h200_peers(), ("compute",)))),
+    ]
+    unfitted = measured.subset(vtrain_development(measured))
+    found.append(_drift(unfitted, errors(hdr, unfitted)))
+    return conformal(np.array(found)) / Z90
+
+
+def _drift(rows: Rows, off: np.ndarray) -> float:
+    """How much errors grow with each doubling of GPUs: the slope of a line through them."""
+    return float(np.polyfit(np.log2(rows.gpus.astype(float)), off, 1)[0])
 
 
 def nothing_fitted(folder: Path) -> tuple[float, float]:

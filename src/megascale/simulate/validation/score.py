@@ -22,7 +22,6 @@ from megascale.simulate.validation.anchors import (
     Rows,
     ablation,
     anchor_file,
-    own_runs,
     strong_scaling,
     vtrain,
     vtrain_development,
@@ -377,31 +376,3 @@ def check_mfu(cluster: ClusterSpec) -> list[AnchorCheck]:
 def _mfu(rows: Rows, seconds: np.ndarray) -> np.ndarray:
     """MFU in percent, as the paper counts it."""
     return 100.0 * np.asarray(rows.cases.flops) / (seconds * rows.gpus * PAPER_PEAK)
-
-
-def check_bands(cluster: ClusterSpec, folder: Path | None) -> list[AnchorCheck]:
-    """A10: how many held-out rows lie inside P10 to P90, and how wide that is."""
-    table = strong_scaling()
-    shipped = load_calibration(None, cluster.name)
-    h200, engine = load_cluster("h200-host"), load_calibration("h200-engine", "h200-host")
-    parts = [
-        column("paper from 3,072 GPUs", cluster, table.subset(table.gpus >= LARGE), shipped),
-        column("530B", cluster, weak_scaling()[0], shipped),
-        column("own second round", h200, own_runs("h200-second"), engine),
-    ]
-    if folder is not None and (folder / VTRAIN_FILE).is_file():
-        rows = vtrain(folder)
-        parts.append(column("vTrain, held-out half", load_cluster("a100-hdr"), rows.subset(~vtrain_development(rows))))
-    count = sum(p.rows for p in parts)
-    covered = 100.0 * sum(p.rows * (p.covered or 0.0) for p in parts) / count
-    width = 100.0 * sum(p.rows * (p.width or 0.0) for p in parts) / count
-    return [
-        AnchorCheck(
-            "A10",
-            f"bands on {count} held-out rows: coverage of P10 to P90 (80 wanted) and mean width",
-            {"coverage off 80": (abs(covered - 80.0), 8.0, " points"), "width": (width, 15.0, "%")},
-            "nothing of these rows; widths were set on development rows",
-            (f"covered {covered:.0f}%", seen("paper-large", "weak-scaling", "own-second", "vtrain-multi")),
-            columns=tuple(parts),
-        )
-    ]

@@ -26,13 +26,13 @@ from megascale.simulate.validation.anchors import (
     own_runs,
     strong_scaling,
 )
+from megascale.simulate.validation.band_check import check_bands
 from megascale.simulate.validation.score import (
     CONTROL,
     FITTED,
     NOTHING,
     AnchorCheck,
     ScoreColumn,
-    check_bands,
     check_extrapolation,
     check_headline,
     check_left_out,
