@@ -166,6 +166,7 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
         os.dup2(handle, number)
         os.close(handle)
     listen()
+    _leave_to_parent()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     sys.dont_write_bytecode = True  # some commands meet a limit on files, at which Python would leave a part of one
     os.environ.clear()
@@ -186,6 +187,14 @@ def listen() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave_to_parent() -> None:
+    """What a process from which this one was forked is to tidy at its end is not this one's to tidy: torch alone takes
+    back each operator that Python has registered, which takes longer than most commands."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
 
 
 def _run(module: str, words: list[str]) -> None:
@@ -274,10 +283,7 @@ class _Child(subprocess.Popen[Any]):
                     with contextlib.suppress(OSError):  # the one that lists them
                         os.close(int(name))
             importlib.import_module("tests.forked_services").reach_server_anew()
-            # What its parent is to tidy at its end is not this one's to tidy.
-            atexit._clear()
-            weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-            weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+            _leave_to_parent()
             variables = dict(os.environ if env is None else env)
             os.environ.clear()
             os.environ.update(variables)
