@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.forked import Forked
+from tests.forked import Forked, share_server, use_shared_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -28,6 +28,14 @@ os.environ["MEGASCALE_STRICT_TRANSITIONS"] = "1"  # what a driver's state machin
 # How long an example or its making takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of pytest-xdist have one fork server: its start takes as much as a hundred commands."""
+    if hasattr(config, "workerinput"):
+        use_shared_server()
+    elif (getattr(config.option, "numprocesses", None) or 0) > 1 and not config.option.collectonly:
+        share_server()
 
 
 def pytest_collection_finish() -> None:

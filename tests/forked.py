@@ -23,6 +23,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,6 +79,34 @@ context.set_forkserver_preload(
     ]
 )
 context.set_forkserver_preload = lambda names: None  # type: ignore[method-assign]
+
+
+SERVER = "MEGASCALE_TEST_FORK_SERVER"
+
+
+def share_server() -> None:
+    """Start the fork server for the processes that this one starts from now on; it ends with this one."""
+    if sys.version_info < (3, 14):  # from then on, who asks for a process proves that it may
+        # Libraries say on stderr what they have not freed when it ends.
+        null, kept = os.open(os.devnull, os.O_RDWR), [os.dup(number) for number in (1, 2)]
+        for number in (1, 2):
+            os.dup2(null, number)
+        forkserver._forkserver.ensure_running()
+        for number, file in zip((1, 2), kept, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        os.close(null)
+        os.environ[SERVER] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def use_shared_server() -> None:
+    """Have processes forked by the server that the starter of this process shares, if it does."""
+    if address := os.environ.pop(SERVER, None):
+        server = forkserver._forkserver
+        server._forkserver_address = address  # type: ignore[attr-defined]
+        # What it would hand on, so that the server lives as long as it: the server is the starter's.
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # type: ignore[attr-defined]
+        server.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
 class Forked:
