@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,22 @@ def pytest_configure(config: pytest.Config) -> None:
         use_shared_server()
     elif (getattr(config.option, "numprocesses", None) or 0) > 1 and not config.option.collectonly:
         share_server()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup`, tests without a group go by file: what a module's fixtures make, and what only its tests
+    import, is made in one worker and not in each."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = super()._split_scope(nodeid)
+            return group if group != nodeid else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:
