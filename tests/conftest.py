@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -10,12 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
-from tests.forked import Forked
+from tests.forked import Forked, share_server, use_shared_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -25,9 +28,36 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["MEGASCALE_STRICT_TRANSITIONS"] = "1"  # what a driver's state machine does not have is an error here
 
+# A test runner of commands makes all of them anew for each that it runs, which takes 50 ms.
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
+
 # How long an example or its making takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of pytest-xdist have one fork server: its start takes as much as a hundred commands."""
+    if hasattr(config, "workerinput"):
+        use_shared_server()
+    elif (getattr(config.option, "numprocesses", None) or 0) > 1 and not config.option.collectonly:
+        share_server()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup`, tests without a group go by file: what a module's fixtures make, and what only its tests
+    import, is made in one worker and not in each."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = super()._split_scope(nodeid)
+            return group if group != nodeid else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

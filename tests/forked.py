@@ -23,6 +23,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,9 @@ SCRIPTS = ("megascale.resilience.diagnose.pairs", "megascale.resilience.diagnose
 _Popen = subprocess.Popen
 # Python for `before`: trainers rest between steps, in a run that only has to go on while something is done to it.
 PACED = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'paced' / 'sitecustomize.py')!r})"
+
+# Set where a test looks at the picture of the losses that a training draws at its end.
+DRAW = "MEGASCALE_TEST_DRAW"
 
 context = multiprocessing.get_context("forkserver")
 # One server serves all that a process of the suite forks: the workers of tests/exact and benches too. Who set other
@@ -78,6 +82,34 @@ context.set_forkserver_preload(
     ]
 )
 context.set_forkserver_preload = lambda names: None  # type: ignore[method-assign]
+
+
+SERVER = "MEGASCALE_TEST_FORK_SERVER"
+
+
+def share_server() -> None:
+    """Start the fork server for the processes that this one starts from now on; it ends with this one."""
+    if sys.version_info < (3, 14):  # from then on, who asks for a process proves that it may
+        # Libraries say on stderr what they have not freed when it ends.
+        null, kept = os.open(os.devnull, os.O_RDWR), [os.dup(number) for number in (1, 2)]
+        for number in (1, 2):
+            os.dup2(null, number)
+        forkserver._forkserver.ensure_running()
+        for number, file in zip((1, 2), kept, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        os.close(null)
+        os.environ[SERVER] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def use_shared_server() -> None:
+    """Have processes forked by the server that the starter of this process shares, if it does."""
+    if address := os.environ.pop(SERVER, None):
+        server = forkserver._forkserver
+        server._forkserver_address = address  # type: ignore[attr-defined]
+        # What it would hand on, so that the server lives as long as it: the server is the starter's.
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # type: ignore[attr-defined]
+        server.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
 class Forked:
@@ -166,6 +198,7 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
         os.dup2(handle, number)
         os.close(handle)
     listen()
+    _leave_to_parent()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     sys.dont_write_bytecode = True  # some commands meet a limit on files, at which Python would leave a part of one
     os.environ.clear()
@@ -180,6 +213,11 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
     _run(COMMAND, words)
 
 
+def _undrawn(self: Any, file: Path, **_: Any) -> None:
+    """In place of Figure.savefig: the figure is made, its pixels, which take as long as a tiny training, are not."""
+    Path(file).write_bytes(b"")
+
+
 def listen() -> None:
     """Signals as a new process finds them."""
     signal.set_wakeup_fd(-1)
@@ -188,8 +226,18 @@ def listen() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def _leave_to_parent() -> None:
+    """What a process from which this one was forked is to tidy at its end is not this one's to tidy: torch alone takes
+    back each operator that Python has registered, which takes longer than most commands."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+
+
 def _run(module: str, words: list[str]) -> None:
     Path("/proc/self/comm").write_text(f"{module.rpartition('.')[2]} {' '.join(words)}"[:15])  # for ps
+    if words and words[0] in ("train", "launch", "agent") and DRAW not in os.environ:
+        importlib.import_module("matplotlib.figure").Figure.savefig = _undrawn
     sys.argv = ["megascale", *words]
     try:
         if module in SCRIPTS:
@@ -274,10 +322,7 @@ class _Child(subprocess.Popen[Any]):
                     with contextlib.suppress(OSError):  # the one that lists them
                         os.close(int(name))
             importlib.import_module("tests.forked_services").reach_server_anew()
-            # What its parent is to tidy at its end is not this one's to tidy.
-            atexit._clear()
-            weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-            weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+            _leave_to_parent()
             variables = dict(os.environ if env is None else env)
             os.environ.clear()
             os.environ.update(variables)

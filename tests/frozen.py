@@ -5,5 +5,7 @@ from __future__ import annotations
 
 import gc
 
+from megascale.cli.main import app  # noqa: F401 - with all modules of commands
+
 gc.collect()
 gc.freeze()

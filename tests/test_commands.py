@@ -7,6 +7,7 @@ has what makes it small (SMALL) behind it. Commands in running text and tables a
 import re
 import shlex
 import shutil
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -86,11 +87,14 @@ def why_not(command: str) -> str:
     return next((reason for words, reason in PARSED.items() if re.search(words, command)), "")
 
 
+command_line = cache(partial(typer.main.get_command, app))
+
+
 def parse(command: str) -> None:
     """Fail if the command line has no such command or option, or the configuration no such setting."""
     words = [word for word in shlex.split(command, comments=True) if word != "--node-rank"]
     words = words[: words.index(">")] if ">" in words else words
-    at, context = typer.main.get_command(app), None
+    at, context = command_line(), None
     while hasattr(at, "resolve_command") and words:
         context = at.make_context("megascale", words, parent=context, resilient_parsing=True)
         _, at, words = at.resolve_command(context, words)

@@ -13,17 +13,17 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
-from megascale.checkpoint.format.torch_index import torch_metadata
+from megascale.checkpoint.format.torch_index import FEW, torch_metadata
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 2, FEW, FEW + 1])), min_size=1, max_size=12),
     st.sampled_from([0, 1 << 20, 1 << 40]),
     st.integers(0, 2**16),
 )
 def test_torch_unpickles_what_was_meant(tensors: list[tuple[int, int]], start: int, seed: int) -> None:
-    """Any shapes (also without dimensions), any number of chunks, positions beyond 2 GiB."""
+    """Any shapes (also without dimensions), few and many chunks, positions beyond 2 GiB."""
     rng = np.random.default_rng(seed)
     infos, owner, boxes = {}, [], []
     for number, (dims, chunks) in enumerate(tensors):

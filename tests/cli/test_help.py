@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megascale import bench
 from megascale.cli.bench import BENCHES
-from megascale.cli.main import COMMANDS, app
+from megascale.cli.main import COMMANDS, app, command_line
 
 # Each takes longer to load than all that --help needs (asyncio and multiprocessing are loaded by benches).
 HEAVY = {"torch", "numpy", "pydantic", "matplotlib", "tokenizers", "asyncio", "multiprocessing", "megascale.bench"}
@@ -30,6 +30,28 @@ def test_help_lists_every_command_and_loads_nothing_heavy():
     assert set(COMMANDS) <= set(done.stdout.split())
 
 
+def test_a_command_is_made_by_the_module_that_the_table_names():
+    """For a command that the table lacks, all others are made too."""
+    made = {
+        command: module for module in set(COMMANDS.values()) for command in get_command(command_line([module])).commands
+    }
+    assert made == COMMANDS
+
+
+def test_a_command_makes_no_module_but_its_own():
+    code = (
+        "import json, sys\n"
+        "from megascale.cli.main import main\n"
+        "sys.argv[1:] = ['decline', '--help']\n"
+        "try:\n    main()\n"
+        "finally:\n    json.dump(list(sys.modules), sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    made = {f"megascale.cli.{module}" for module in COMMANDS.values()} & set(json.loads(done.stderr))
+    assert made == {"megascale.cli.decline"}
+    assert "Usage: megascale decline" in done.stdout or "megascale decline" in done.stdout
+
+
 def test_every_bench_is_in_the_list():
     folder = Path(bench.__file__).parent
     with_commands = {
@@ -37,8 +59,13 @@ def test_every_bench_is_in_the_list():
         for file in folder.rglob("*.py")
         if "\ndef register(" in file.read_text()
     }
-    assert with_commands == set(BENCHES)
+    assert with_commands == set(BENCHES.values())
     shown = CliRunner().invoke(app, ["bench", "--help"]).output.split()
     group = get_command(app).commands["bench"]
-    assert len(group.list_commands(None)) >= len(BENCHES)
+    assert group.list_commands(None) == list(BENCHES)
+    for name, module in BENCHES.items():
+        assert (
+            get_command(app).commands["bench"].get_command(None, name).callback.__module__
+            == f"megascale.bench.{module}"
+        )
     assert set(group.list_commands(None)) <= set(shown)

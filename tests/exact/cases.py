@@ -76,13 +76,16 @@ def case(
     return Case(tree, tensor * pipeline * data)
 
 
+# For what does not depend on how many there are: a stage's or a chunk's layers meet in other cases.
+TWO_LAYERS = {"layers": 2}
+
 HARD = {
     # Padding: 17 tokens in 32 rows over 4 ranks leave one row to the third and none to the fourth.
     "vocabulary not divisible, a rank of padding only": case(
-        4, 1, 2, microbatches=2, model={"vocab_size": 17, "vocab_multiple": 16, "head_bias": True}
+        4, 1, 2, microbatches=2, model={"layers": 1, "vocab_size": 17, "vocab_multiple": 16, "head_bias": True}
     ),
     "vocabulary not divisible, tied over stages": case(
-        2, 2, 2, microbatches=3, zero=2, model={"vocab_size": 19, "vocab_multiple": 16}
+        2, 2, 2, microbatches=3, zero=2, model={"layers": 2, "vocab_size": 19, "vocab_multiple": 16}
     ),
     # Rounds of interleaved 1F1B of unequal size, and larger than the pipeline.
     "uneven rounds, 2 stages of 3": case(1, 2, 2, virtual=3, microbatches=5, model={"layers": 6}),
@@ -118,7 +121,9 @@ HARD = {
     "uneven rounds, transfers exposed": case(
         1, 2, 2, virtual=2, microbatches=5, model={"layers": 5}, overlap={"pipeline": False}
     ),
-    "nothing overlapped": case(2, 2, 2, microbatches=3, overlap={"tensor": "off", "pipeline": False, "data": False}),
+    "nothing overlapped": case(
+        2, 2, 2, microbatches=3, model=TWO_LAYERS, overlap={"tensor": "off", "pipeline": False, "data": False}
+    ),
     "fewer micro-batches than stages": case(1, 4, 2, microbatches=2, zero=2),
     "fewer micro-batches than stages, interleaved": case(1, 4, 2, virtual=2, microbatches=3, model={"layers": 8}),
     "one micro-batch": case(2, 2, 2, virtual=2, microbatches=1, zero=1),
@@ -131,7 +136,14 @@ HARD = {
     ),
     **{
         f"tied over stages, ZeRO-{zero}, {name}": case(
-            1, 2, 2, microbatches=3, zero=zero, parallel={"bucket_elements": 700}, optimizer={"name": name}
+            1,
+            2,
+            2,
+            microbatches=3,
+            zero=zero,
+            model=TWO_LAYERS,
+            parallel={"bucket_elements": 700},
+            optimizer={"name": name},
         )
         for zero in (0, 1, 2)
         for name in ("adamw", "lamb")
@@ -151,13 +163,16 @@ HARD = {
         )
         for zero, recompute in ((0, "none"), (1, "selective"), (2, "full"))
     },
-    "clipping counts every parameter once": case(2, 2, 2, microbatches=2, zero=0, optimizer={"clip": 1e-3}),
+    "clipping counts every parameter once": case(
+        2, 2, 2, microbatches=2, zero=0, model=TWO_LAYERS, optimizer={"clip": 1e-3}
+    ),
     "no clipping, no decay, no bias correction": case(
         2,
         2,
         2,
         microbatches=2,
         zero=2,
+        model=TWO_LAYERS,
         optimizer={
             "name": "lamb",
             "clip": 0.0,
@@ -168,7 +183,12 @@ HARD = {
         },
     ),
     "bias on one half of a parallel block": case(
-        2, 1, 2, microbatches=2, zero=2, model={"block": "parallel", "attention_bias": False, "positions": "rotary"}
+        2,
+        1,
+        2,
+        microbatches=2,
+        zero=2,
+        model={**TWO_LAYERS, "block": "parallel", "attention_bias": False, "positions": "rotary"},
     ),
     "parallel block with two norms": case(
         2, 2, 1, microbatches=3, model={"block": "parallel", "parallel_norms": 2, "norm": "rmsnorm"}
@@ -178,7 +198,14 @@ HARD = {
         1,
         2,
         microbatches=1,
-        model={"kv_heads": 2, "positions": "rotary", "rotary_fraction": 0.5, "activation": "swiglu", "window": 2},
+        model={
+            **TWO_LAYERS,
+            "kv_heads": 2,
+            "positions": "rotary",
+            "rotary_fraction": 0.5,
+            "activation": "swiglu",
+            "window": 2,
+        },
     ),
 }
 

@@ -15,7 +15,7 @@ import torch
 from megascale.config import from_tree
 from megascale.errors import ConfigError
 from megascale.parallel.float8 import TensorWiseFloat8
-from tests.exact.cases import Case, case
+from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import differences
 from tests.exact.training import FEW_STEPS, Told, make_engine, run_step, train
 
@@ -25,14 +25,15 @@ pytestmark = pytest.mark.xdist_group("processes")
 def layouts(recipe: str) -> dict[str, Case]:
     serial: dict[str, Any] = {"train": {"linear_precision": recipe}, "model": {"block": "serial"}}
     parallel: dict[str, Any] = {**serial, "model": {"block": "parallel"}}
+    short_serial, short_parallel = ({**one, "model": {**one["model"], **TWO_LAYERS}} for one in (serial, parallel))
     selective = {"parallel": {"recompute": "selective"}}
     return {
         "pipeline": case(1, 2, 1, virtual=2, microbatches=4, **serial),
         "ZeRO-2": case(1, 1, 2, zero=2, microbatches=2, **parallel, parallel={"bucket_elements": 500}),
-        "pipeline, data, LAMB": case(1, 2, 2, microbatches=2, optimizer={"name": "lamb"}, **serial),
+        "pipeline, data, LAMB": case(1, 2, 2, microbatches=2, optimizer={"name": "lamb"}, **short_serial),
         "tensor, serial": case(2, microbatches=2, **serial),
-        "tensor, parallel, recompute": case(4, microbatches=2, **parallel, **selective),
-        "tensor, pipeline, data, recompute": case(2, 2, 2, microbatches=2, **serial, **selective),
+        "tensor, parallel, recompute": case(4, microbatches=2, **short_parallel, **selective),
+        "tensor, pipeline, data, recompute": case(2, 2, 2, microbatches=2, **short_serial, **selective),
         "recompute": case(1, microbatches=2, **serial, parallel={"recompute": "full"}),
     }
 

@@ -20,7 +20,7 @@ from megascale.core.schedule import ActionKind
 from megascale.errors import ConfigError
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs, GraphedChunks, Microbatch, boundaries_of
 from megascale.train.engine import Engine
-from tests.exact.cases import case
+from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.training import Told, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -34,11 +34,11 @@ LAYOUTS = {
         case(virtual=2, microbatches=3, optimizer={"name": "lamb"}, parallel={"micro_batch_group_size": 3}),
         6,
     ),
-    "all recomputed": (case(microbatches=2, parallel={"recompute": "full"}), 2),
-    "float8": (case(microbatches=3, train={"linear_precision": "float8"}), 3),
+    "all recomputed": (case(microbatches=2, model=TWO_LAYERS, parallel={"recompute": "full"}), 2),
+    "float8": (case(microbatches=3, model=TWO_LAYERS, train={"linear_precision": "float8"}), 3),
     # Between the first micro-batch, whose parameters arrive, and the last, whose gradients leave.
-    "data": (case(1, 1, 2, microbatches=4, parallel={"bucket_elements": 500}), 2),
-    "data, two micro-batches": (case(1, 1, 2, zero=0, microbatches=2), 0),
+    "data": (case(1, 1, 2, microbatches=4, model=TWO_LAYERS, parallel={"bucket_elements": 500}), 2),
+    "data, two micro-batches": (case(1, 1, 2, zero=0, microbatches=2, model=TWO_LAYERS), 0),
     "pipeline": (case(1, 2, 1, microbatches=4), 4),
     "tensor": (case(2, 1, 1, microbatches=2), 2),
     "tensor, parallel, float8": (

@@ -30,7 +30,8 @@ def check(case: Case, pool, one_process, steps: int, late: bool = False) -> None
 
 @pytest.mark.parametrize("name", HARD)
 def test_known_hard(name, pool, one_process):
-    check(HARD[name], pool, one_process, STEPS)
+    # A third step is after the warm-up, and the first between two that gather: of every ZeRO with every optimizer.
+    check(HARD[name], pool, one_process, STEPS if "ZeRO" in name and "tied" in name else FEW_STEPS)
 
 
 @pytest.mark.parametrize("part", range(PARTS))

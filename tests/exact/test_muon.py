@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megascale.config import from_tree
-from tests.exact.cases import Case, case
+from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.training import FEW_STEPS, train
 
@@ -14,23 +14,31 @@ pytestmark = pytest.mark.xdist_group("processes")
 MUON = {"name": "muon"}
 SMALL = {"bucket_elements": 700}
 CASES: dict[str, Case] = {
-    "data": case(data=4, microbatches=1, optimizer=MUON, parallel=SMALL),
+    "data": case(data=4, microbatches=1, model=TWO_LAYERS, optimizer=MUON, parallel=SMALL),
     "data, ZeRO-2, plain momentum": case(
-        data=2, zero=2, microbatches=2, optimizer={**MUON, "muon_nesterov": False}, parallel=SMALL
+        data=2, zero=2, microbatches=2, model=TWO_LAYERS, optimizer={**MUON, "muon_nesterov": False}, parallel=SMALL
     ),
-    "tensor, ZeRO-0": case(2, 1, 2, zero=0, microbatches=2, optimizer=MUON),
+    "tensor, ZeRO-0": case(2, 1, 2, zero=0, microbatches=2, model=TWO_LAYERS, optimizer=MUON),
     "tensor, fused projections, gated": case(
-        4, microbatches=2, optimizer=MUON, model={"block": "parallel", "activation": "swiglu", "positions": "rotary"}
+        4,
+        microbatches=2,
+        optimizer=MUON,
+        model={**TWO_LAYERS, "block": "parallel", "activation": "swiglu", "positions": "rotary"},
     ),
     "pipeline, untied": case(pipeline=2, virtual=2, microbatches=4, optimizer=MUON, model={"tied_embeddings": False}),
     "tied, fewer key/value heads, everything cut": case(
-        2, 2, 2, virtual=2, microbatches=4, optimizer=MUON, parallel=SMALL, model={"kv_heads": 2, "ffn_hidden": 20}
+        2, 2, 2, virtual=2, microbatches=2, optimizer=MUON, parallel=SMALL, model={"kv_heads": 2, "ffn_hidden": 20}
     ),
     "more ranks than matrices": case(
         2, 1, 4, microbatches=1, optimizer=MUON, parallel={"bucket_elements": 130}, model={"layers": 1}
     ),
     "no clipping, other constants": case(
-        2, 1, 2, microbatches=2, optimizer={**MUON, "clip": 0.0, "muon_momentum": 0.5, "muon_steps": 3, "muon_rms": 0.4}
+        2,
+        1,
+        2,
+        microbatches=2,
+        model=TWO_LAYERS,
+        optimizer={**MUON, "clip": 0.0, "muon_momentum": 0.5, "muon_steps": 3, "muon_rms": 0.4},
     ),
 }
 

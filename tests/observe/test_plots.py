@@ -82,8 +82,7 @@ def test_units_keep_numbers_short():
     ]
 
 
-@pytest.mark.parametrize("axis", ["tokens", "steps", "hours"])
-@pytest.mark.parametrize("weight", [0.0, 0.9])
+@pytest.mark.parametrize(("axis", "weight"), [("tokens", 0.9), ("steps", 0.0), ("hours", 0.9)])
 def test_several_runs_in_one_picture(tmp_path, axis, weight):
     runs = [run_folder(tmp_path / part / "same", RECORDS) for part in ("a", "b")]
     out = plot_runs(runs, tmp_path / "new" / "out.png", x=axis, smoothing=weight)

@@ -53,7 +53,39 @@ def _check_overflow(self, lhs, rhs, binary_op):
     assert fits, f"int{scalar.int_bitwidth} overflow detected for operation {binary_op.__name__}"
 
 
-type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = _check_overflow
+_semantic = type(interpreter.interpreter_semantic)
+_semantic.binary_op_sanitize_overflow_impl = _check_overflow
+_broadcast = _semantic.broadcast_impl_value
+
+
+def _broadcast_unless_equal(self, lhs, rhs):
+    """Triton makes two blocks of one shape anew in that shape before each operation on both."""
+    left, right = lhs.type, rhs.type
+    if left.is_block() and right.is_block() and list(left.shape) == list(right.shape):
+        return lhs, rhs
+    return _broadcast(self, lhs, rhs)
+
+
+_semantic.broadcast_impl_value = _broadcast_unless_equal
+
+_Block = interpreter.tl.core.block_type
+_make_block = _Block.__init__
+_blocks: dict[tuple, dict] = {}
+
+
+def _known_block(self, element_ty, shape):
+    """A type of blocks, which is made for every result, as one of the same numbers and shape was made before."""
+    key = (id(element_ty), *(getattr(size, "value", size) for size in shape))
+    if type(element_ty) is not interpreter.tl.core.dtype:  # a pointer's, which is not kept and whose id comes again
+        _make_block(self, element_ty, shape)
+    elif key in _blocks:
+        self.__dict__.update(_blocks[key])
+    else:
+        _make_block(self, element_ty, shape)
+        _blocks[key] = dict(self.__dict__)
+
+
+_Block.__init__ = _known_block
 
 
 def _float8_types() -> dict:

@@ -37,10 +37,10 @@ def same(run: Path, calm: Path) -> None:
 
 
 def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_run(launch, megascale, tiny, tmp_path):
-    steps = ["--train.steps=160", "--checkpoint.interval=20"]
+    steps = ["--train.steps=64", "--checkpoint.interval=8"]
     job = launch("broken", "--nodes=2", "--spares=1", *steps)
     job.until("first_step")
-    job.until_step(30)
+    job.until_step(12)
     job.kill_rank(1)
     exit_ = job.until("process_killed")
     assert (exit_.action, exit_.nodes, exit_.ranks) == ("recover", ("n1",), (1,))
@@ -54,7 +54,7 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     job.start()
     job.until("driver_took_over")
     job.until("node_joined")
-    job.until_step(50)
+    job.until_step(20)
     assert [job.pid(0), job.pid(1)] == pids  # the trainers never noticed
 
     job.kill_agent("n0")
@@ -75,7 +75,7 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     assert calm.returncode == 0, calm.stderr
     same(job.run, tmp_path / "runs" / "calm")
     ledger = [r["first"] for r in lines(job.run / "samples" / "ledger.jsonl")]
-    assert ledger == [4 * i for i in range(160)]  # no sample twice, none left out
+    assert ledger == [4 * i for i in range(64)]  # no sample twice, none left out
 
 
 def test_interrupt_saves_and_the_same_command_goes_on(launch):
@@ -152,17 +152,17 @@ def _phase(run: Path) -> str:
 
 
 def test_without_spares_or_new_nodes_data_parallelism_shrinks(launch):
-    words = ["--nodes=2", "--train.steps=200", "--checkpoint.interval=20", "--resilience.replenish_wait=0"]
+    words = ["--nodes=2", "--train.steps=80", "--checkpoint.interval=8", "--resilience.replenish_wait=0"]
     job = launch("shrunk", *words)
     job.until("first_step")
-    job.until_step(25)
+    job.until_step(10)
     job.kill_agent("n1", down=True)
     job.until("recovery_action", nodes=("n1",))
     shrink = job.until("recovery_action", action="shrink")
     assert "from 2 to 1" in shrink.evidence[0]
     assert job.until("attempt_started").nodes == ("n0",)
     assert job.finish() == 0, job.story()
-    assert [step for step, _ in losses(job.run)] == list(range(1, 201))
+    assert [step for step, _ in losses(job.run)] == list(range(1, 81))
 
 
 def test_bad_data_ends_with_its_exit_code_and_no_second_try(launch, tmp_path):

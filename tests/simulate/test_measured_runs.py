@@ -64,7 +64,7 @@ def test_measure_takes_the_median_after_the_warm_up(tmp_path):
 def test_a_bench_is_a_measurement_too(tmp_path, megascale):
     file = tmp_path / "tiny.json"
     settings = ["--model.block=parallel", "--train.global_batch=1", "--model.layers=2", "--model.sequence_length=32"]
-    settings += ["--train.micro_batch=1", "--train.device=cpu"]
+    settings += ["--train.micro_batch=1", "--train.device=cpu", "--model.vocab_size=64"]
     done = megascale("bench", "train", "tiny", *settings, "--steps", "4", "--warmup", "1", "--out", str(file))
     assert done.returncode == 0, done.stderr
     measured = measure(file)

@@ -18,7 +18,7 @@ from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.train.restore import restore
 from tests.conftest import lines
-from tests.forked import Forked
+from tests.forked import DRAW, Forked
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(tiny, megascale, tmp
     assert again.returncode == 0
     assert "complete" in again.stdout
     assert "--train.steps=6" in again.stdout
-    more = megascale("train", tiny, "--train.steps=5")
+    more = megascale("train", tiny, "--train.steps=5", env={DRAW: "1"})
     assert "resuming" in more.stdout
     assert [step for step, _, _ in losses(tmp_path / "runs" / "tiny")] == [1, 2, 3, 4, 5]
     assert (tmp_path / "runs" / "tiny" / "plots" / "loss.png").stat().st_size > 10_000

@@ -66,7 +66,8 @@ def test_every_step_of_every_rank_is_told(megascale, tiny, tmp_path):
 
 def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
     words = ["train", tiny, "--train.steps=100000", "--observe.spans=0", "--checkpoint.at_end=false"]
-    training = Forked([*words, "--train.device=cpu", "--train.eval_interval=0"], cwd=tmp_path, before=PACED)
+    words += ["--train.device=cpu", "--train.eval_interval=0"]
+    training = Forked(words, cwd=tmp_path, before=PACED, env={"MEGASCALE_TEST_REST": "0.1"})
     try:
         run = tmp_path / "runs" / "tiny"
         deadline = time.monotonic() + 120

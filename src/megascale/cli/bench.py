@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -11,57 +12,58 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-# Each module of megascale.bench has `register(app)` and imports heavy packages only inside its functions.
-BENCHES: tuple[str, ...] = (
-    "training.ablation",
-    "training.alternate",
-    "training.convergence",
-    "training.exposed",
-    "training.gradient_error",
-    "rendezvous.init",
-    "kernels.kernel_bench",
-    "training.layouts",
-    "observe.observe_bench",
-    "observe.dashboard_bench",
-    "data.loader_bench",
-    "training.overlap",
-    "training.peer_comparison",
-    "training.restarts",
-    "training.schedules",
-    "harness.soak",
-    "targets.targets",
-    "data.tokenize",
-    "training.train_bench",
-    "checkpoint.checkpoint_bench",
-    "resilience.hang_bench",
-    "resilience.driver_bench",
-    "resilience.fuzz",
-    "resilience.hostile",
-    "resilience.kubernetes_scale",
-    "resilience.machines_bench",
-    "resilience.many_nodes",
-    "resilience.recovery_bench",
-    "resilience.slurm_bench",
-    "resilience.kubernetes_bench",
-)
+# Name of a bench -> its module of megascale.bench, which has `register(app)` and imports heavy packages only inside its
+# functions.
+BENCHES: dict[str, str] = {
+    "ablation": "training.ablation",
+    "alternate": "training.alternate",
+    "convergence": "training.convergence",
+    "exposed": "training.exposed",
+    "gradients": "training.gradient_error",
+    "init": "rendezvous.init",
+    "kernels": "kernels.kernel_bench",
+    "layouts": "training.layouts",
+    "observe": "observe.observe_bench",
+    "dashboard": "observe.dashboard_bench",
+    "loader": "data.loader_bench",
+    "overlap": "training.overlap",
+    "peers": "training.peer_comparison",
+    "restarts": "training.restarts",
+    "schedules": "training.schedules",
+    "soak": "harness.soak",
+    "targets": "targets.targets",
+    "tokenize": "data.tokenize",
+    "train": "training.train_bench",
+    "checkpoint": "checkpoint.checkpoint_bench",
+    "hang": "resilience.hang_bench",
+    "driver": "resilience.driver_bench",
+    "fuzz": "resilience.fuzz",
+    "hostile": "resilience.hostile",
+    "kubernetes": "resilience.kubernetes_scale",
+    "machines": "resilience.machines_bench",
+    "many-nodes": "resilience.many_nodes",
+    "resilience": "resilience.recovery_bench",
+    "slurm": "resilience.slurm_bench",
+    "kubernetes-faults": "resilience.kubernetes_bench",
+}
 
 
 class _Benches(TyperGroup):
     """Its commands are read when one of them, or their list, is asked for: no other command waits for them."""
 
-    def _read(self) -> None:
-        if not self.commands:
+    def _read(self, names: Iterable[str]) -> None:
+        if wanted := [name for name in names if name not in self.commands]:
             app = typer.Typer(rich_markup_mode="rich")
-            for name in BENCHES:
-                importlib.import_module(f"megascale.bench.{name}").register(app)
+            for name in wanted:
+                importlib.import_module(f"megascale.bench.{BENCHES[name]}").register(app)
             self.commands.update(get_group(app).commands)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        self._read()
-        return super().list_commands(ctx)
+        self._read(BENCHES)
+        return list(BENCHES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        self._read()
+        self._read([cmd_name] if cmd_name in BENCHES else BENCHES)  # all, to say which was meant
         return super().get_command(ctx, cmd_name)
 
 

@@ -5,56 +5,61 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterable
 
 import typer
 
 from megascale.core.secrets import hide_password
 from megascale.errors import EXIT_INTERRUPTED, MegascaleError
 
-# Each module has `register(app)`. They import heavy packages only inside their functions, so --help is quick.
-COMMANDS: tuple[str, ...] = (
-    "config",
-    "data",
-    "plan",
-    "train",
-    "launch",
-    "agent",
-    "jobs",
-    "access",
-    "evaluate",
-    "generate",
-    "plot",
-    "convert",
-    "checkpoint",
-    "simulate",
-    "network",
-    "bench",
-    "doctor",
-    "hang",
-    "spans",
-    "whatif",
-    "timeline",
-    "dashboard",
-    "stragglers",
-    "decline",
-    "faults",
-    "diagnose",
-)
-
-app = typer.Typer(
-    name="megascale",
-    help="Train large language models unattended, on one GPU or on many hosts.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-for _command in COMMANDS:
-    importlib.import_module(f"megascale.cli.{_command}").register(app)
+# Command -> the module that registers it, in the order of --help. Each has `register(app)` and imports heavy packages
+# only inside its functions. Other commands of a module than its first stand beside it.
+COMMANDS: dict[str, str] = {
+    "config": "config",
+    "data": "data",
+    "plan": "plan",
+    "train": "train",
+    "launch": "launch",
+    "agent": "agent",
+    **dict.fromkeys(("jobs", "nodes", "events", "evict", "cordon", "uncordon", "pause", "resume", "restart"), "jobs"),
+    **dict.fromkeys(("access", "logs"), "access"),
+    "evaluate": "evaluate",
+    "generate": "generate",
+    "plot": "plot",
+    "convert": "convert",
+    "checkpoint": "checkpoint",
+    "simulate": "simulate",
+    "network": "network",
+    "bench": "bench",
+    "doctor": "doctor",
+    "hang": "hang",
+    "spans": "spans",
+    "whatif": "whatif",
+    "timeline": "timeline",
+    "dashboard": "dashboard",
+    "stragglers": "stragglers",
+    "decline": "decline",
+    "faults": "faults",
+    "diagnose": "diagnose",
+}
 
 
-@app.callback(invoke_without_command=True)
+def command_line(modules: Iterable[str]) -> typer.Typer:
+    """The commands of these modules of cli/."""
+    app = typer.Typer(
+        name="megascale",
+        help="Train large language models unattended, on one GPU or on many hosts.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for module in modules:
+        importlib.import_module(f"megascale.cli.{module}").register(app)
+    return app
+
+
 def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         from megascale import __version__
@@ -63,11 +68,26 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
+def __getattr__(name: str) -> typer.Typer:
+    """`app`: all commands, made when it is first asked for."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = app = command_line(dict.fromkeys(COMMANDS.values()))
+    return app
+
+
+def _named() -> typer.Typer:
+    """What runs the words of this process. To make all commands takes longer than most need to run: where the first
+    word is a command, its module's are made and no others."""
+    module = COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    return command_line([module] if module else dict.fromkeys(COMMANDS.values()))
+
+
 def main() -> None:
     """Entry point: run a command; a MegascaleError prints its message and sets the exit code."""
     try:
         hide_password()
-        app()
+        _named()()
     except MegascaleError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         if os.environ.get("MEGASCALE_TRACEBACK"):

@@ -16,6 +16,10 @@ from megascale.checkpoint.format.index import CheckpointIndex
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _VERSION = "1.0.0"
+# How an integer is pickled. J: 4 bytes; LONG1 of 8 bytes; LONG_BINGET: 4 bytes.
+_INTEGERS = {"narrow": (b"J", "<i4", "<i"), "wide": (b"\x8a\x08", "<i8", "<q"), "memo": (b"j", "<u4", "<I")}
+# Up to so many records NumPy takes longer to make their type than all else takes.
+FEW = 8
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 # Pieces of a record: constant bytes, or (how an integer is written, its column).
@@ -60,6 +64,23 @@ def _integer(column: np.ndarray) -> Field:
 
 def _records(fields: Sequence[Field], count: int) -> bytes:
     """`count` rows of constant bytes and integers, one after the other."""
+    return _few_records(fields, count) if count <= FEW else _many_records(fields, count)
+
+
+def _few_records(fields: Sequence[Field], count: int) -> bytes:
+    parts: list[bytes] = []
+    for row in range(count):
+        for field in fields:
+            if isinstance(field, bytes):
+                parts.append(field)
+            else:
+                kind, column = field
+                code, _, packed = _INTEGERS[kind]
+                parts.append(code + struct.pack(packed, int(column[row])))
+    return b"".join(parts)
+
+
+def _many_records(fields: Sequence[Field], count: int) -> bytes:
     layout: list[tuple[str, str]] = []
     values: list[bytes | np.ndarray] = []
     for field in fields:
@@ -68,8 +89,7 @@ def _records(fields: Sequence[Field], count: int) -> bytes:
             pieces = [(f"V{len(field)}", field)]
         else:
             kind, column = field
-            # J: 4 bytes; LONG1 of 8 bytes; LONG_BINGET: 4 bytes.
-            code, number = {"narrow": (b"J", "<i4"), "wide": (b"\x8a\x08", "<i8"), "memo": (b"j", "<u4")}[kind]
+            code, number, _ = _INTEGERS[kind]
             pieces = [(f"V{len(code)}", code), (number, column)]
         for kind, value in pieces:
             layout.append((f"f{len(layout)}", kind))

@@ -36,12 +36,13 @@ from megascale.services.host_service import die_with_parent
 from megascale.services.messages import Message
 
 ENTRY = "megascale.cli.main"
+COMMAND = "megascale.cli.train"  # which it loads
 
 
 def serve(sock: socket.socket, modules: list[str]) -> None:
     """Import `modules`, then fork on demand until the agent closes its end."""
     try:
-        for name in [ENTRY, *modules]:
+        for name in [ENTRY, COMMAND, *modules]:
             importlib.import_module(name)
     except BaseException as error:
         import traceback
