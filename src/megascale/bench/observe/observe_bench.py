@@ -23,7 +23,7 @@ PARTS = ("ingest", "kills", "cost", "device", "whatif", "stragglers", "decline")
 # Shapes and bounds of the cost: (name, words of bench alternate, most share of a step). Steps of few micro-batches:
 # what a step's own timers cost weighs most there, and 200 pairs take minutes.
 HALF_13B = [
-    "gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--settle=0", "--parallel.tensor=2",
+    "gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--untimed=0", "--parallel.tensor=2",
 ]  # fmt: skip
 ON_GPUS = (
     ("half of gpt-13b, TP2, micro-batch 4", [*HALF_13B, "--train.micro_batch=4", "--train.global_batch=4"], 0.004),

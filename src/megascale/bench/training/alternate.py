@@ -63,7 +63,7 @@ def alternate(
     setting: str = typer.Argument(..., help="Setting and values: overlap.gemms=off,on."),
     turns: int = typer.Option(8, min=1, help="Turns of each value; every second round goes in reverse order."),
     each: int = typer.Option(2, min=1, help="Timed steps of a turn."),
-    settle: int = typer.Option(1, min=0, help="Steps of a turn before those that are timed."),
+    untimed: int = typer.Option(1, min=0, help="Steps of a turn before those that are timed."),
     out: Path = typer.Option(Path("bench-alternate.json"), help="JSON file for the metrics."),
 ) -> None:
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
@@ -96,7 +96,7 @@ def alternate(
         lay_out(config, world)
         if world > 1:
             raise typer.Exit(launcher.launch(sys.argv[1:], world, config))
-    record = measure(config, key, values, turns, each, settle)
+    record = measure(config, key, values, turns, each, untimed)
     if record is not None:
         show(record)
         out.write_text(strict_json.dumps(record, indent=1) + "\n")
@@ -126,7 +126,7 @@ def order(values: list[str], turns: int) -> list[str]:
 
 
 def measure(
-    config: Config, key: str, values: list[str], turns: int, each: int, settle: int = 1
+    config: Config, key: str, values: list[str], turns: int, each: int, untimed: int = 1
 ) -> dict[str, Any] | None:
     """Run the steps; the figures on rank 0, None elsewhere."""
     import torch
@@ -173,7 +173,7 @@ def measure(
             set_to(value)
             if cuda:
                 torch.cuda.reset_peak_memory_stats(place.device)
-            for _ in range(settle):
+            for _ in range(untimed):
                 step()
             for _ in range(each):
                 seconds, cpu_seconds, loss, norm = step()
