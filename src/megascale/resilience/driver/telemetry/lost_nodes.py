@@ -36,7 +36,8 @@ class LostNodes:
         job = self._job
         for name in self._nodes.taken:
             node = self._nodes.get(name)
-            if node is not None and node.state is NodeState.UP:
+            # One whose agent has yet to be told of this driver is not waited for either.
+            if node is not None and node.state in (NodeState.UP, NodeState.JOINING):
                 self._nodes.order(node, do="stop", order=0, how="kill", grace_period=0.0)
                 self._nodes.order(node, do="leave")
                 why = f"the cluster has taken {name} out of the job; what still ran there was told to end"
