@@ -22,7 +22,7 @@ from megascale.resilience.protocol.contact import Contact, write_contact
 SCONTROL = """#!/bin/bash
 cd "$(dirname "$0")" || exit 1
 case "$*" in
-    "show job 17 --oneliner") cat about;;
+    "show job 17 --oneliner") cat about; touch asked;;
     "show hostnames "*) tr , '\\n' <<< "$3";;
     "write batch_script 17 -") cat script;;
     *) exit 1;;
@@ -74,6 +74,12 @@ class Slurm:
         deadline = time.monotonic() + 20.0
         while not (self.folder / name).exists():
             assert time.monotonic() < deadline, name
+
+    def until_asked(self) -> None:
+        """The standby has taken in what Slurm says now."""
+        for _ in range(2):
+            (self.folder / "asked").unlink(missing_ok=True)
+            self.until("asked")
 
 
 @pytest.fixture
@@ -131,15 +137,17 @@ def test_it_signals_the_script_before_the_time_limit_and_leaves_a_job_alone_that
 
 
 def test_told_to_end_with_all_of_the_job_it_sees_the_scripts_end(slurm):
-    slurm.script("trap 'exit 130' TERM\ntouch up; while :; do sleep 0.05; done")
+    slurm.script("trap 'exit 130' TERM\ntrap 'touch again' USR1\ntouch up; while :; do sleep 0.05; done")
     process = slurm.stand_by()
     slurm.has("n2,n3")
     slurm.until("up")
-    slurm.has("n2,n3", "CANCELLED")
+    slurm.has("n2,n3", "CANCELLED", "EndTime=2026-01-01T00:00:00")
+    slurm.until_asked()
     process.send_signal(signal.SIGTERM)
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[:1]
     os.kill(int(child), signal.SIGTERM)
     assert process.wait(30) == 130
+    assert not (slurm.folder / "again").exists()  # no next job, as before a time limit
 
 
 def test_the_driver_that_was_replaced_waits_for_the_jobs_end(slurm, monkeypatch):
@@ -157,7 +165,7 @@ def test_the_driver_that_was_replaced_waits_for_the_jobs_end(slurm, monkeypatch)
 
 
 def test_what_slurm_says_is_read(slurm, monkeypatch):
-    assert slurm_standby.seconds_left({"EndTime": "Unknown"}, 0.0) == float("inf")
+    assert slurm_standby.seconds_left({"JobState": "RUNNING", "EndTime": "Unknown"}, 0.0) == float("inf")
     assert slurm_standby.seconds_before("#SBATCH --signal=B:USR1@300\n#SBATCH --time=4 --signal=B:USR1@120\n") == 120
     assert slurm_standby.seconds_before("") == 300
     assert "job 17 is cancelled" in slurm_completed(17, 0)

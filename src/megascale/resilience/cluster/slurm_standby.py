@@ -158,7 +158,9 @@ def nodes_of(about: Mapping[str, str]) -> list[str]:
 
 
 def seconds_left(about: Mapping[str, str], now: float) -> float:
-    """Until a job's time limit."""
+    """Until a running job's time limit; of one that is ending Slurm says when that began."""
+    if about.get("JobState") != "RUNNING":
+        return float("inf")
     try:
         return time.mktime(time.strptime(about.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S")) - now
     except (ValueError, OverflowError):
