@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from megascale.config import Config, ResilienceConfig
@@ -64,3 +66,16 @@ def test_a_list_that_is_missing_short_or_counts_no_gpus_is_told_before_anything_
     with pytest.raises(ConfigError, match="how many ranks has a machine"):
         ask(str(file), device="auto")
     assert ask(str(file)) == (0, "")  # on loopback only this machine is reached
+
+
+def test_names_that_only_sshs_configuration_knows_lead_to_the_drivers_address(tmp_path):
+    file, configuration = tmp_path / "hosts", tmp_path / "config"
+    file.write_text("no.such.host.invalid\n")
+    config = Config(resilience=ResilienceConfig(hosts=str(file), nodes=1, spares=0, ssh=f"ssh -F {configuration}"))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cpu"})})
+    configuration.write_text("")
+    with pytest.raises(ConfigError, match=r"no.such.host.invalid, .*--resilience.listen=ADDRESS"):
+        CLUSTERS["ssh"].on_other_machines(config)
+    here = socket.gethostbyname(socket.gethostname())
+    configuration.write_text(f"Host no.such.host.invalid\nHostName {here}\n")
+    assert CLUSTERS["ssh"].on_other_machines(config) == (0, "" if here.startswith("127.") else here)

@@ -101,15 +101,15 @@ class MachineFault:
     verdicts: tuple[str, ...]
     ends: str = "recover"
     back: bool = False
-    steps: int = 110
+    steps: int = 60
 
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 FAULTS: dict[str, MachineFault] = {
     "machine-gone": MachineFault(lambda m, job: m.power_off(), _LOST),
-    "link-cut": MachineFault(cut, _LOST, back=True, steps=800),
+    "link-cut": MachineFault(cut, _LOST, back=True, steps=700),
     "one-way-loss": MachineFault(lambda m, job: m.cut(outgoing=False), (*_LOST, "hang")),
-    "slow-link": MachineFault(lambda m, job: m.limit(LINK / 10), (), "ride"),
+    "slow-link": MachineFault(lambda m, job: m.limit(LINK / 10), (), "ride", steps=110),
     "agent-killed": MachineFault(kill_agent, (*_LOST, "agent_restarted")),
-    "driver-gone": MachineFault(lambda m, job: job.move(), ("driver_took_over",), "ride", steps=300),
+    "driver-gone": MachineFault(lambda m, job: job.move(), ("driver_took_over",), "ride", steps=200),
 }

@@ -108,7 +108,12 @@ class Machine:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init or self._shell.pid, signal.SIGKILL)
         self._shell.wait()
-        self._shell = None
+        self._shell, self.init = None, 0
+
+    @property
+    def on(self) -> bool:
+        """Whether it has power."""
+        return self._shell is not None
 
     def inside(self, words: Sequence[str]) -> list[str]:
         """The command that runs `words` on it."""

@@ -17,6 +17,7 @@ from megascale.bench.resilience import torchrun_machines
 from megascale.bench.resilience.launched import Launched, Steps, make, phases, weights
 from megascale.bench.resilience.machine_faults import FAULTS, HEADS, LINK, NODES, MachinesJob
 from megascale.bench.resilience.machines import Machines, impossible
+from megascale.bench.resilience.machines_session import hosts_session, torchrun_session
 from megascale.core import strict_json
 
 PACE = 0.1  # least seconds of a step
@@ -32,6 +33,7 @@ def register(app: typer.Typer) -> None:
 def machines(
     kinds: list[str] = typer.Option([*FAULTS, TORCHRUN], "--kind", help="Kinds of fault; may be repeated."),
     runs: int = typer.Option(5, min=1, help="Runs of each kind."),
+    shown: bool = typer.Option(False, "--session", help="Instead: sessions as the documentation shows them."),
     out: Path = typer.Option(Path("bench-machines.json"), help="JSON file for the figures."),
     keep: Path = typer.Option(None, "--keep", help="Folder for runs, logs and consoles; default: none are kept."),
 ) -> None:
@@ -48,6 +50,8 @@ def machines(
       megascale bench machines --kind machine-gone --runs 1
 
       megascale bench machines --runs 5 --out machines.json
+
+      megascale bench machines --session
     """
     from megascale.errors import ConfigError
 
@@ -61,6 +65,9 @@ def machines(
     with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:
         folder = Path(name) if keep is None else keep.absolute()
         folder.mkdir(parents=True, exist_ok=True)
+        if shown:
+            good = [torchrun_session(folder / "two", typer.echo), hosts_session(folder / "hosts", typer.echo)]
+            raise typer.Exit(0 if all(good) else 1)
         rows = _all(folder, kinds, runs)
     about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
     about |= {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}

@@ -12,6 +12,7 @@ from typing import Literal
 
 from megascale.bench.resilience.machines import wait
 from megascale.bench.resilience.slurm_job import SlurmJob
+from megascale.errors import TrainingError
 
 _AGENT = "resilience.agent.agent"
 _TRAINED = 20  # steps that training goes on where it is to go on
@@ -53,8 +54,39 @@ def kill_slurmd(job: SlurmJob) -> Injected:
 
 
 def kill_batch_slurmd(job: SlurmJob) -> Injected:
-    """The same on the node of the driver, which goes on without ranks there."""
+    """The same on the node of the driver, which another one takes over from."""
     return _without_slurmd(job, job.batch_node())
+
+
+def return_batch_slurmd(job: SlurmJob) -> Injected:
+    """The same, and slurmd is back as soon as Slurm has taken the node, when the driver is at work on its loss: all
+    that the job has there is killed."""
+    injected = _without_slurmd(job, job.batch_node())
+    job.site.start_slurmd(injected.node)
+    return injected
+
+
+def return_later(job: SlurmJob) -> Injected:
+    """The same, and slurmd is back once the job has a driver elsewhere and trains."""
+    injected = _without_slurmd(job, job.batch_node())
+    _await_driver(job)
+    job.until_step(job.step() + _TRAINED)
+    job.site.start_slurmd(injected.node)
+    return injected
+
+
+def lose_batch_node(job: SlurmJob) -> Injected:
+    """The driver's node loses its power."""
+    injected = Injected(time.time(), job.batch_node())
+    job.site.power_off(injected.node)
+    job.site.until_state([injected.node], "down", seconds=120.0)
+    injected.at = time.time()
+    return injected
+
+
+def _await_driver(job: SlurmJob) -> None:
+    if job.first(lambda e: e.kind == "driver_took_over", 120.0) is None:
+        raise TrainingError("no driver took the job over")
 
 
 def _without_slurmd(job: SlurmJob, node: str) -> Injected:
@@ -151,6 +183,17 @@ def fenced(job: SlurmJob, injected: Injected) -> list[str]:
     return [*replaced(job, injected), *wrong]
 
 
+def moved(job: SlurmJob, injected: Injected) -> list[str]:
+    """A driver on another node has gone on, once, and the ranks of the lost one were replaced."""
+    overs = sum(e.kind == "driver_took_over" for e in job.events())
+    return [*replaced(job, injected), *([] if overs == 1 else [f"drivers that took over: {overs}"])]
+
+
+def fenced_and_moved(job: SlurmJob, injected: Injected) -> list[str]:
+    """Both."""
+    return [*fenced(job, injected), *moved(job, injected)]
+
+
 def one_job(job: SlurmJob, injected: Injected) -> list[str]:
     """No other job was submitted."""
     return [] if len(job.jobs()) == 1 else [f"several jobs: {job.jobs()}"]
@@ -194,7 +237,10 @@ _SAVED = ("job_interrupted",)
 FAULTS: dict[str, SlurmFault] = {
     "node-down": SlurmFault(set_down, replaced, _LOST),
     "slurmd-killed": SlurmFault(kill_slurmd, fenced, ("node_lost",), steps=450),
-    "batch-slurmd-killed": SlurmFault(kill_batch_slurmd, fenced, ("node_lost",), steps=450),
+    "batch-slurmd-killed": SlurmFault(kill_batch_slurmd, fenced_and_moved, ("node_lost",), steps=450),
+    "batch-slurmd-returns": SlurmFault(return_batch_slurmd, moved, _LOST, steps=450),
+    "batch-slurmd-returns-later": SlurmFault(return_later, fenced_and_moved, ("node_lost",), steps=450),
+    "batch-node-gone": SlurmFault(lose_batch_node, moved, _LOST, steps=450),
     "drain": SlurmFault(drain, replaced, (*_LOST, "agent_restarted")),
     "requeue": SlurmFault(requeue, one_job, _SAVED, "next", lost=0),
     "time-limit": SlurmFault(nothing, next_job, _SAVED, "next", 1000, 0, "--time=4 --signal=B:USR1@120"),

@@ -41,6 +41,7 @@ class SlurmJob(Launched):
     ) -> None:
         self.site, self.name, self.id = site, name, ""
         own = ["--resilience.cluster=slurm", "--resilience.test_spares=false", f"--resilience.sbatch={sbatch}"]
+        own.append("--checkpoint.linger=60")  # a driver that comes up on another node takes some seconds
         super().__init__(file, name, [*own, *words], pace)
 
     def start(self) -> Any:

@@ -37,7 +37,7 @@ def session(site: SlurmSite, folder: Path, say: Callable[[str], None]) -> bool:
         done = subprocess.run(site.machines["head"].inside(words), capture_output=True, text=True, env=site.environment)
         say(f"$ {line}")
         for each in (done.stdout + done.stderr).splitlines():
-            say(each.rstrip().replace(f"{folder}/", ""))
+            say(each.rstrip().replace(f"{site.folder}/home", "~").replace(f"{folder}/", ""))
 
     def until(what: str, times: int = 1) -> None:
         events = run / "events.jsonl"

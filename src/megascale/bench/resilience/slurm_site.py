@@ -128,8 +128,17 @@ class SlurmSite(Site):
         subprocess.run(where.inside(["kill", f"-{signal.SIGKILL}", file.read_text().strip()]), check=True)
         self._daemons.pop(name).wait()
 
+    def power_off(self, name: str) -> None:
+        """A node loses its power."""
+        self.machines[name].power_off()
+        self._daemons.pop(name).wait()
+
     def start_all(self) -> None:
-        """Start what was killed."""
+        """Start what was killed, and switch on what is off."""
+        for name in self.names:
+            if not self.machines[name].on:
+                self.machines[name].heal()
+                self.machines[name].power_on()
         if "slurmctld" not in self._daemons:
             self.start_controller()
         for name in self.names:

@@ -36,7 +36,9 @@ def torchrun(network: Path, file: Path, name: str) -> tuple[dict[str, Any], Path
         both = _start(machines, file, name)
         try:
             wait(lambda: _step(run) >= _BEFORE, f"step {_BEFORE}", _END)
-            subprocess.run(machines["n1"].inside(["pkill", f"-{signal.SIGKILL}", "-f", "megascale train"]), check=True)
+            # torchrun's own command line ends alike, but has no -u.
+            rank = ["pkill", f"-{signal.SIGKILL}", "-f", "--", "-u -m megascale train"]
+            subprocess.run(machines["n1"].inside(rank), check=True)
             row["codes"] = [process.wait(_END) for process in both]
             done = _step(run)
             both = _start(machines, file, name)

@@ -176,3 +176,13 @@ class Withdrawing(Protocol):
     """
 
     withdrawn: str
+
+
+@runtime_checkable
+class Outlasting(Protocol):
+    """A cluster in which the end of this driver's process may end the job, though another driver has it by then."""
+
+    def outlast(self) -> int | None:
+        """Wait, touching nothing, until the job has ended elsewhere: its exit code; None: there is nothing to wait
+        for."""
+        ...

@@ -120,6 +120,8 @@ class RemoteCluster(ABC):
         """Exactly these are not the job's any more."""
         for name in names - self.taken:
             self._let_go(self._machines[name])
+            with contextlib.suppress(OSError):  # the next driver need not look for an agent there
+                (self._folder / name / RECORD).unlink(missing_ok=True)
             self._machines[name].running, self._machines[name].why = False, "it was taken out of the allocation"
         self.taken = frozenset(names)
 
@@ -180,7 +182,7 @@ class RemoteCluster(ABC):
             self._let_go(machine)
         await asyncio.gather(*tasks, return_exceptions=True)
         for process in self._commands:
-            _kill(process)
+            kill_command(process)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await process.communicate()  # to the end of what it says: else a closed loop is told of it
@@ -216,7 +218,7 @@ class RemoteCluster(ABC):
             process = machine.process
             assert process is not None
             if separate:
-                _kill(process)
+                kill_command(process)
                 separate = False
             else:
                 answer = await _answer(process)
@@ -292,7 +294,7 @@ class RemoteCluster(ABC):
             if task is not current:
                 task.cancel()
         if machine.process is not None:
-            _kill(machine.process)
+            kill_command(machine.process)
             machine.process = None
 
     def _spawn(self, machine: _Machine, work: Any) -> None:
@@ -360,7 +362,7 @@ async def _said(process: asyncio.subprocess.Process) -> str:
         async with asyncio.timeout(1.0):
             said = await process.stderr.read(4096)
             await process.wait()
-    _kill(process)
+    kill_command(process)
     lines = [line for line in said.decode(errors="replace").strip().splitlines() if line.strip()]
     code = process.returncode
     return "; ".join(lines[-3:]) or (f"the command ended with {code} and said nothing" if code is not None else "")
@@ -373,7 +375,8 @@ def _over(process: asyncio.subprocess.Process) -> bool:
     )
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
+def kill_command(process: asyncio.subprocess.Process) -> None:
+    """End a command that runs something on a machine, and not what it runs there."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # srun's second process would end what the first has started

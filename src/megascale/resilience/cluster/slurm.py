@@ -2,31 +2,39 @@
 
 Slurm says which nodes the job has. One that it has taken away (down, powered off, slurmd silent for long) is not the
 job's any more, even if an agent there still answers: a task whose slurmd was killed runs on until that comes back.
-This driver is such a task too: where Slurm has started the job again, on other nodes, it must end.
+This driver is such a task too. Where Slurm has started the job again, on other nodes, it must end; where Slurm has
+taken its node, a standby on another goes on (slurm_standby.py), and this one only waits: its end would end the job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
 from megascale.config import Config
-from megascale.errors import ConfigError
+from megascale.errors import EXIT_INTERRUPTED, ConfigError
+from megascale.resilience.cluster import slurm_standby
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest
 from megascale.resilience.cluster.hosts_file import Host
-from megascale.resilience.cluster.remote import RemoteCluster
+from megascale.resilience.cluster.remote import REST, START, RemoteCluster, kill_command
+from megascale.resilience.protocol.contact import folder
 from megascale.resilience.protocol.given import JobDescription
 
 LOOK = 2.0  # seconds between questions to Slurm's controller about the job
 DRAINS = 10.0  # seconds between those about its nodes, unless one seems gone
 _ANSWER = 10.0  # seconds that it gets to answer
+_SILENT = 120.0  # seconds after which a standby that has shown no life is replaced
+_STANDBY = "megascale.resilience.cluster.slurm_standby"
 _JOB = "SLURM_JOB_ID"
 
 
@@ -46,14 +54,19 @@ class SlurmCluster(RemoteCluster):
         self._cores = dict(zip(names, _each(os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")), strict=False))
         self._starts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._looking: asyncio.Task[None] | None = None
+        self._standing: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._own = os.environ.get("SLURMD_NODENAME", "")
+        self._standby = ""  # the node that has one
+        self._shown = (0, 0.0)  # its file's time, and when that was new
+        self._tried = float("-inf")
         self.withdrawn = ""
 
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+    def command(self, host: Host, words: Sequence[str], name: str = "agent") -> list[str]:
         step = ["srun", f"--jobid={self._job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
         # All of the node: trainers are started by the agent within this one task.
         step += [f"--cpus-per-task={self._cores.get(host.name, 1)}", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-        return [*step, "--no-kill", "--quiet", "--export=ALL", "--job-name=agent", *words]
+        return [*step, "--no-kill", "--quiet", "--export=ALL", f"--job-name={name}", *words]
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         super().announce(job, token)
@@ -61,9 +74,10 @@ class SlurmCluster(RemoteCluster):
             self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        tasks = [task for task in (self._looking, self._standing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await super().close()
 
     def broke(self, host: Host) -> None:
@@ -79,6 +93,8 @@ class SlurmCluster(RemoteCluster):
             if woken or now >= drains:
                 drains = now + DRAINS
                 await self._look_for_drains()
+            if self._standing is None or self._standing.done():
+                self._standing = asyncio.get_running_loop().create_task(self._keep_standby())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
                     await self._wake.wait()
@@ -86,7 +102,7 @@ class SlurmCluster(RemoteCluster):
     async def _look_at_job(self) -> None:
         """What does not answer, or not of this job, says nothing of nodes."""
         about = await _ask("scontrol", "show", "job", self._job_id, "--oneliner")
-        job = dict(re.findall(r"(\w+)=(\S*)", about)) if about else {}
+        job = slurm_standby.fields(about)
         if job.get("JobId") != self._job_id:
             return
         if int(job.get("Restarts") or 0) > self._starts:
@@ -101,6 +117,67 @@ class SlurmCluster(RemoteCluster):
         said = await _ask("sinfo", *words)
         if said is not None:
             self.drained = {name: why or "no reason given" for name, _, why in map(_split, said.splitlines())}
+
+    # a driver elsewhere -----------------------------------------------------------------------------------------------
+
+    async def _keep_standby(self) -> None:
+        """Have somebody on another node who goes on should Slurm take this one out of the job."""
+        now = time.monotonic()
+        if self._standby and self._standby not in self.taken and self._shows_life(now):
+            return
+        others = [name for name in self.names() if name not in self.taken | self.drained.keys() | {self._own}]
+        if not others or not self._own or now - self._tried < REST:
+            return
+        self._tried, name, number = now, others[-1], secrets.token_hex(4)
+        try:
+            file = folder(self.run) / slurm_standby.CURRENT
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(json.dumps({"number": number, "node": name}))
+            os.replace(temporary, file)
+        except OSError as error:
+            self._say("driver", f"no standby: {error}")
+            return
+        words = [sys.executable, "-m", _STANDBY, str(self.run), number, self._own]
+        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        command = self.command(Host(name, name), words, "standby")
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=null, stdout=pipe, stderr=null, start_new_session=True
+        )
+        line = b""
+        try:
+            async with asyncio.timeout(START):
+                assert process.stdout is not None
+                line = await process.stdout.readline()
+        except TimeoutError:
+            pass
+        finally:
+            kill_command(process)  # as with agents: no srun may be there when Slurm ends the job
+            await process.communicate()
+        ready = line.decode(errors="replace").strip() == slurm_standby.READY
+        self._standby, self._shown = (name, (0, now)) if ready else ("", self._shown)
+        if not ready:
+            self._say("driver", f"{name}: no standby for the driver came up there; it is tried again")
+
+    def _shows_life(self, now: float) -> bool:
+        with contextlib.suppress(OSError):
+            shown = (folder(self.run) / slurm_standby.CURRENT).stat().st_mtime_ns
+            if shown != self._shown[0]:
+                self._shown = (shown, now)
+        return now - self._shown[1] < _SILENT
+
+    def outlast(self) -> int | None:
+        """Where this process ends, its batch script does, and Slurm takes that for the job's end, even on a node that
+        it has taken out of the job."""
+        while True:
+            about = slurm_standby.ask_about(self._job_id)
+            if not self._own or self._own in slurm_standby.nodes_of(about):
+                return None
+            code = slurm_standby.verdict_of(self.run, self._job_id, self._starts)
+            if code is not None:
+                return code
+            if about and not slurm_standby.runs(about, self._starts):
+                return EXIT_INTERRUPTED
+            time.sleep(LOOK)
 
 
 def _split(line: str) -> tuple[str, str, str]:

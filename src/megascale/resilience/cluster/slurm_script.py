@@ -6,8 +6,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megascale.config import Config
+if TYPE_CHECKING:
+    from megascale.config import Config
 
 _HEAD = """#!/bin/bash
 # Written by `megascale launch --cluster slurm --dry-run`: hand it to sbatch.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
 from collections.abc import Sequence
 
 from megascale.config import Config
@@ -49,18 +51,37 @@ class _Ssh:
                 f"how many ranks has a machine? Say gpus=8 (or how many there are) behind each in {limits.hosts}, or "
                 "--parallel.data, or --train.device=cpu"
             )
-        return hosts[0].gpus, _own_address(hosts)
+        return hosts[0].gpus, _own_address(hosts, limits.ssh, is_loopback(limits.listen))
 
 
-def _own_address(hosts: Sequence[Host]) -> str:
+def _own_address(hosts: Sequence[Host], ssh: str, needed: bool) -> str:
+    """Where the machines reach this one, "" on this very machine; ConfigError where that is needed and not to be
+    found out."""
+    unknown = 0
     for host in hosts:
         try:
-            found = address_towards(host.address or host.host)
+            found = _towards(host, ssh)
         except OSError:
-            continue  # a name that only ssh's configuration knows
+            unknown += 1
+            continue
         if not is_loopback(found):
             return found
+    if needed and unknown == len(hosts):
+        raise ConfigError(
+            f"none of the names of machines ({hosts[0].host}, ...) resolves here, nor does `{ssh} -G` give an address: "
+            "say at which address of this machine they reach the driver: --resilience.listen=ADDRESS"
+        )
     return ""
+
+
+def _towards(host: Host, ssh: str) -> str:
+    try:
+        return address_towards(host.address or host.host)
+    except OSError:  # a name that only ssh's configuration knows
+        words = [*shlex.split(ssh), "-G", host.host]
+        said = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+        name = re.search(r"^hostname (\S+)$", said, re.MULTILINE)
+        return address_towards(name[1] if name else host.host)
 
 
 CLUSTERS.register("ssh", _Ssh())

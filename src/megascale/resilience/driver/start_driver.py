@@ -21,7 +21,7 @@ from megascale.core.ports import is_loopback
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, FitError, TrainingError
 from megascale.resilience.agent.node_health import gpu_count
-from megascale.resilience.cluster.base import ForeseesNodes
+from megascale.resilience.cluster.base import ForeseesNodes, Outlasting
 from megascale.resilience.cluster.cluster_registry import CLUSTERS, ClusterRequest, Elsewhere
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.job_files import check_nodes, keep_job_files, read_job_files
@@ -162,7 +162,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     known = recall.least_epoch(run)
     with contextlib.suppress(Exception):
         known = max(known, contact.read_contact(run).epoch)
-    journal, damaged = LastingJournal.take(run, config.resilience.lease, known)
+    journal, damaged = LastingJournal.take(run, config.resilience.lease, known, _ended_epoch())
     recalled = recall.restore(journal, run)
     job = journal.job()
     request = ClusterRequest(run, config, tuple(map(tuple, found.devices)), say)
@@ -200,11 +200,21 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     try:
         return asyncio.run(_serve(driver))
     except JournalFenced as error:
+        if isinstance(cluster, Outlasting):
+            say("driver", f"this driver touches the job no more and waits for its end: {error}")
+            code = cluster.outlast()
+            if code is not None:
+                return code
         raise ConfigError(f"this driver ends without touching the job: {error}") from None
     finally:
         if journal.behind:
             say("driver", f"{no_room(run)}. The last events are not in the journal")
         journal.close()
+
+
+def _ended_epoch() -> int:
+    """The newest epoch whose driver has no right to the job any more, by the word of whoever gives machines."""
+    return int(os.environ.pop(contact.ENDED_EPOCH, "0"))
 
 
 def _report_journal(driver: Driver, journal: LastingJournal, recalled: recall.Recalled) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from megascale.errors import DataError
 from megascale.services import shared_token
 
+# In a driver's environment: the newest epoch whose driver has lost the job by the word of whoever gives machines.
+ENDED_EPOCH = "MEGASCALE_ENDED_EPOCH"
+
 
 @dataclass(frozen=True)
 class Contact:

@@ -70,6 +70,15 @@ def test_a_living_driver_keeps_its_job_and_one_that_is_silent_loses_it(tmp_path)
     assert [e.kind for e in second.events()] == ["y"]
 
 
+def test_a_driver_that_has_lost_its_right_to_the_job_is_replaced_while_it_lives(tmp_path):
+    first, _ = Journal.take(tmp_path, 0.2)
+    second, _ = Journal.take(tmp_path, 1000.0, ended=first.epoch)  # no watching: this would take long
+    assert second.epoch == first.epoch + 1
+    with pytest.raises(JournalFenced):
+        first.renew()
+    second.renew()
+
+
 def test_the_lease_of_a_dead_process_is_taken_at_once_and_its_last_write_is_there(tmp_path):
     program = (
         "import os, sys; from pathlib import Path; from megascale.resilience.driver.state.journal import Journal\n"

@@ -13,6 +13,7 @@ from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
+from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.agent_messages import HeldTrainers, Hello, Stopped
 from tests.resilience.driver.telemetry.test_adoption import Channel
 
@@ -105,6 +106,19 @@ def test_what_still_runs_on_a_node_that_was_taken_away_is_ended_and_replaced(tmp
     assert lost.nodes == ("n1",)
     assert "has taken n1 out of the job" in lost.evidence[0]
     assert [e.action for e in events if e.kind == "recovery_action"] == ["spare"]
+
+
+def test_a_node_that_was_taken_away_is_not_waited_for_by_a_driver_that_is_new(tmp_path):
+    async def scene(driver, cluster, channels):
+        driver.telemetry.left("n1", channels["n1"])
+        driver.nodes.change("n1", NodeEvent.AWAITED)  # as at its start: the agent may come
+        driver.nodes["n1"].last_seen = time.monotonic() + 20.0
+        cluster.taken = frozenset({"n1"})
+        driver.lost.watch(time.monotonic())
+        assert driver.nodes["n1"].state is NodeState.LOST
+        assert driver.job.phase is Phase.STOPPING
+
+    assert [e.action for e in play(tmp_path, scene) if e.kind == "recovery_action"] == ["spare"]
 
 
 def test_an_end_that_the_cluster_learns_of_late_needs_no_window_of_silence(tmp_path):

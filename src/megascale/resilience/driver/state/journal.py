@@ -79,11 +79,12 @@ class Journal:
         self.network = kind if filesystems.shared(kind) else ""
 
     @classmethod
-    def take(cls, run: Path, lease: float, least_epoch: int = 0) -> tuple[Self, bool]:
+    def take(cls, run: Path, lease: float, least_epoch: int = 0, ended: int = 0) -> tuple[Self, bool]:
         """Become the driver of this run: (journal with a new epoch, whether the old file was damaged and set aside).
 
         A holder on this host counts as dead if its process is; elsewhere, or if that cannot be known, if it does not
-        renew its lease for `lease` seconds of watching. `least_epoch`: the newest known from elsewhere.
+        renew its lease for `lease` seconds of watching; that of an epoch up to `ended` has no right to it any more,
+        whatever it does. `least_epoch`: the newest known from elsewhere.
 
         Raises ConfigError if another driver is at work.
         """
@@ -102,7 +103,7 @@ class Journal:
             db = _open(path)
         while True:
             row = db.execute("SELECT epoch, beat, host, pid, born FROM lease").fetchone()
-            if row is not None and not _gone(row, db, lease):
+            if row is not None and row[0] > ended and not _gone(row, db, lease):
                 db.close()
                 raise ConfigError(
                     f"a driver already runs this job (process {row[3]} on {row[2]}, epoch {row[0]}); "

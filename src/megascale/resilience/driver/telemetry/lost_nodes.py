@@ -33,10 +33,13 @@ class LostNodes:
 
     def watch(self, now: float) -> None:
         """Nodes that are silent are lost; the rules judge those whose ranks run."""
-        job = self._job
-        for name in self._nodes.taken:
+        job, taken = self._job, self._nodes.taken
+        for name in taken:
             node = self._nodes.get(name)
-            if node is not None and node.state is NodeState.UP:
+            # One whose agent has yet to be told of this driver is not waited for, but the others are, spares too.
+            awaited = node is not None and node.state is NodeState.JOINING
+            coming = awaited and self._nodes.is_coming(n for n in self._nodes.all() if n.name not in taken)
+            if node is not None and (node.state is NodeState.UP or (awaited and not coming)):
                 self._nodes.order(node, do="stop", order=0, how="kill", grace_period=0.0)
                 self._nodes.order(node, do="leave")
                 why = f"the cluster has taken {name} out of the job; what still ran there was told to end"
