@@ -147,6 +147,17 @@ def stick(job: KubernetesJob) -> Injected:
     return injected
 
 
+def stick_running(job: KubernetesJob) -> Injected:
+    """The node's kubelet is gone and its pod is deleted: its processes run on, and only the driver can end them."""
+    injected = _of_rank_1(job)
+    job.site.nodes[injected.node].kill_kubelet()
+    injected.at = time.time()
+    job.kubectl("delete", "pod", injected.pod, "--wait=false")
+    if "Terminating" not in job.kubectl("get", "pod", injected.pod):
+        injected.wrong.append(f"{injected.pod} is not Terminating: nothing was tested")
+    return injected
+
+
 def stop_api(job: KubernetesJob) -> Injected:
     """The API server is away for a minute and comes again."""
     injected = Injected(time.time())
@@ -303,6 +314,7 @@ FAULTS: dict[str, KubernetesFault] = {
     "driver-deleted": KubernetesFault(delete_driver, in_place, (), "ride", steps=300, driver_pod=True),
     "driver-killed": KubernetesFault(crash_driver, in_place, (), "ride", steps=300, driver_pod=True),
     "stuck-terminating": KubernetesFault(stick, removed, _LOST),
+    "stuck-running": KubernetesFault(stick_running, removed, _LOST, steps=300),
     "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=300),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),
     "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_MANY),

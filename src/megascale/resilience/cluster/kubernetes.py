@@ -131,7 +131,7 @@ class KubernetesCluster:
 
     @property
     def ending(self) -> frozenset[str]:
-        """Nodes whose pod is being deleted, or has ended."""
+        """Nodes whose pod is being deleted, has ended, or was removed while its processes may run on."""
         return self.view.ending()
 
     def reports(self) -> list[Verdict]:

@@ -148,10 +148,6 @@ class Table:
                 return False
         return True
 
-    def forget(self, node: str) -> None:
-        """Its lease has run out: whatever ran there has ended its ranks."""
-        self.unproven = {uid: pod for uid, pod in self.unproven.items() if pod.node != node}
-
     # machines ---------------------------------------------------------------------------------------------------------
 
     def all_machines(self, objects: Iterable[Json]) -> None:
@@ -204,10 +200,19 @@ def _read(pod: Pod, thing: Json) -> None:
     states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
     pod.running = bool(states) and any("running" in state for state in states)
     # A pod that is marked as failed from afar (its kubelet is silent) has no ended container.
-    pod.ended = bool(states) and all("terminated" in state for state in states)
+    statuses = status.get("containerStatuses") or ()
+    once = spec.get("restartPolicy") == "Never"
+    pod.ended = bool(states) and all(_over(each, once) for each in statuses)
     pod.over = status.get("phase") in ("Failed", "Succeeded")
     pod.ended = pod.ended or (pod.over and not states and (not status.get("startTime") or _rejected(status)))
     pod.why, pod.waiting = _why(status, states), _waiting(status, states)
+
+
+def _over(container: Json, once: bool) -> bool:
+    """Whether a container has ended for good. A kubelet that finds it gone before it has told how it ended calls it
+    `waiting` with a last state; once: it is never started again."""
+    state, last = container.get("state") or {}, container.get("lastState") or {}
+    return "terminated" in state or (once and "waiting" in state and "terminated" in last)
 
 
 def _rejected(status: Json) -> bool:
