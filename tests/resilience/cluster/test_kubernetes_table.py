@@ -71,6 +71,22 @@ def test_a_pod_that_was_removed_by_force_is_not():
     assert made.certain("k1", 30)
 
 
+def test_the_word_of_its_agent_is_enough():
+    made, _ = table()
+    made.pod_changed(pod(RUNNING))
+    made.over("k1")  # of an agent before it, perhaps: this one is not ending
+    made.pod_gone(pod(RUNNING))
+    assert not made.certain("k1", 30)
+    made.over("k1")  # it came after the object was removed by force
+    assert made.certain("k1", 30)
+    ending = pod(RUNNING)
+    ending["metadata"]["deletionTimestamp"] = "now"
+    made.pod_changed(ending)
+    made.over("k1")
+    made.pod_gone(ending)
+    assert made.certain("k1", 30)
+
+
 def test_a_machine_that_nobody_hears_proves_nothing_until_somebody_says_that_it_is_off():
     made, clock = table()
     made.pod_changed(pod(RUNNING))

@@ -26,6 +26,7 @@ class Pod:
         waiting: (reason, message) of a container that cannot be started, or of no machine that takes it.
         grace: seconds that it gets to end, once it is deleted.
         deleting: when it was seen to be deleted, on the monotonic clock, 0: it is not.
+        silent: whether its agent has said that it ends and that its ranks have ended.
         absent: when it was gone from the server without having been seen to end, 0: it is there.
     """
 
@@ -41,6 +42,7 @@ class Pod:
     waiting: tuple[str, str] = ("", "")
     deleting: float = 0.0
     grace: float = 30.0
+    silent: bool = False
     absent: float = 0.0
     driver: tuple[str, str] = ("", "")
     created: float = field(default_factory=time.monotonic)
@@ -111,7 +113,7 @@ class Table:
     def _removed(self, pod: Pod) -> None:
         self.pods.pop(pod.uid, None)
         self.named.pop(pod.name, None)
-        if pod.machine and not pod.ended:
+        if pod.machine and not (pod.ended or pod.silent):
             pod.absent = self._clock()
             self.unproven[pod.uid] = pod
 
@@ -147,6 +149,12 @@ class Table:
             else:
                 return False
         return True
+
+    def over(self, node: str) -> None:
+        """Its agent has said that it ends, and that its ranks have ended: no word of its kubelet is needed."""
+        self.unproven = {uid: pod for uid, pod in self.unproven.items() if pod.node != node}
+        for pod in self.pods.values():
+            pod.silent = pod.silent or (pod.node == node and (pod.over or pod.deleting > 0))
 
     # machines ---------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import msgspec
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
 from megascale.core.preflight import wave
-from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Ending, Switched, Taking
+from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Ending, Hearing, Switched, Taking
 from megascale.resilience.driver.nodes.agent_leases import AgentLeases
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
@@ -323,6 +323,8 @@ class Nodes:
         node.ends = node.ends or heartbeat.leaving
         if heartbeat.over:
             node.may_run = False
+            if isinstance(self.cluster, Hearing):
+                self.cluster.over(node.name)
         if self.leases.given and (heartbeat.over or not node.given_up):
             self.leases.renew(node)
             self.order(node, do="heard", sequence=heartbeat.sequence)
