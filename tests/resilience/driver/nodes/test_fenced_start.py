@@ -127,7 +127,7 @@ def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
     assert fenced.nodes == ("n1",)
 
 
-def test_ranks_that_ended_under_an_agent_that_stays_may_be_started_again(tmp_path):
+def test_ranks_that_ended_under_an_agent_that_goes_on_may_be_started_again(tmp_path):
     def before(driver: Driver, cluster: Seeing, its: Channel) -> None:
         driver.telemetry.beat("n1", its, beat(1, "exited", leaving=False))
         assert driver.nodes["n1"].may_run

@@ -96,14 +96,14 @@ class Node:
         return self.keeps and not self.drained
 
     @property
-    def stays(self) -> bool:
+    def remains(self) -> bool:
         """Whether it is there, and not about to end."""
         return self.record.state is NodeState.UP and not (self.leaving or self.ends)
 
     @property
     def keeps(self) -> bool:
         """Whether a new attempt may leave it the ranks that it has, if no other node can take them."""
-        return self.stays and self.channel is not None and not self.record.cordoned
+        return self.remains and self.channel is not None and not self.record.cordoned
 
     def forget_attempt(self) -> None:
         """A new attempt begins: what was said about older ones must not be judged again."""
