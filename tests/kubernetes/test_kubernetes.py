@@ -21,6 +21,7 @@ def file(site) -> Path:
     return make(site.folder)
 
 
+@pytest.mark.timeout(900)  # many-lost starts 62 agents on however few cores there are
 @pytest.mark.parametrize("kind", FAULTS)
 def test_what_is_right_comes_of_it(site, file, kind, tmp_path_factory, record_property):
     row = one(site, file, kind, kind, tmp_path_factory.getbasetemp())
