@@ -95,7 +95,7 @@ class Proving(Protocol):
 class Hearing(Protocol):
     """A cluster that gives a machine to nobody while something of the job may run there."""
 
-    def over(self, name: str) -> None:
+    def note_end(self, name: str) -> None:
         """The agent of a node has said that it ends, and that none of its ranks runs any more."""
         ...
 

@@ -117,7 +117,7 @@ class KubernetesCluster:
     def gone(self, name: str) -> bool:
         return self.view.table.certain(name, self._config.resilience.grace_period + ENDING)
 
-    def over(self, name: str) -> None:
+    def note_end(self, name: str) -> None:
         self.view.table.over(name)
 
     def switch(self, name: str) -> str:

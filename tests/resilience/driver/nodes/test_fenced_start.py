@@ -29,8 +29,15 @@ class Seeing(Elsewhere):
     def nodes(self) -> list[NodeInfo]:
         return [NodeInfo(n, "", n not in self.over, n not in self.over) for n in self.names]
 
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.noted: list[str] = []
+
     def gone(self, name: str) -> bool:
         return self.certain
+
+    def note_end(self, name: str) -> None:
+        self.noted.append(name)
 
 
 def nothing(driver: Driver, cluster: Seeing, channel: Channel) -> None: ...
@@ -119,6 +126,7 @@ def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
         assert channel.orders.count("heard") == heard  # or its ranks could run on for ever
         driver.telemetry.beat("n1", channel, beat(3, "exited"))
         assert channel.orders.count("heard") == heard + 1  # it waits for that
+        assert cluster.noted == ["n1"]
 
     orders, events = play(tmp_path, free, before)
     assert "parted" not in orders

@@ -324,7 +324,7 @@ class Nodes:
         if heartbeat.over:
             node.may_run = False
             if isinstance(self.cluster, Hearing):
-                self.cluster.over(node.name)
+                self.cluster.note_end(node.name)
         if self.leases.given and (heartbeat.over or not node.given_up):
             self.leases.renew(node)
             self.order(node, do="heard", sequence=heartbeat.sequence)
