@@ -13,6 +13,7 @@ from megascale.bench.resilience.kubernetes_bench import one
 from megascale.bench.resilience.kubernetes_faults import FAULTS
 from megascale.bench.resilience.kubernetes_session import session
 from megascale.bench.resilience.launched import make
+from megascale.core import strict_json
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +21,11 @@ def file(site) -> Path:
     return make(site.folder)
 
 
+@pytest.mark.timeout(900)  # many-lost starts 62 agents on however few cores there are
 @pytest.mark.parametrize("kind", FAULTS)
-def test_what_is_right_comes_of_it(site, file, kind, tmp_path_factory):
+def test_what_is_right_comes_of_it(site, file, kind, tmp_path_factory, record_property):
     row = one(site, file, kind, kind, tmp_path_factory.getbasetemp())
+    record_property("row", strict_json.dumps(row))  # with --junitxml, for the tables
     assert row["wrong"] == []
     assert row["doubles"] == []
     assert row["right"], row

@@ -87,3 +87,22 @@ def test_deleted_pod_is_replaced_by_a_spare_and_a_new_driver_takes_over(site):
     assert not [e for e in job.events() if e.kind == "attempt_started" and e.attempt > 2]
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130, job.story()
+
+
+def test_pod_whose_kubelet_is_dead_is_moved_once_its_agent_has_ended_and_then_removed(site):
+    """Nobody but the driver tells the agent, and nobody but the agent that its ranks have ended: long before its lease
+    is over, which would be longer than this test waits."""
+    cluster = site(3, "--resilience.agent_lease=1000", "--resilience.grace_period=20")
+    job = cluster.launch("kube", "--nodes=2", "--spares=1", "--checkpoint.interval=0")
+    first = job.until("attempt_started", attempt=1).nodes
+    job.until("first_step")
+    pod = cluster.pod_of(first[1])
+    cluster.kubelets.cut.add(first[1])
+    cluster.store.delete("pods", pod, 35)
+    second = job.until("attempt_started", attempt=2).nodes
+    assert first[1] not in second
+    job.until("first_step", attempt=2)
+    assert cluster.kubelets.processes[pod].wait(30) == 0
+    job.wait(lambda: pod not in [each["metadata"]["name"] for each in cluster.store.all("pods")], "its removal")
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.story()

@@ -169,6 +169,22 @@ def test_a_pod_that_no_machine_takes_is_made_again_when_one_is_free(site):
     site.run(work)
 
 
+def test_a_pod_that_no_machine_has_taken_goes_with_the_driver(site):
+    """A spare that was asked for as the job ended: later it would run, and wait for a driver."""
+
+    async def work(cluster: KubernetesCluster) -> None:
+        assert await cluster.request()
+        for name in ("k0", "k1", "k2"):
+            cluster.block(name, "all are")
+        asked = asyncio.create_task(cluster.request())
+        await until(lambda: len(cluster.view.table.pods) == 2)
+        asked.cancel()
+
+    site.run(work)
+    (left,) = site.store.all("pods")
+    assert left["spec"]["nodeName"]
+
+
 def test_pods_that_run_are_told_where_a_new_driver_is(site):
     async def begin(cluster: KubernetesCluster) -> None:
         assert await cluster.request()
@@ -197,5 +213,8 @@ def test_drained_machines_and_deleted_pods_are_seen(site):
         await until(lambda: name in cluster.ending)
         assert not cluster.view.info(name).running
         assert not cluster.gone(name)
+        site.store.delete("pods", pod, 0)  # by force: what ran may run on, and its agent is still to end
+        await until(lambda: not cluster.view.table.pods)
+        assert name in cluster.ending
 
     site.run(work)

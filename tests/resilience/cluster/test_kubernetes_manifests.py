@@ -58,6 +58,34 @@ def test_a_pod_asks_for_what_its_node_needs():
     assert found["spec"]["automountServiceAccountToken"] is False
 
 
+@pytest.mark.parametrize("required", [False, True])
+def test_pods_go_under_one_switch_and_a_node_that_is_wanted_again_where_it_was(required):
+    settings = config(switch_label="topology.example/switch", switch_required=required)
+    near = pod(settings, "job-1", 0)["spec"]["affinity"]["podAffinity"]
+    if required:
+        (term,) = near["requiredDuringSchedulingIgnoredDuringExecution"]
+    else:
+        (preferred,) = near["preferredDuringSchedulingIgnoredDuringExecution"]
+        term = preferred["podAffinityTerm"]
+    assert term["topologyKey"] == "topology.example/switch"
+    assert term["labelSelector"]["matchLabels"] == {"megascale.dev/job": "job", "megascale.dev/role": "agent"}
+    again = pod(settings, "job-1", 0, machine="k3")["spec"]["affinity"]
+    assert "podAffinity" not in again
+    (chosen,) = again["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert chosen["matchFields"] == [{"key": "metadata.name", "operator": "In", "values": ["k3"]}]
+
+
+def test_only_the_job_s_own_pods_reach_them_but_for_metrics():
+    (policy,) = [each for each in manifests(config(), "driver", 8, "/data/r") if each["kind"] == "NetworkPolicy"]
+    own = {"matchLabels": {"megascale.dev/job": "job"}}
+    assert policy["spec"]["podSelector"] == own
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    inside, metrics = policy["spec"]["ingress"]
+    assert inside == {"from": [{"podSelector": own}]}
+    assert metrics == {"ports": [{"port": "metrics", "protocol": "TCP"}]}
+    assert {"name": "metrics", "containerPort": 9100} in container(pod(config(), "job-1", 8))["ports"]
+
+
 def test_no_secret_stands_in_a_pod(monkeypatch):
     monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "hunter2-hunter2")
     from megascale.resilience.cluster.kubernetes_objects import own_secrets, taken_over
@@ -135,8 +163,8 @@ def test_the_base_is_rendered_by_kubectl():
     assert kinds == sorted([*rights, "ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim"])
 
 
-# The essentials of jobset.x-k8s.io/v1alpha2, by hand from its types: the CRD itself is not had here. Of pods' templates
-# it says nothing: the API server's own dry run accepts those, as Jobs.
+# The essentials of jobset.x-k8s.io/v1alpha2, by hand from its Go types: the CRD itself is not had here. Of pods'
+# templates it says nothing: the API server's own dry run accepts those, as Jobs.
 _NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
 _REPLICATED = {
     "type": "object",

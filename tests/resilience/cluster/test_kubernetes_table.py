@@ -43,6 +43,22 @@ def test_a_pod_whose_kubelet_has_ended_it_is_gone():
     assert made.certain("k1", 30)
 
 
+def test_so_is_one_whose_kubelet_found_its_container_gone_before_it_had_told_of_its_end():
+    """As kubelets say it (ContainerStatusUnknown): waiting, with a last state. A container that is started again may
+    be between two runs."""
+    gone = pod({"waiting": {"reason": "ContainerCreating"}})
+    gone["status"]["containerStatuses"][0]["lastState"] = ENDED
+    made, _ = table()
+    made.pod_changed(pod(RUNNING))
+    made.pod_gone(gone)
+    assert not made.certain("k1", 30)
+    made, _ = table()
+    made.pod_changed(pod(RUNNING))
+    gone["spec"]["restartPolicy"] = "Never"
+    made.pod_gone(gone)
+    assert made.certain("k1", 30)
+
+
 def test_a_pod_that_was_removed_by_force_is_not():
     made, clock = table()
     made.pod_changed(pod(RUNNING))
@@ -52,6 +68,22 @@ def test_a_pod_that_was_removed_by_force_is_not():
     clock.now += 44  # its machine is there: its kubelet ends what the server does not have
     assert not made.certain("k1", 30)
     clock.now += 2
+    assert made.certain("k1", 30)
+
+
+def test_the_word_of_its_agent_is_enough():
+    made, _ = table()
+    made.pod_changed(pod(RUNNING))
+    made.over("k1")  # of an agent before it, perhaps: this one is not ending
+    made.pod_gone(pod(RUNNING))
+    assert not made.certain("k1", 30)
+    made.over("k1")  # it came after the object was removed by force
+    assert made.certain("k1", 30)
+    ending = pod(RUNNING)
+    ending["metadata"]["deletionTimestamp"] = "now"
+    made.pod_changed(ending)
+    made.over("k1")
+    made.pod_gone(ending)
     assert made.certain("k1", 30)
 
 

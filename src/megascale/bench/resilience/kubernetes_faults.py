@@ -147,6 +147,17 @@ def stick(job: KubernetesJob) -> Injected:
     return injected
 
 
+def stick_running(job: KubernetesJob) -> Injected:
+    """The node's kubelet is gone and its pod is deleted: its processes run on, and only the driver can end them."""
+    injected = _of_rank_1(job)
+    job.site.nodes[injected.node].kill_kubelet()
+    injected.at = time.time()
+    job.kubectl("delete", "pod", injected.pod, "--wait=false")
+    if "Terminating" not in job.kubectl("get", "pod", injected.pod):
+        injected.wrong.append(f"{injected.pod} is not Terminating: nothing was tested")
+    return injected
+
+
 def stop_api(job: KubernetesJob) -> Injected:
     """The API server is away for a minute and comes again."""
     injected = Injected(time.time())
@@ -270,7 +281,7 @@ class KubernetesFault:
     check: Callable[[KubernetesJob, Injected], list[str]] = in_place
     verdicts: tuple[str, ...] = ()
     ends: Literal["recover", "ride", "stop"] = "recover"
-    steps: int = 200
+    steps: int = 120
     lost: int = 1
     words: tuple[str, ...] = ()
     gpus: bool = False
@@ -287,7 +298,7 @@ _CROWD: tuple[str, ...] = (
 )
 _CROWD += ("--resilience.agent_lease=60", "--resilience.replacements=100")
 _GPU = '--kubernetes.resources=["nvidia.com/gpu=1"]'
-_NO_WAIT = "--resilience.replenish_wait=60"
+_NO_WAIT = "--resilience.replenish_wait=20"
 FAULTS: dict[str, KubernetesFault] = {
     "pod-deleted": KubernetesFault(delete_pod, in_place, _LOST),
     "node-off": KubernetesFault(power_off, replaced, _LOST),
@@ -296,14 +307,15 @@ FAULTS: dict[str, KubernetesFault] = {
     "image-missing": KubernetesFault(
         nothing, in_place, ("image_pull_failed",), "stop", words=(f"--kubernetes.image={_NEVER}", _NO_WAIT)
     ),
-    "quota": KubernetesFault(quota, in_place, _LOST),
+    "quota": KubernetesFault(quota, in_place, _LOST, steps=200),
     "gpu-unhealthy": KubernetesFault(make_unhealthy, replaced, ("device_fault",), words=(_GPU,), gpus=True),
-    "api-down": KubernetesFault(stop_api, in_place, (), "ride", steps=1000),
+    "api-down": KubernetesFault(stop_api, in_place, (), "ride", steps=800),
     "two-drivers": KubernetesFault(second_driver, in_place, (), "ride", steps=300),
     "driver-deleted": KubernetesFault(delete_driver, in_place, (), "ride", steps=300, driver_pod=True),
     "driver-killed": KubernetesFault(crash_driver, in_place, (), "ride", steps=300, driver_pod=True),
-    "stuck-terminating": KubernetesFault(stick, removed, _LOST),
-    "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=300),
+    "stuck-terminating": KubernetesFault(stick, removed, _LOST, steps=200),
+    "stuck-running": KubernetesFault(stick_running, removed, _LOST, steps=200),
+    "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=200),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),
     "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_MANY),
 }

@@ -248,8 +248,7 @@ class KubernetesSite(Site):
             if not node.has_kubelet:
                 node.start_kubelet()
         self.until_ready(self.names)
-        for name in self.names:
-            self.kubectl("uncordon", name)
+        self.kubectl("uncordon", *self.names)
 
     def close(self) -> None:
         """End all, and remove the kernel's groups of containers that were made."""

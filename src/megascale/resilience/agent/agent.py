@@ -83,9 +83,11 @@ class Agent:
         page = MetricsPage(lambda: self.telemetry.newest, lambda: self.link.channel is not None)
         served = await page.serve(self.config.agent_metrics) if self.config.agent_metrics else None
         await self.ended.wait()
+        self.telemetry.leave()
         if self.trainers.running():
             await self.trainers.stop("save", self.config.grace_period)
         await self.telemetry.send_rest()
+        await self.telemetry.say_over()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -130,6 +132,7 @@ class Agent:
     async def _obey(self, order: Order) -> None:
         if isinstance(order, Heard):
             self.lease.answered(order.sequence)
+            self.telemetry.heard = order.sequence
         elif isinstance(order, Parted):
             log.warning("the driver has given this node up")
             self.lease.parted()
@@ -165,6 +168,9 @@ class Agent:
     def _start(self, order: Start) -> None:
         if order.attempt <= self.trainers.attempt:
             return  # sent twice
+        if self.ended.is_set():
+            self.link.say(do="failed", attempt=order.attempt, why="this node's agent has been told to end")
+            return
         if why := self.lease.over():
             self.link.say(do="failed", attempt=order.attempt, why=f"no ranks may run here: {why}")
             return

@@ -41,6 +41,11 @@ class RankLease:
         self._over = False
         self._parted = False
 
+    @property
+    def given(self) -> bool:
+        """Whether there is one."""
+        return self._seconds is not None
+
     def start(self) -> None:
         """Watch in a thread: an agent that is busy must not be late."""
         if self._seconds is not None:

@@ -22,6 +22,8 @@ from megascale.resilience.protocol.heartbeat import Heartbeat, fit
 log = logging.getLogger("megascale.agent")
 LOOK = 0.2  # seconds between looks at logs and status files
 REST = 5.0  # seconds for the driver to have written what ended trainers wrote last
+LAST = 5.0  # seconds for the driver to have heard that nothing runs here any more
+SOON = 0.02  # seconds between looks whether it has
 
 
 class Telemetry:
@@ -35,6 +37,8 @@ class Telemetry:
 
     Attributes:
         facts: hardware and versions of this node.
+        heard: the last heartbeat that the driver has answered.
+        leaving: the agent ends, and starts no ranks any more.
         newest: the last heartbeat, None before the first.
     """
 
@@ -60,6 +64,7 @@ class Telemetry:
         self._gpus = gpu_health.GpuHealth()
         self.facts = (node_health.hardware(), node_health.versions())
         self._forward: int | None = None
+        self.heard, self.leaving = 0, False
 
     def begin_session(self) -> None:
         """Another driver listens: it knows nothing yet."""
@@ -94,15 +99,37 @@ class Telemetry:
                     await self._changed.wait()
                     await asyncio.sleep(0.01)  # what ends together is sent together
             self._changed.clear()
-            if self._link.channel is None:
-                continue
-            try:
-                self._pass_lines()
-                heartbeat = self.heartbeat()
-                self._lease.sent(heartbeat.sequence)
-                self._link.channel.send(heartbeat)
-            except (ConnectionError, ValueError) as error:
-                log.warning("a heartbeat was not sent: %s", error)
+            self._send()
+
+    def _send(self) -> int:
+        """Send a heartbeat; its number, 0 where that was not possible."""
+        channel = self._link.channel
+        if channel is None:
+            return 0
+        try:
+            self._pass_lines()
+            heartbeat = self.heartbeat()
+            self._lease.sent(heartbeat.sequence)
+            channel.send(heartbeat)
+        except (ConnectionError, ValueError) as error:
+            log.warning("a heartbeat was not sent: %s", error)
+            return 0
+        return heartbeat.sequence
+
+    def leave(self) -> None:
+        """The agent ends: the driver is to know that now, and soon that nothing runs here any more."""
+        self.leaving = True
+        self._changed.set()
+
+    async def say_over(self) -> None:
+        """Tell the driver that nothing runs here any more, and wait until it has heard that: else it must wait for the
+        lease before it starts these ranks elsewhere. A driver that has hung up meanwhile is told once it is back."""
+        deadline, told, number = time.monotonic() + LAST, None, 0
+        while self._lease.given and time.monotonic() < deadline and not (number and self.heard >= number):
+            channel = self._link.channel
+            if channel is not None and channel is not told:
+                told, number = channel, self._send()
+            await asyncio.sleep(SOON)
 
     def heartbeat(self) -> Heartbeat:
         """This node now."""
@@ -124,6 +151,7 @@ class Telemetry:
             checksums=self._trainers.checksums(),
             step_seconds=self._trainers.step_seconds(),
             disks=self._trainers.disks(),
+            leaving=self.leaving,
         )
         return self.newest
 

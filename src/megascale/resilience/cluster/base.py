@@ -92,6 +92,15 @@ class Proving(Protocol):
 
 
 @runtime_checkable
+class Hearing(Protocol):
+    """A cluster that gives a machine to nobody while something of the job may run there."""
+
+    def note_end(self, name: str) -> None:
+        """The agent of a node has said that it ends, and that none of its ranks runs any more."""
+        ...
+
+
+@runtime_checkable
 class Blocking(Protocol):
     """A cluster that remembers which machines the job must not get again, beyond the driver's life."""
 

@@ -75,6 +75,7 @@ class KubernetesCluster:
         self._driver: tuple[str, int] | None = None
         self._epoch = 0
         self._barred: frozenset[str] = frozenset()
+        self._waiting: set[str] = set()  # pods that were asked for and are no nodes yet
         self._away = 0.0  # since when the server does not answer, on the monotonic clock
         self.withdrawn = self.replaced = ""
         self.hands_over = in_pod()
@@ -116,6 +117,9 @@ class KubernetesCluster:
     def gone(self, name: str) -> bool:
         return self.view.table.certain(name, self._config.resilience.grace_period + ENDING)
 
+    def note_end(self, name: str) -> None:
+        self.view.table.over(name)
+
     def switch(self, name: str) -> str:
         return self.view.switch(name)
 
@@ -131,7 +135,7 @@ class KubernetesCluster:
 
     @property
     def ending(self) -> frozenset[str]:
-        """Nodes whose pod is being deleted, or has ended."""
+        """Nodes whose pod is being deleted, has ended, or was removed while its processes may run on."""
         return self.view.ending()
 
     def reports(self) -> list[Verdict]:
@@ -170,7 +174,9 @@ class KubernetesCluster:
             made = await self._make(slot, "", avoid)
             if made is None:
                 return None
+            self._waiting.add(made)
             found = await self._runs(made, deadline - time.monotonic(), partial(self._outdated, avoid))
+            self._waiting.discard(made)
             if found is not None:
                 return found.node
             await self._delete(made, 0)
@@ -178,12 +184,16 @@ class KubernetesCluster:
                 return None
 
     async def close(self) -> None:
-        """Give up the Lease, and stop watching; pods live on."""
+        """Give up the Lease, and stop watching; pods live on, but for those that no machine has taken yet: at the job's
+        end nobody would let them go."""
+        waiting = [name for name in self._waiting if (pod := self.view.pod(name)) is None or not pod.machine]
         self.view.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self.replaced:
+            for name in waiting:
+                await self._delete(name, 0)
             await self._ask(self.lease.release)
         self._threads.shutdown(wait=False, cancel_futures=True)
 

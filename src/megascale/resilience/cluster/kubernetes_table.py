@@ -26,6 +26,7 @@ class Pod:
         waiting: (reason, message) of a container that cannot be started, or of no machine that takes it.
         grace: seconds that it gets to end, once it is deleted.
         deleting: when it was seen to be deleted, on the monotonic clock, 0: it is not.
+        silent: whether its agent has said that it ends and that its ranks have ended.
         absent: when it was gone from the server without having been seen to end, 0: it is there.
     """
 
@@ -41,6 +42,7 @@ class Pod:
     waiting: tuple[str, str] = ("", "")
     deleting: float = 0.0
     grace: float = 30.0
+    silent: bool = False
     absent: float = 0.0
     driver: tuple[str, str] = ("", "")
     created: float = field(default_factory=time.monotonic)
@@ -111,7 +113,7 @@ class Table:
     def _removed(self, pod: Pod) -> None:
         self.pods.pop(pod.uid, None)
         self.named.pop(pod.name, None)
-        if pod.machine and not pod.ended:
+        if pod.machine and not (pod.ended or pod.silent):
             pod.absent = self._clock()
             self.unproven[pod.uid] = pod
 
@@ -148,9 +150,11 @@ class Table:
                 return False
         return True
 
-    def forget(self, node: str) -> None:
-        """Its lease has run out: whatever ran there has ended its ranks."""
+    def over(self, node: str) -> None:
+        """Its agent has said that it ends, and that its ranks have ended: no word of its kubelet is needed."""
         self.unproven = {uid: pod for uid, pod in self.unproven.items() if pod.node != node}
+        for pod in self.pods.values():
+            pod.silent = pod.silent or (pod.node == node and (pod.over or pod.deleting > 0))
 
     # machines ---------------------------------------------------------------------------------------------------------
 
@@ -204,10 +208,19 @@ def _read(pod: Pod, thing: Json) -> None:
     states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
     pod.running = bool(states) and any("running" in state for state in states)
     # A pod that is marked as failed from afar (its kubelet is silent) has no ended container.
-    pod.ended = bool(states) and all("terminated" in state for state in states)
+    statuses = status.get("containerStatuses") or ()
+    once = spec.get("restartPolicy") == "Never"
+    pod.ended = bool(states) and all(_over(each, once) for each in statuses)
     pod.over = status.get("phase") in ("Failed", "Succeeded")
     pod.ended = pod.ended or (pod.over and not states and (not status.get("startTime") or _rejected(status)))
     pod.why, pod.waiting = _why(status, states), _waiting(status, states)
+
+
+def _over(container: Json, once: bool) -> bool:
+    """Whether a container has ended for good. A kubelet that finds it gone before it has told how it ended calls it
+    `waiting` with a last state; once: it is never started again."""
+    state, last = container.get("state") or {}, container.get("lastState") or {}
+    return "terminated" in state or (once and "waiting" in state and "terminated" in last)
 
 
 def _rejected(status: Json) -> bool:

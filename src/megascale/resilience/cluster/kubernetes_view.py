@@ -97,10 +97,10 @@ class ClusterView:
         return {node: why for node, why in found.items() if why}
 
     def ending(self) -> frozenset[str]:
-        """Nodes whose pods are all being deleted, or have ended."""
+        """Nodes whose pods are all being deleted, have ended, or were removed while what they ran may run on."""
         pods = self.table.pods.values()
         living = {each.node for each in pods if not (each.over or each.ended or each.deleting)}
-        return frozenset({each.node for each in pods if each.node} - living)
+        return frozenset({each.node for each in (*pods, *self.table.unproven.values()) if each.node} - living)
 
     def reports(self) -> list[Verdict]:
         """Verdicts since the last call."""

@@ -265,7 +265,7 @@ class Driver:
         for node in self.nodes.all():
             self.nodes.order(node, do="leave")
         deadline = time.monotonic() + LEAVE
-        while any(node.channel for node in self.nodes.all()) and time.monotonic() < deadline:
+        while any(node.channel and not node.given_up for node in self.nodes.all()) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         running = [info.name for info in self.nodes.cluster.nodes() if info.running]
         await asyncio.gather(*(self.nodes.cluster.fence(name) for name in running))

@@ -120,6 +120,7 @@ class Heartbeat(Message, frozen=True):
         checksums: "step:rank" -> hexadecimal checksum of that rank's parameters after that step.
         step_seconds: rank -> recent compute seconds a step (communication waits excluded).
         disks: folder -> bytes that may still be written to its disk; looked at when a worker has ended badly.
+        leaving: its agent ends, and starts no ranks any more.
     """
 
     job: Given
@@ -138,6 +139,12 @@ class Heartbeat(Message, frozen=True):
     checksums: Facts = field(default_factory=dict)
     step_seconds: Annotated[dict[Rank, Finite], _ITEMS] = field(default_factory=dict)
     disks: Annotated[dict[Name, Finite], _ITEMS] = field(default_factory=dict)
+    leaving: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of the job runs on the node, nor will under this agent."""
+        return self.leaving and all(worker.state != "running" for worker in self.workers)
 
 
 def fit(text: str, limit: int = 2000) -> str:

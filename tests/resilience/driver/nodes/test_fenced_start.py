@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import pytest
 
 from megascale.config import Config, ResilienceConfig
 from megascale.resilience.cluster.base import NodeInfo
@@ -13,6 +15,7 @@ from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, Phase
 from megascale.resilience.driver.state.lasting_journal import LastingJournal
 from megascale.resilience.protocol.agent_messages import Stopped
+from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from tests.resilience.driver.telemetry.test_adoption import Channel
 from tests.resilience.driver.telemetry.test_lost_nodes import Elsewhere, hello
 
@@ -21,17 +24,28 @@ class Seeing(Elsewhere):
     """A cluster that may see that nothing of a node runs any more."""
 
     certain = False
+    ending: frozenset[str] = frozenset()
 
     def nodes(self) -> list[NodeInfo]:
         return [NodeInfo(n, "", n not in self.over, n not in self.over) for n in self.names]
 
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.noted: list[str] = []
+
     def gone(self, name: str) -> bool:
         return self.certain
 
+    def note_end(self, name: str) -> None:
+        self.noted.append(name)
 
-def play(run: Path, free: Any) -> tuple[list[str], list[Any]]:
-    """Node n1 of n0 and n1 falls silent, n2 is the spare; `free(driver, cluster)` is what ends its ranks. The orders of
-    n1 and the driver's events."""
+
+def nothing(driver: Driver, cluster: Seeing, channel: Channel) -> None: ...
+
+
+def play(run: Path, free: Any, before: Any = nothing) -> tuple[list[str], list[Any]]:
+    """Node n1 of n0 and n1 is lost after `before(driver, cluster, its channel)`, n2 is the spare; `free(driver,
+    cluster)` is what ends its ranks. The orders of n1 up to then and the driver's events."""
     journal, _ = LastingJournal.take(run, 0.05)
     orders: list[str] = []
 
@@ -44,6 +58,7 @@ def play(run: Path, free: Any) -> tuple[list[str], list[Any]]:
         for name, channel in channels.items():
             assert driver.telemetry.joined(channel, hello(name, ("n0", "n1"))) == ""
         cluster.over.add("n1")
+        before(driver, cluster, channels["n1"])
         driver.nodes["n1"].last_seen -= 100.0
         driver.lost.missing(driver.nodes["n1"], "it is silent")
         orders.extend(channels["n1"].orders)
@@ -84,3 +99,45 @@ def test_when_the_cluster_has_seen_it_end(tmp_path):
         cluster.certain = True
 
     play(tmp_path, free)
+
+
+def beat(sequence: int, state: Literal["running", "exited"], leaving: bool = True) -> Heartbeat:
+    return Heartbeat("a", 1, "n1", sequence, 0, workers=(Worker(1, 4711, state),), leaving=leaving)
+
+
+@pytest.mark.parametrize("known", ["by the cluster", "by its word"])
+def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
+    """A pod is deleted: that its ranks have ended is known from its agent, which is heard to its end, and not only when
+    its kubelet has said so or its lease is over."""
+    channel = Channel()
+
+    def before(driver: Driver, cluster: Seeing, its: Channel) -> None:
+        nonlocal channel
+        channel = its
+        if known == "by the cluster":
+            cluster.ending = frozenset({"n1"})
+        else:
+            driver.telemetry.beat("n1", its, beat(1, "running"))
+
+    def free(driver: Driver, cluster: Seeing) -> None:
+        heard = channel.orders.count("heard")
+        driver.telemetry.beat("n1", channel, beat(2, "running"))
+        assert driver.nodes["n1"].may_run
+        assert channel.orders.count("heard") == heard  # or its ranks could run on for ever
+        driver.telemetry.beat("n1", channel, beat(3, "exited"))
+        assert channel.orders.count("heard") == heard + 1  # it waits for that
+        assert cluster.noted == ["n1"]
+
+    orders, events = play(tmp_path, free, before)
+    assert "parted" not in orders
+    assert "closed" not in orders
+    (fenced,) = [e for e in events if e.kind == "ranks_fenced"]
+    assert fenced.nodes == ("n1",)
+
+
+def test_ranks_that_ended_under_an_agent_that_goes_on_may_be_started_again(tmp_path):
+    def before(driver: Driver, cluster: Seeing, its: Channel) -> None:
+        driver.telemetry.beat("n1", its, beat(1, "exited", leaving=False))
+        assert driver.nodes["n1"].may_run
+
+    play(tmp_path, lambda driver, cluster: setattr(cluster, "certain", True), before)

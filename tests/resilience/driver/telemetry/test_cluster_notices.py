@@ -9,7 +9,8 @@ from megascale.errors import EXIT_INTERRUPTED
 from megascale.resilience.driver import operations
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.agent_messages import Stopped
-from tests.resilience.driver.telemetry.test_lost_nodes import play
+from tests.resilience.driver.telemetry.test_adoption import Channel
+from tests.resilience.driver.telemetry.test_lost_nodes import hello, play
 
 
 def start_again(driver, channels) -> tuple[str, ...]:
@@ -78,5 +79,45 @@ def test_a_signal_that_comes_twice_at_once_still_saves_and_a_later_one_does_not(
         await asyncio.sleep(0)
         driver.operations.interrupt()
         assert not driver.job.state.save
+
+    play(tmp_path, scene)
+
+
+def test_what_the_cluster_has_end_is_told_so_by_the_driver_too(tmp_path):
+    """A pod whose kubelet is dead, or that was removed by force, trains on: nobody else tells its agent."""
+
+    async def scene(driver, cluster, channels):
+        cluster.ending = frozenset({"n1"})
+        driver.step(time.monotonic())
+        driver.step(time.monotonic())
+        assert channels["n1"].orders.count("leave") == 1
+        assert "leave" not in channels["n0"].orders + channels["n2"].orders
+        assert driver.job.phase is Phase.RUNNING  # it saves first
+        assert not driver.nodes["n1"].usable
+
+        again = Channel()  # a connection that broke may have held the order
+        driver.telemetry.joined(again, hello("n1", ("n0", "n1")))
+        driver.step(time.monotonic())
+        assert again.orders.count("leave") == 1
+
+    play(tmp_path, scene)
+
+
+def test_a_node_that_begins_to_end_once_it_has_stopped_gets_no_ranks(tmp_path):
+    async def scene(driver, cluster, channels):
+        driver.recovery.recover(("n0",), frozenset())
+        for name, channel in channels.items():
+            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+        driver.step(time.monotonic())  # placed as before
+        for name, channel in channels.items():
+            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+        cluster.ending = frozenset({"n1"})
+        driver.step(time.monotonic())
+        for name, channel in channels.items():
+            driver.telemetry.received(name, channel, Stopped(driver.attempts.order, 1, 4000))
+        driver.step(time.monotonic())
+        assert driver.job.phase is Phase.STARTING
+        assert driver.job.state.placement == ("n0", "n2")
+        assert "start" not in channels["n1"].orders
 
     play(tmp_path, scene)

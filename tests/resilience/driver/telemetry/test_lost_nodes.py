@@ -18,12 +18,13 @@ from megascale.resilience.protocol.agent_messages import HeldTrainers, Hello, St
 from tests.resilience.driver.telemetry.test_adoption import Channel
 
 
-class Elsewhere:  # Taking and Barring (cluster/base.py)
+class Elsewhere:  # Taking, Ending and Barring (cluster/base.py)
     """Nodes whose agents others start; what is `taken` or `over` is for the test to say."""
 
     def __init__(self, count: int) -> None:
         self.names = [f"n{i}" for i in range(count)]
         self.taken: frozenset[str] = frozenset()
+        self.ending: frozenset[str] = frozenset()
         self.over: set[str] = set()
         self.barred: frozenset[str] = frozenset()
 

@@ -16,7 +16,7 @@ import msgspec
 from megascale.config import ResilienceConfig
 from megascale.core.events import Event
 from megascale.core.preflight import wave
-from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Ending, Switched, Taking
+from megascale.resilience.cluster.base import Barring, Blocking, Cluster, Draining, Ending, Hearing, Switched, Taking
 from megascale.resilience.driver.nodes.agent_leases import AgentLeases
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job import Job
@@ -53,6 +53,9 @@ class Node:
         held: the job as its trainers were started, and whether they have done a step (telemetry/adoption.py);
             None: none run.
         leaving: its cluster has it end, by whosever wish.
+        ends: its agent has said that it ends.
+        told: the connection over which it was told to end, as its cluster wants it.
+        given_up: nothing is expected of it any more but the word that its ranks have ended.
         leased: until when its agent lets ranks run that it is not told to end, once nobody hears it.
         may_run: whether it has been given ranks and has not said that they have ended.
         tested: when it last passed them, seconds since 1970; 0: not yet.
@@ -76,6 +79,9 @@ class Node:
     drained: str = ""
     held: tuple[JobState, bool] | None = None
     leaving: bool = False
+    ends: bool = False
+    told: AgentChannel | None = None
+    given_up: bool = False
     leased: float = 0.0
     may_run: bool = False
 
@@ -90,13 +96,14 @@ class Node:
         return self.keeps and not self.drained
 
     @property
+    def remains(self) -> bool:
+        """Whether it is there, and not about to end."""
+        return self.record.state is NodeState.UP and not (self.leaving or self.ends)
+
+    @property
     def keeps(self) -> bool:
         """Whether a new attempt may leave it the ranks that it has, if no other node can take them."""
-        return (
-            self.record.state is NodeState.UP
-            and self.channel is not None
-            and not (self.record.cordoned or self.leaving)
-        )
+        return self.remains and self.channel is not None and not self.record.cordoned
 
     def forget_attempt(self) -> None:
         """A new attempt begins: what was said about older ones must not be judged again."""
@@ -201,7 +208,8 @@ class Nodes:
 
     def answers(self, node: Node) -> bool:
         """Whether a node answers, and is not about to end."""
-        return node.state is NodeState.UP and node.channel is not None and node.name not in self.ending
+        there = node.state is NodeState.UP and node.channel is not None
+        return there and not node.ends and node.name not in self.ending
 
     # agents ---------------------------------------------------------------------------------------------------------
 
@@ -235,7 +243,7 @@ class Nodes:
         """Start a node's agent (again), in the background."""
         self.change(node.name, NodeEvent.AWAITED, why=why)
         node.deadline = float("inf")  # until it is started
-        self._give_up(node)
+        self.give_up(node)
         self._tasks.spawn(self.start_now(node))
 
     async def start_now(self, node: Node) -> None:
@@ -295,7 +303,7 @@ class Nodes:
     def lose(self, node: Node, why: str) -> None:
         """A node is gone."""
         self.change(node.name, NodeEvent.GONE, why=why)
-        self._give_up(node)
+        self.give_up(node)
         self._note(Event.NODE_LOST, nodes=(node.name,), evidence=(why,))
 
     def take_out(self, node: Node, evict: bool, why: str) -> None:
@@ -307,12 +315,17 @@ class Nodes:
                 self.cluster.block(node.name, why)
         elif node.state is not NodeState.LOST:
             self.change(node.name, NodeEvent.GONE, why=why)
-        self._give_up(node)
+        self.give_up(node)
         self._tasks.spawn(self.cluster.fence(node.name))
 
     def answer(self, node: Node, heartbeat: Heartbeat) -> None:
         """A heartbeat has come: its ranks may run on."""
-        if self.leases.given:
+        node.ends = node.ends or heartbeat.leaving
+        if heartbeat.over:
+            node.may_run = False
+            if isinstance(self.cluster, Hearing):
+                self.cluster.note_end(node.name)
+        if self.leases.given and (heartbeat.over or not node.given_up):
             self.leases.renew(node)
             self.order(node, do="heard", sequence=heartbeat.sequence)
 
@@ -324,8 +337,15 @@ class Nodes:
         """What connects a node, "" where that is not known."""
         return self.cluster.switch(name) if isinstance(self.cluster, Switched) else ""
 
-    def _give_up(self, node: Node) -> None:
-        """Hang up on a node that may be replaced: an agent that hears it ends its ranks now."""
+    def give_up(self, node: Node) -> None:
+        """Hang up on a node that may be replaced: an agent that hears it ends its ranks now.
+
+        One that ends anyhow is heard to its end, which tells sooner than its lease that nothing runs there; unanswered,
+        it has no more time than that lease.
+        """
+        if self.leases.given and (node.ends or node.name in self.ending | self.taken):
+            node.given_up = True
+            return
         if self.leases.given:
             self.order(node, do="parted")
         node.disconnect()

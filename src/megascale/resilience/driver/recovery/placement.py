@@ -72,7 +72,7 @@ class Placement:
             self._job.apply(JobEvent.STOPPED)
             if self._job.phase is Phase.DIAGNOSING:
                 self._checks.begin()
-        elif waited or any(self._nodes[name].state is not NodeState.UP for name in job.placement):
+        elif waited or any(not self._nodes[name].remains for name in job.placement):
             self._job.apply(JobEvent.GAP)  # one that has stopped may be lost since, while others may still run
         elif not self._others_may_run(now):
             self._attempts.begin(now)

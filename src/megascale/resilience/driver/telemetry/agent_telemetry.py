@@ -113,6 +113,7 @@ class AgentTelemetry:
             node.channel.close()  # a connection that broke unnoticed, or an agent started anew
         self._nodes.leases.came(node, node.boot == hello.boot, hello.held is not None)
         again, node.boot = node.boot not in ("", hello.boot), hello.boot
+        node.ends, node.given_up = node.ends and not again, False
         node.channel, node.last_seen, node.joined, node.attempt = channel, now, now, hello.attempt
         channel.send_message(do="welcome", epoch=self._job.state.epoch, version=agent_channel.VERSION)
         self._came(node, hello)
@@ -164,7 +165,7 @@ class AgentTelemetry:
         node.beat(heartbeat, now)
         self._nodes.answer(node, heartbeat)
         self._seen.learn(before, heartbeat)
-        if _stages(before) != _stages(heartbeat):
+        if _stages(before) != _stages(heartbeat) or heartbeat.over:
             self._tasks.wake.set()
 
     def received(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:

@@ -35,6 +35,10 @@ class ClusterNotices:
         drained, ending = self._nodes.drained, self._nodes.ending
         for node in self._nodes.all():
             node.leaving = node.name in ending
+            if node.leaving and node.channel is not None and node.told is not node.channel:
+                # Whoever runs its agent does so too, if it is there: a kubelet may be dead while what it ran trains on.
+                node.told = node.channel
+                self._nodes.order(node, do="leave")
             why = drained.get(node.name, "")
             if why and not node.drained:
                 text = f"the cluster drains {node.name} ({why}): what runs there goes on, it gets nothing new"

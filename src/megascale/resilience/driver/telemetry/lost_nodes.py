@@ -47,7 +47,7 @@ class LostNodes:
                     self._nodes.lose(node, why)
                     continue
                 self._nodes.change(name, NodeEvent.GONE, why=why)  # it answers, and must not be started again in place
-                node.disconnect()
+                self._nodes.give_up(node)
                 self.missing(node, why)
         judged = set(job.state.placement if job.phase in (Phase.STARTING, Phase.RUNNING) else ())
         for node in self._nodes.all():

@@ -1,0 +1,144 @@
+"""The end of an agent: the driver hears that its ranks have ended before the agent is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.config import ResilienceConfig
+from megascale.resilience.agent.agent import Agent
+from megascale.resilience.agent.trainers import TrainerProcess
+from megascale.resilience.driver.nodes.agent_server import AgentServer
+from megascale.resilience.protocol import agent_channel
+from megascale.resilience.protocol.agent_messages import Hello, StartFailed
+from megascale.resilience.protocol.given import JobDescription, give
+from megascale.resilience.protocol.heartbeat import Heartbeat
+
+TOKEN = b"0" * 64
+
+
+@dataclass
+class Driver:
+    """The driver's side of agents' connections. answers: whether heartbeats are answered."""
+
+    answers: bool = True
+    channels: list[agent_channel.AgentChannel] = field(default_factory=list)
+    beats: list[Heartbeat] = field(default_factory=list)
+    messages: list[Any] = field(default_factory=list)
+
+    def joined(self, channel: agent_channel.AgentChannel, hello: Hello) -> str:
+        self.channels.append(channel)
+        channel.send_message(do="welcome", epoch=1, version=agent_channel.VERSION)
+        return ""
+
+    def beat(self, node: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
+        self.beats.append(heartbeat)
+        if self.answers:
+            channel.send_message(do="heard", epoch=1, sequence=heartbeat.sequence)
+
+    def received(self, node: str, channel: agent_channel.AgentChannel, message: Any) -> None:
+        self.messages.append(message)
+
+    def left(self, node: str, channel: agent_channel.AgentChannel) -> None: ...
+
+    def refused(self, peer: str, node: str, why: str) -> None: ...
+
+
+async def until(seen: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30.0):
+        while not seen():
+            await asyncio.sleep(0.005)
+
+
+Scene = Callable[[Driver, Agent, TrainerProcess, asyncio.Task[None]], Awaitable[None]]
+
+
+def play(folder: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene, lease: float | None = 30.0) -> Driver:
+    """An agent with one rank, which the scene ends, and its driver."""
+    driver = Driver()
+    monkeypatch.setattr("megascale.resilience.agent.trainers.Trainers.serve", lambda self: None)  # nothing is forked
+
+    async def work() -> None:
+        server = AgentServer("job", TOKEN, driver)
+        place = await server.open("127.0.0.1", 0)
+        limits = ResilienceConfig(interval=10.0, window=30.0, agent_lease=lease)
+        give(folder, JobDescription("job", 1, place, limits, str(folder / "run"), shared=True), TOKEN)
+        agent = Agent("n0", folder, "127.0.0.1", "")
+        rank = agent.trainers.trainers[0] = TrainerProcess(0, folder / "log", 0)
+        life = asyncio.create_task(agent.run())
+        await until(lambda: driver.beats)
+        try:
+            await scene(driver, agent, rank, life)
+        finally:
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
+            await server.close()
+
+    asyncio.run(work())
+    return driver
+
+
+def test_a_driver_hears_that_ranks_have_ended_which_ended_just_now(tmp_path, monkeypatch):
+    """An agent that has seen its last rank end goes at once: the heartbeat that tells of it must not stay behind."""
+
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        agent.trainers._server = object()  # type: ignore[assignment]
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: driver.beats[-1].leaving)
+        assert not driver.beats[-1].over
+        agent.trainers._server = None
+        rank.end(130 << 8)
+        await life
+        await until(lambda: driver.beats[-1].over)
+
+    play(tmp_path, monkeypatch, scene)
+
+
+def test_a_driver_that_hung_up_is_told_when_it_is_back(tmp_path, monkeypatch):
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        driver.channels[0].close()
+        await until(lambda: agent.link.channel is None)
+        rank.end(130 << 8)
+        agent.ended.set()
+        await life
+        assert len(driver.channels) == 2
+        assert driver.beats[-1].over
+
+    play(tmp_path, monkeypatch, scene)
+
+
+def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
+    """What it says of the end of its ranks holds for good."""
+
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        driver.answers = False
+        rank.end(130 << 8)
+        agent.ended.set()
+        await until(lambda: driver.beats[-1].over)
+        start = {"attempt": 2, "job": "job", "ranks": [0], "world": 1, "master": ["127.0.0.1", 1], "settings": ""}
+        driver.channels[0].send_message(do="start", epoch=1, **start)
+        await until(lambda: driver.messages)
+        driver.channels[0].send_message(do="heard", epoch=1, sequence=driver.beats[-1].sequence)
+        await life
+
+    (failed,) = play(tmp_path, monkeypatch, scene).messages
+    assert isinstance(failed, StartFailed)
+    assert "told to end" in failed.why
+
+
+def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        driver.answers = False
+        rank.end(130 << 8)
+        agent.ended.set()
+        async with asyncio.timeout(3.0):  # less than it would wait
+            await life
+
+    play(tmp_path, monkeypatch, scene, lease=None)
