@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Response:
 
     def act(self, verdicts: Sequence[Verdict]) -> None:
         """Write verdicts down, each once an attempt, and act on the hardest."""
-        fresh = [verdict for verdict in verdicts if self._is_new(verdict)]
+        fresh = [verdict for verdict in map(self._bearable, verdicts) if self._is_new(verdict)]
         for verdict in fresh:
             self._note(
                 verdict.kind,
@@ -73,6 +74,13 @@ class Response:
         if hard and not self._naming and self._job.phase in (Phase.STARTING, Phase.RUNNING):
             self._seen.past += [(time.monotonic(), v) for v in hard]
             self._answer(hard)
+
+    def _bearable(self, verdict: Verdict) -> Verdict:
+        """A slow node still trains: where no spare stands by it is not given up, since a job without it would not."""
+        if verdict.kind != Event.SLOW_NODE or verdict.action != "evict" or self._nodes.spares():
+            return verdict
+        text = "no spare stands by to take its ranks, so it goes on; it is evicted once one does"
+        return replace(verdict, action="alert", evidence=(*verdict.evidence, text))
 
     def _is_new(self, verdict: Verdict) -> bool:
         key = (self._job.state.attempt, verdict.kind, verdict.nodes, verdict.ranks, verdict.action)

@@ -1,0 +1,62 @@
+"""What follows from verdicts, with the driver's other parts replaced by lists of what they were asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megascale.core.events import Event
+from megascale.resilience.driver.state.job_state import Phase
+from megascale.resilience.driver.telemetry.response import Response
+from megascale.resilience.rules.verdicts import Verdict
+
+SLOW = Verdict(Event.SLOW_NODE, ("n1",), (1,), "evict", ("rank 1 computes 1.4 x as long",))
+
+
+class Parts:
+    """A running job, with so many spares; `noted` and `evicted` are what came of verdicts."""
+
+    def __init__(self, spares: int) -> None:
+        self.noted: list[tuple[str, str, tuple[str, ...]]] = []
+        self.evicted: list[frozenset[str]] = []
+        self.standing = [object()] * spares
+        state = SimpleNamespace(attempt=1, distrust=False, updating=False, starts_without_progress=0, hopeless_step=0)
+        job = SimpleNamespace(state=state, phase=Phase.RUNNING, apply=lambda *_, **__: None)
+        nodes = SimpleNamespace(spares=lambda: self.standing, all=list)
+        recovery = SimpleNamespace(reasons={}, recover=lambda blamed, evict: self.evicted.append(evict))
+        seen = SimpleNamespace(blame=lambda verdict: None, past=[])
+        settings = SimpleNamespace(limits=SimpleNamespace(no_progress_limit=3))
+        parts: tuple[Any, ...] = (job, nodes, None, recovery, seen, settings, None, self._note)
+        self.response = Response(Path(), *parts)
+
+    def _note(self, kind: str, action: str, evidence: tuple[str, ...], **_: Any) -> None:
+        self.noted.append((kind, action, evidence))
+
+
+@pytest.fixture(autouse=True)
+def _no_steps(monkeypatch):
+    monkeypatch.setattr("megascale.resilience.driver.recovery.progress.step_of_end", lambda *_: 0)
+    monkeypatch.setattr("megascale.resilience.driver.recovery.progress.count", lambda *_: {})
+
+
+def test_a_slow_node_goes_on_until_a_spare_can_take_its_ranks():
+    """Evicted without one, a job of slow or busy nodes ends for want of nodes."""
+    parts = Parts(spares=0)
+    for _ in range(3):
+        parts.response.act([SLOW])
+    assert [(kind, action) for kind, action, _ in parts.noted] == [(Event.SLOW_NODE, "alert")]
+    assert "no spare stands by" in parts.noted[0][2][-1]
+    assert parts.evicted == []
+    parts.standing.append(object())
+    parts.response.act([SLOW])
+    assert [action for _, action, _ in parts.noted] == ["alert", "evict"]
+    assert parts.evicted == [frozenset({"n1"})]
+
+
+def test_a_broken_node_is_evicted_all_the_same():
+    parts = Parts(spares=0)
+    parts.response.act([Verdict(Event.CHECKSUM_MISMATCH, ("n1",), (1,), "evict", ("weights changed",))])
+    assert parts.evicted == [frozenset({"n1"})]
