@@ -47,7 +47,7 @@ SMALL = {
 THERE = (
     (r"~/", ""),
     (r"runs/(NAME|hour|machine-gone-0)", "runs/kept"),
-    (r"^((?:nodes|events) runs)/stdlib", r"\1/kept"),
+    (r"^((?:nodes|events) runs)/(?:stdlib|demo)", r"\1/kept"),
     (r"--steps \d+-\d+|--before .* --after \S+", "--steps 3-10"),
     (r"^(decline .*)--steps 3-10", r"\1--before 1-5 --after 6-10"),
     (r"--rank 5|--ranks 0-7", "--rank 0"),
