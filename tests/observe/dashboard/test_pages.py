@@ -87,6 +87,21 @@ def test_new_steps_and_events_come_by_themselves(page, serve, tmp_path):
     page.wait_for_selector(".chip >> text=done")
 
 
+def test_nodes_are_asked_for_again_though_nothing_is_told(page, address):
+    """A driver's answer holds for a second: what tells the page of a pause may come before the answer has it."""
+    asked = []
+
+    def answer(route) -> None:
+        asked.append(route)
+        job = {"phase": "pausing" if len(asked) < 3 else "paused", "attempt": 1, "step": 7, "world": 1, "nodes": ["n0"]}
+        route.fulfill(json={"driver": True, "driver_error": "", "job": {**job, "data": 1, "why": ""}, "nodes": []})
+
+    page.route("**/api/nodes?**", answer)
+    settled(page, address, "nodes", run="calm")
+    page.wait_for_selector("section[aria-label=job] b >> text=paused", timeout=20_000)
+    assert page.get_by_role("button", name="Resume", exact=True).is_enabled()
+
+
 def test_heat_map_leads_from_the_outlier_to_its_host_and_history(page, address):
     settled(page, address, "heatmap", run="calm")
     assert page.locator(".outliers button").first.inner_text().startswith(f"rank {SLOW}")

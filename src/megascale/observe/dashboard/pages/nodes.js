@@ -5,6 +5,8 @@ import { bytes, duration, moment, whole } from "./format.js";
 import { act, ask } from "./server.js";
 import * as address from "./address.js";
 
+/** Milliseconds after which the nodes are asked for again though nothing was told of the run. */
+const UNTOLD = 3000;
 /** What an order does, said before it is given. @type {Record<string, (node: string, ranks: number[]) => string>} */
 const SAYS = {
   cordon: (node) => `${node} gets nothing new; what it runs goes on.`,
@@ -153,16 +155,27 @@ export function show(place, page) {
 
   let timer = 0;
   let last = 0;
+  let told = false;
+
+  /** @param {number} milliseconds */
+  function readIn(milliseconds) {
+    clearTimeout(timer);
+    timer = window.setTimeout(async () => {
+      told = false;
+      last = Date.now();
+      await read();
+      // Also when nothing is told: the answer may be older than what was told, and heartbeats grow old.
+      if (!told && !signal.aborted) readIn(UNTOLD);
+    }, milliseconds);
+  }
+
   signal.addEventListener("abort", () => clearTimeout(timer));
   void read().then(page.ready);
   return () => {
     // Heartbeats change all the time: once in two seconds is enough for people.
-    if (timer || signal.aborted) return;
-    timer = window.setTimeout(() => {
-      timer = 0;
-      last = Date.now();
-      void read();
-    }, Math.max(0, 2000 - (Date.now() - last)));
+    if (told || signal.aborted) return;
+    told = true;
+    readIn(Math.max(0, 2000 - (Date.now() - last)));
   };
 }
 
