@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import context
+from tests.one_event_loop import share_event_loop
 
 PROCESSES = 8
 TIMEOUT = 120.0  # seconds for a job; the machine may be busy with other tests
@@ -102,6 +103,7 @@ def _serve(pipe: Connection, port: int) -> None:
     """A worker: jobs from the pipe until it closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    share_event_loop()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
