@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale.bench.resilience import hang_bench
-from megascale.bench.resilience.hang_bench import CASES, run_case
+from megascale.bench.resilience.hang_bench import CASES, LAYOUTS, run_case
 from megascale.cli.main import app
 from megascale.config import from_tree
 from megascale.core import calls
@@ -42,6 +42,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process states 
 def test_a_real_hang_is_named(case, tmp_path, monkeypatch):
     monkeypatch.setattr(hang_bench, "subprocess", SimpleNamespace(Popen=popen))
     outcome = run_case(case, tmp_path, random.Random(f"{case} {os.getpid()}"))
+    assert outcome.right, outcome
+
+
+def test_a_hang_of_replayed_microbatches_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(hang_bench, "subprocess", SimpleNamespace(Popen=popen))
+    rng = random.Random(f"replayed {os.getpid()}")
+    outcome = run_case("mismatched collective", tmp_path, rng, LAYOUTS[1], graphs=True)
     assert outcome.right, outcome
 
 

@@ -94,13 +94,19 @@ def make_tokens(folder: Path) -> Path:
     return folder / "tokens"
 
 
-def run_case(case: str, folder: Path, rng: random.Random, layout: tuple[int, int, int] = LAYOUTS[0]) -> HangOutcome:
-    """Train in `folder`, hang by `case`, judge. Raises RuntimeError where the training or the fault did not come."""
+def run_case(
+    case: str, folder: Path, rng: random.Random, layout: tuple[int, int, int] = LAYOUTS[0], graphs: bool = False
+) -> HangOutcome:
+    """Train in `folder`, hang by `case`, judge. graphs: micro-batches are replayed by the step of the fault.
+
+    Raises RuntimeError where the training or the fault did not come.
+    """
     from megascale.observe.hang import hang_report
+    from megascale.parallel.chunk_graphs import EAGER_STEPS
 
     tensor, pipeline, copies = layout
     world = tensor * pipeline * copies
-    rank, step = rng.randrange(world), rng.randrange(2, 9)
+    rank, step = rng.randrange(world), rng.randrange(2, 9) + graphs * EAGER_STEPS
     run = folder / "run"
     (run / "faults").mkdir(parents=True)
     config = folder / "hang.toml"
@@ -108,7 +114,8 @@ def run_case(case: str, folder: Path, rng: random.Random, layout: tuple[int, int
     config.write_text(CONFIG.format(tensor=tensor, pipeline=pipeline, **words))
     _place_fault(run, case, rank, step, rng, copies)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(config)]
+    more = ["--kernels.graphs=on"] if graphs else []
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(config), *more]
     with open(folder / "out", "wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
@@ -128,7 +135,7 @@ def run_case(case: str, folder: Path, rng: random.Random, layout: tuple[int, int
         record = scene.ranks[rank].record
         named = hang.group in (record.groups if record else ()) and bool(hang.op)
         right = hang.kind == _KINDS[case] and hang.ranks == (rank,) and named
-        name = f"tp{tensor} pp{pipeline} dp{copies}"
+        name = f"tp{tensor} pp{pipeline} dp{copies}" + ", replayed" * graphs
         first = hang.evidence[0] if hang.evidence else ""
         return HangOutcome(case, name, rank, step, right, hang_report.headline(hang), seconds, first)
     finally:
@@ -205,6 +212,7 @@ def register(app: typer.Typer) -> None:
     def hang(
         runs: int = typer.Option(5, help="Hangs of each of the four cases."),
         seed: int = typer.Option(0, help="Chooses ranks and steps."),
+        graphs: bool = typer.Option(False, "--graphs", help="With micro-batches replayed (kernels.graphs=on)."),
         out: Path = typer.Option(None, help="Write JSON here."),
     ) -> None:
         """Hang real trainings in four ways and count how often rank and collective are named right.
@@ -223,7 +231,7 @@ def register(app: typer.Typer) -> None:
         for case in CASES:
             for number in range(runs):
                 with tempfile.TemporaryDirectory() as folder:
-                    outcome = run_case(case, Path(folder), rng, LAYOUTS[number % len(LAYOUTS)])
+                    outcome = run_case(case, Path(folder), rng, LAYOUTS[number % len(LAYOUTS)], graphs)
                 outcomes.append(outcome)
                 mark = "[green]right[/]" if outcome.right else "[red]wrong[/]"
                 console.print(
