@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megascale import torch_private
 from megascale.errors import TrainingError
@@ -37,14 +40,40 @@ def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_function_with_other_arguments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import distributed_c10d
-
     original = distributed_c10d._process_group_name
     with torch_private.process_group_named("ours"):
         assert distributed_c10d._process_group_name([0], use_hashed_name=False) == "ours"
     assert distributed_c10d._process_group_name is original
     monkeypatch.setattr(distributed_c10d, "_process_group_name", lambda ranks: "")
     with pytest.raises(TrainingError, match="use_hashed_name"), torch_private.process_group_named("ours"):
+        pass
+
+
+def test_gloo_groups_share_one_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loops() -> int:
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        return names.count("gloo_tcp_loop\n")
+
+    def group(number: int) -> dist.ProcessGroup:
+        store = dist.FileStore(str(tmp_path / f"store {number}"), 1)
+        return distributed_c10d.ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=7))
+
+    before = loops()
+    original = distributed_c10d.ProcessGroupGloo
+    with torch_private.gloo_loop_shared():
+        first = group(0)
+        one = loops()
+        others = [group(number) for number in range(1, 4)]
+    assert distributed_c10d.ProcessGroupGloo is original
+    assert one <= before + 1  # another test of this process may have made it
+    assert loops() == one
+    apart = group(4)
+    assert loops() == one + 1
+    for each in (first, *others, apart):
+        assert isinstance(each, original)
+        assert each.options._timeout == timedelta(seconds=7)
+    monkeypatch.delattr(original, "create_default_device")
+    with pytest.raises(TrainingError, match="create_default_device"), torch_private.gloo_loop_shared():
         pass
 
 

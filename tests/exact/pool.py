@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megascale import torch_private
 from tests.forked import context
-from tests.one_event_loop import share_event_loop
 
 PROCESSES = 8
 TIMEOUT = 120.0  # seconds for a job; the machine may be busy with other tests
@@ -103,7 +103,6 @@ def _serve(pipe: Connection, port: int) -> None:
     """A worker: jobs from the pipe until it closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    share_event_loop()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
@@ -112,13 +111,14 @@ def _serve(pipe: Connection, port: int) -> None:
             return
         try:
             if world > 1:
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore(f"job {number}", store),
-                    rank=rank,
-                    world_size=world,
-                    timeout=GROUP_TIMEOUT,
-                )
+                with torch_private.gloo_loop_shared():
+                    dist.init_process_group(
+                        "gloo",
+                        store=dist.PrefixStore(f"job {number}", store),
+                        rank=rank,
+                        world_size=world,
+                        timeout=GROUP_TIMEOUT,
+                    )
             result = function(rank, world, *args)
             if world > 1:
                 dist.destroy_process_group()

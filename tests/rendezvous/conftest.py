@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -148,6 +149,7 @@ class Ranks:
             self.processes[rank] = process
 
     def _run(self, work: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> None:
+        gc.freeze()  # groups that a test before left as garbage: their threads are not here, and cannot be joined
         try:
             self._answers.put((rank, work(rank, *arguments)))
         except BaseException as error:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megascale import torch_private
 from megascale.checkpoint.plain_values import dump, load
 from megascale.errors import TrainingError
 
@@ -23,7 +24,8 @@ def _control(group: Any) -> Any:
         return group
     if group not in _controls:
         ranks = dist.get_process_group_ranks(group)
-        _controls[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        with torch_private.gloo_loop_shared():
+            _controls[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _controls[group]
 
 

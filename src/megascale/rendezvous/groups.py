@@ -186,7 +186,7 @@ def _new_group(
     options = None
     if device.type == "cuda" and channels is not None:
         options = torch_private.nccl_options(timeout, channels)
-    with torch_private.process_group_named(spec.name):
+    with torch_private.process_group_named(spec.name), torch_private.gloo_loop_shared():
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,

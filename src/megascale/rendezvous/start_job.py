@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import megascale
+from megascale import torch_private
 from megascale.core.grid import Grid
 from megascale.core.ports import LISTENER
 from megascale.core.secrets import PASSWORD_VARIABLE
@@ -144,14 +145,15 @@ def _start_groups(
         # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
     group_timeout = timedelta(seconds=settings.group_timeout)
-    dist.init_process_group(
-        # No device is bound to the default group: see groups._new_group.
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("torch", store),
-        rank=rank,
-        world_size=world,
-        timeout=group_timeout,
-    )
+    with torch_private.gloo_loop_shared():
+        dist.init_process_group(
+            # No device is bound to the default group: see groups._new_group.
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("torch", store),
+            rank=rank,
+            world_size=world,
+            timeout=group_timeout,
+        )
     lap("world")
     groups = make_groups(
         grid,
