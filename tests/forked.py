@@ -36,6 +36,8 @@ _Popen = subprocess.Popen
 # Python for `before`: trainers rest between steps, in a run that only has to go on while something is done to it.
 PACED = f"import runpy; runpy.run_path({str(Path(__file__).parent / 'paced' / 'sitecustomize.py')!r})"
 
+# Set where a test looks for services by what they were started with: they are new processes then.
+NEW_SERVICES = "MEGASCALE_TEST_NEW_SERVICES"
 # Set where a test looks at the picture of the losses that a training draws at its end.
 DRAW = "MEGASCALE_TEST_DRAW"
 
@@ -207,7 +209,8 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     os.chdir(cwd)
     subprocess.Popen = _start_child  # type: ignore[assignment,misc]
-    importlib.import_module("tests.forked_services").fork_services()
+    if NEW_SERVICES not in env:
+        importlib.import_module("tests.forked_services").fork_services()
     if before:
         exec(before, {})
     _run(COMMAND, words)

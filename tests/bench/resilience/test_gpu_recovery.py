@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
+from tests.forked import NEW_SERVICES, PACED, Forked
 from tests.gpu import recovery
 
+from megascale.bench.resilience import launched
 from megascale.core.capacity import Capacity
 from megascale.resilience.driver import start_driver
 
 WORDS = ["--preset=tiny", "--train.device=cpu", "--model.vocab_size=256", "--kills=1"]
 
 
-def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_kept(tmp_path, capsys):
+def rested(command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> Forked:
+    """In place of subprocess.Popen: the job forked, and not at full speed while it is started anew."""
+    more = {"MEGASCALE_TEST_REST": "0.05", NEW_SERVICES: "1"}
+    return Forked(command[3:], env=env | more, before=PACED, output=Path(stdout.name))
+
+
+def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_kept(tmp_path, capsys, monkeypatch):
     pytest.importorskip("fastapi", reason="the extra driver is not installed")
+    monkeypatch.setattr(launched, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": rested}))
     out = tmp_path / "recovery.json"
     words = [*WORDS, f"--out={out}"]
     assert recovery.main([*words, "--seconds=1"]) == 0  # nothing can be done in that time, and nothing is begun

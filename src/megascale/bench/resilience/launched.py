@@ -98,9 +98,8 @@ class Launched:
         self.command += [f"--train.name={name}", *words]
         folder = self.run / "faults"
         folder.mkdir(parents=True)
-        for rank in range(
-            2 if pace else 0
-        ):  # named so that a driver passes them on to nodes that do not see this folder
+        # Named so that a driver passes them on to nodes that do not see this folder.
+        for rank in range(2 if pace else 0):
             fault = {"kind": "slow-rank", "rank": rank, "seconds": pace, "persistent": True}
             (folder / f"{rank:020}-{0:06x}.json").write_text(strict_json.dumps(fault))
         for number, text in enumerate(faults):
