@@ -92,8 +92,8 @@ def register(app: typer.Typer) -> None:
         from megascale.resilience.driver.job_files import read_job_files
         from megascale.resilience.driver.timeouts import check_timeouts
 
-        check_timeouts(config)
         config, size = start_driver.prepare(config)
+        check_timeouts(config)  # with what the cluster chose
         resolved = api.with_precision(api.resolve(config), bool(size.devices))
         lay_out(resolved, size.world)  # what does not divide is said once, before any process starts
         console = Console(highlight=False, soft_wrap=True)

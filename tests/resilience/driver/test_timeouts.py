@@ -20,6 +20,10 @@ from megascale.resilience.driver.timeouts import check_timeouts
         (["resilience.lease=700"], ("resilience.lease=700", "resilience.orphan=600")),
         (["resilience.first_step=4"], ("resilience.window=5", "resilience.first_step=4")),
         (["checkpoint.background=true", "checkpoint.linger=4"], ("resilience.window=5", "checkpoint.linger=4")),
+        (
+            ["checkpoint.background=true", "resilience.agent_lease=56"],
+            ("resilience.window and resilience.agent_lease=61", "checkpoint.linger=60"),
+        ),
     ],
 )
 def test_a_pair_in_the_wrong_order_is_named(settings, keys):
@@ -32,4 +36,5 @@ def test_a_pair_in_the_wrong_order_is_named(settings, keys):
 
 def test_the_defaults_are_in_order():
     check_timeouts(load(None, []))
+    check_timeouts(load(None, ["--checkpoint.background=true", "--resilience.agent_lease=8"]))
     check_timeouts(load(None, ["--checkpoint.linger=4"]))  # nobody waits for a service that is not there

@@ -296,7 +296,7 @@ _CROWD: tuple[str, ...] = (
     "--kubernetes.one_a_node=false",
     "--resilience.window=30",
 )
-_CROWD += ("--resilience.agent_lease=60", "--resilience.replacements=100")
+_CROWD += ("--resilience.agent_lease=60", "--checkpoint.linger=180", "--resilience.replacements=100")
 _GPU = '--kubernetes.resources=["nvidia.com/gpu=1"]'
 _NO_WAIT = "--resilience.replenish_wait=20"
 FAULTS: dict[str, KubernetesFault] = {

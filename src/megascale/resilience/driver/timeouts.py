@@ -59,6 +59,17 @@ def check_timeouts(config: Config) -> None:
                 "copies of the state in memory are still there when ranks start again",
             )
         )
+    if saving.background and r.agent_lease is not None:
+        pairs.append(
+            (
+                "resilience.window and resilience.agent_lease",
+                r.window + r.agent_lease,
+                1.0,
+                "checkpoint.linger",
+                saving.linger,
+                "copies of the state in memory outlast the wait for ranks of a node that nobody reaches",
+            )
+        )
     for small, a, factor, large, b, why in pairs:
         if a * factor > b:
             times = f"{factor:g} x " if factor != 1 else ""
