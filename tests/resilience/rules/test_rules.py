@@ -353,10 +353,15 @@ def test_log_lines_and_devices():
     assert one(rules.judge(view({0: [first]})), "device_fault").nodes == ("node-0",)
 
 
-def with_traffic(rates: list[float], phase: str = "train") -> list[Verdict]:
+def with_traffic(rates: list[float], phase: str = "train", still: int = 0) -> list[Verdict]:
+    """still: of the last heartbeats, how many are of one step."""
+    last = len(rates) - 1 - still
     sent = [
         heartbeat(
-            0, i, [worker(0, phase=phase, step=i)], traffic=(NetworkTraffic("eth0", r, r, r, r, r, r, samples=100),)
+            0,
+            i,
+            [worker(0, phase=phase, step=min(i, last))],
+            traffic=(NetworkTraffic("eth0", r, r, r, r, r, r, samples=100),),
         )
         for i, r in enumerate(rates)
     ]
@@ -366,14 +371,17 @@ def with_traffic(rates: list[float], phase: str = "train") -> list[Verdict]:
 def test_traffic_that_stops_recovers_and_traffic_that_drops_alerts():
     busy = [5e8, 4e8, 6e8] * 10
     assert not with_traffic(busy + [5e8] * 10)
-    assert one(with_traffic(busy + [0.0] * 10), "traffic_stopped").action == "recover"
+    assert one(with_traffic(busy + [0.0] * 10, still=10), "traffic_stopped").action == "recover"
+    # Quiet while steps are done: what it carried was not training.
+    assert one(with_traffic(busy + [0.0] * 10), "traffic_dropped").action == "alert"
     assert one(with_traffic(busy + [1e8] * 10), "traffic_dropped").action == "alert"
-    assert not with_traffic(busy + [0.0] * 10, phase="save")
-    assert not with_traffic(busy + [0.0] * 5)
+    assert not with_traffic(busy + [0.0] * 10, phase="save", still=10)
+    assert not with_traffic(busy + [0.0] * 5, still=5)
     assert not with_traffic([0.0] * 40)
     # Quiet stretches of six heartbeats belong to this run: ten are no stop yet.
     waves = ([5e8] * 8 + [0.0] * 6) * 4
     assert not [v for v in with_traffic(waves + [0.0] * 10) if v.kind == "traffic_stopped"]
+    assert not [v for v in with_traffic(waves + [0.0] * 10, still=10) if v.kind == "traffic_stopped"]
 
 
 def measured(losses: list[float], norms: list[float] | None = None, seconds: list[float] | None = None):

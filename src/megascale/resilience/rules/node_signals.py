@@ -79,7 +79,8 @@ def traffic(view: View) -> list[Verdict]:
     """Network traffic of training is periodic: a full stop means recovery, a lasting drop a person's look.
 
     (MegaScale section 4.2.) Judged only over a time in which all ranks of the node were in a training step; a quiet
-    stretch counts as a stop only if it is three times as long as any that the node had before.
+    stretch counts as a stop only if it is three times as long as any that the node had before, and if no step was done
+    in it: an interface that is quiet while training goes on did not carry training.
     """
     if view.phase != "running":
         return []
@@ -114,7 +115,8 @@ def _interface(member: RankView, name: str) -> list[Verdict]:
         return found
     quiet = _trailing_quiet(rates, usual)
     longest = _longest_quiet(before, usual)
-    if quiet >= max(QUIET_BEATS, 3 * longest) and _peak(samples[-1]) < usual * _STOPPED:
+    stopped = quiet >= max(QUIET_BEATS, 3 * longest) and _peak(samples[-1]) < usual * _STOPPED
+    if stopped and not _stepped(member, quiet):
         text = f"no traffic on {name} of {member.node} for {quiet} heartbeats; usual are {usual / 1e6:.1f} MB/s"
         longest_text = f"its longest quiet stretch before was {longest} heartbeats"
         found.append(Verdict(Event.TRAFFIC_STOPPED, (member.node,), member.ranks, "recover", (text, longest_text)))
@@ -123,6 +125,13 @@ def _interface(member: RankView, name: str) -> list[Verdict]:
         text = f"traffic on {name} of {member.node} fell to {now:.1f} MB/s from {usual / 1e6:.1f} MB/s"
         found.append(Verdict(Event.TRAFFIC_DROPPED, (member.node,), (), "alert", (text,)))
     return found
+
+
+def _stepped(member: RankView, beats: int) -> bool:
+    """Whether a rank of the node has gone on to another step within its last so many heartbeats."""
+    recent = [h.workers for _, h in list(member.history)[-beats:]]
+    first = {w.rank: w.step for w in recent[0]}
+    return any(w.step > first.get(w.rank, w.step) for w in recent[-1])
 
 
 def _typical(rates: list[float]) -> float:
