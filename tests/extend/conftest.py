@@ -1,0 +1,3 @@
+"""The exactness suite's worker processes serve here too."""
+
+from tests.exact.conftest import one_process, pool  # noqa: F401
