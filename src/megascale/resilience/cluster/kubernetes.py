@@ -158,7 +158,11 @@ class KubernetesCluster:
             return False  # the old one does not end, and would have the devices
         slot = name.removeprefix(f"{machine}.") if name != machine else ""
         made = await self._make(slot, machine, self._avoid())
-        return made is not None and bool(await self._runs(made, START))
+        if made is None:
+            return False
+        found = await self._runs(made, START)
+        self._waiting.discard(made)
+        return found is not None
 
     async def fence(self, name: str) -> bool:
         """True once its kubelet has said that it has ended, or must have ended it."""
@@ -174,7 +178,6 @@ class KubernetesCluster:
             made = await self._make(slot, "", avoid)
             if made is None:
                 return None
-            self._waiting.add(made)
             found = await self._runs(made, deadline - time.monotonic(), partial(self._outdated, avoid))
             self._waiting.discard(made)
             if found is not None:
@@ -264,8 +267,9 @@ class KubernetesCluster:
         return not pod.machine and bool(pod.waiting[0]) and not avoid <= self._avoid()
 
     async def _make(self, slot: str, machine: str, avoid: frozenset[str]) -> str | None:
-        """Ask for a pod; its name, None if that was refused."""
+        """Ask for a pod, which `_waiting` has from before it can be there; its name, None if that was refused."""
         name = f"{self._job}-{secrets.token_hex(3)}"
+        self._waiting.add(name)
         manifest = pod(
             self._config,
             name,
@@ -283,6 +287,7 @@ class KubernetesCluster:
         try:
             await self._do(self.api.call, "POST", self.api.path("pods"), manifest)
         except KubernetesError as error:
+            self._waiting.discard(name)
             self.view.report(kubernetes_verdicts.of_refusal(error, f"pod {name}"))
             return None
         return name
