@@ -48,8 +48,11 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A fresh page of 1280 x 720; anything that a script raises or the policy refuses fails the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 720})
+    """A fresh page of 1280 x 720; anything that a script raises or the policy refuses fails the test.
+
+    Nothing moves on it: without a GPU a chip that pulses is a third of what a browser computes.
+    """
+    context = browser.new_context(viewport={"width": 1280, "height": 720}, reduced_motion="reduce")
     made = context.new_page()
     wrong: list[str] = []
     made.on("pageerror", lambda error: wrong.append(str(error)))
