@@ -12,7 +12,7 @@ from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.errors import TrainingError
 from tests.conftest import lines
-from tests.forked import Forked
+from tests.forked import PACED, Forked
 from tests.train.test_run import kill_when, losses, weights
 
 BACKGROUND = ["--checkpoint.background=true", "--checkpoint.linger=100"]
@@ -51,7 +51,8 @@ def test_a_killed_run_goes_on_from_memory(tiny, megascale, tmp_path, world):
     assert calm.returncode == 0, calm.stderr
     command += ["--train.name=killed", *BACKGROUND, "--checkpoint.memory_interval=1"]
     run = tmp_path / "runs" / "killed"
-    kill_when(run, Forked(command), 6, 0.0)
+    # Resting, so that on a busy machine too a step is copied before the next is done.
+    kill_when(run, Forked(command, before=PACED, env={"MEGASCALE_TEST_REST": "0.1"}), 6, 0.0)
     found = megascale(*command)
     assert found.returncode == 0, found.stderr
     (resumed,) = events(run, "resumed")
