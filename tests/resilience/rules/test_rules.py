@@ -371,7 +371,8 @@ def with_traffic(rates: list[float], phase: str = "train", still: int = 0) -> li
 def test_traffic_that_stops_recovers_and_traffic_that_drops_alerts():
     busy = [5e8, 4e8, 6e8] * 10
     assert not with_traffic(busy + [5e8] * 10)
-    assert one(with_traffic(busy + [0.0] * 10, still=10), "traffic_stopped").action == "recover"
+    for still in (10, 7):  # the last step may be told of after it fell quiet
+        assert one(with_traffic(busy + [0.0] * 10, still=still), "traffic_stopped").action == "recover"
     # Quiet while steps are done: what it carried was not training.
     assert one(with_traffic(busy + [0.0] * 10), "traffic_dropped").action == "alert"
     assert one(with_traffic(busy + [1e8] * 10), "traffic_dropped").action == "alert"

@@ -116,7 +116,8 @@ def _interface(member: RankView, name: str) -> list[Verdict]:
     quiet = _trailing_quiet(rates, usual)
     longest = _longest_quiet(before, usual)
     stopped = quiet >= max(QUIET_BEATS, 3 * longest) and _peak(samples[-1]) < usual * _STOPPED
-    if stopped and not _stepped(member, quiet):
+    # The step under way when it fell quiet may have been told of a few heartbeats later.
+    if stopped and not _stepped(member, quiet // 2):
         text = f"no traffic on {name} of {member.node} for {quiet} heartbeats; usual are {usual / 1e6:.1f} MB/s"
         longest_text = f"its longest quiet stretch before was {longest} heartbeats"
         found.append(Verdict(Event.TRAFFIC_STOPPED, (member.node,), member.ranks, "recover", (text, longest_text)))
