@@ -131,7 +131,7 @@ class Kubelets:
         assert self._folder is not None
         folder = self._folder / name
         for each in ("about", "state", "secret"):
-            (folder / each).mkdir(parents=True)
+            (folder / each).mkdir(parents=True, exist_ok=True)  # begun before where the Secret was not there yet
         self._annotate(folder, pod)
         secret = next(v for v in pod["spec"]["volumes"] if v["name"] == "secret")["secret"]["secretName"]
         token = base64.b64decode(self._store.get("secrets", secret)["data"]["token"])
