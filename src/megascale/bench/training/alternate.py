@@ -282,6 +282,7 @@ def show(record: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    console.width = max(console.width, 100)  # a table whose digits are cut says nothing
     console.print(
         f"{record['preset']}, {record['global_batch']} x {record['sequence_length']} tokens a step, "
         f"{record['processes']} x {record['device']}, torch {record['versions']['torch']}, {record['date']}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
+from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,9 @@ def register(app: typer.Typer) -> None:
         steps: int = typer.Option(20, min=1, help="Timed steps."),
         warmup: int = typer.Option(5, min=1, help="Steps before them."),
         profile: Path | None = typer.Option(None, help="Write a Chrome trace of one step and a table of its kernels."),
+        cores: int | None = typer.Option(
+            None, min=1, help="Let each rank run on so many cores, its own ones, as taskset would. [default: all]"
+        ),
         watch: bool = typer.Option(
             False, "--watch", help="Sample clock, power and temperature of the first GPU by nvidia-smi, for --out too."
         ),
@@ -59,6 +63,8 @@ def register(app: typer.Typer) -> None:
           megascale bench train gpt-1.3b --train.micro_batch=8 --train.global_batch=64
 
           megascale bench train gpt-1.3b --train.micro_batch=8 --steps 500 --watch
+
+          megascale bench train gpt-13b --model.layers=20 --parallel.tensor=2 --train.micro_batch=1 --cores 1
         """
         from megascale.bench.harness import gpu_watch as watching
         from megascale.bench.harness.training_runs import load_shape
@@ -74,14 +80,32 @@ def register(app: typer.Typer) -> None:
             if watch:
                 watching.check(torch.cuda.is_available() and config.train.device != "cpu")
             world = launcher.processes_wanted(config, torch.cuda.device_count())
+            if cores is not None:
+                cores_of(cores, world - 1)
             if world > 1:
                 lay_out(config, world)
                 raise typer.Exit(launcher.launch(sys.argv[1:], world, config))
+        if cores is not None:
+            own = cores_of(cores, int(os.environ.get("LOCAL_RANK", "0")))
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), own)
         result = measure(config, steps, warmup, profile, watch)
         if result is not None:
             show(result)
             if out is not None:
                 out.write_text(strict_json.dumps(result, indent=2) + "\n")
+
+
+def cores_of(cores: int, local_rank: int) -> set[int]:
+    """The `cores` cores that a rank of this host has for itself. ConfigError where the host has too few."""
+    there = sorted(os.sched_getaffinity(0))
+    own = set(there[cores * local_rank : cores * (local_rank + 1)])
+    if len(own) < cores:
+        raise ConfigError(
+            f"--cores={cores}: {len(there)} cores may be used here, and {local_rank + 1} ranks would take "
+            f"{cores * (local_rank + 1)}; give each fewer"
+        )
+    return own
 
 
 def gemm_rate(device: torch.device, seconds: float) -> float:
@@ -123,7 +147,7 @@ def measure(
     model, train = config.model, config.train
     rows = random_rows(config, engine.data_rank, place.device)
     start_seconds = time.perf_counter() - began
-    seconds, losses = [], []
+    seconds, host_seconds, losses = [], [], []
     first = 0.0  # when the first timed step began
     watched = None
     if watch and not place.rank:
@@ -136,10 +160,12 @@ def measure(
                 first = began
             engine.start_gather()
             result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, more=True)
+            launched = time.perf_counter() - began
             garbage.after(step)  # as in training
             losses.append(float(result.loss))  # waits for the update, not for what goes on under the next step
             if step > warmup:
                 seconds.append(time.perf_counter() - began)
+                host_seconds.append(launched)
     garbage.close()
     peak_memory = torch.cuda.max_memory_allocated(place.device) / 2**30 if cuda else None
     free, whole = torch.cuda.mem_get_info(place.device) if cuda else (0, 0)
@@ -167,6 +193,7 @@ def measure(
         "step_seconds": step_seconds,
         "all_step_seconds": seconds,
         "step_seconds_min_max": [min(seconds), max(seconds)],
+        "host_seconds": statistics.median(host_seconds),  # until all of a step was launched
         "tokens_per_second_per_device": rate / place.world,
         "mfu": mfu(model, rate, place.world, peak) if peak else None,
         "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
@@ -201,6 +228,11 @@ def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool
         recorded.export_chrome_trace(str(out))
 
 
+def _host(result: dict[str, Any]) -> str:
+    host = result["host_seconds"]
+    return f"done after {host:.4f} s of a step, {host / result['step_seconds']:.1%} (its launches; more if they queue)"
+
+
 def show(result: dict[str, Any]) -> None:
     """Print the figures."""
     from rich.console import Console
@@ -220,6 +252,7 @@ def show(result: dict[str, Any]) -> None:
     if result["mfu"] is not None:
         rows.append(("MFU", f"{100 * result['mfu']:.1f}% ({result['mfu_convention']})"))
     if result["gemm_flop_per_s"] is not None:
+        rows.append(("host", _host(result)))
         before, after = (x / 1e12 for x in result["gemm_flop_per_s"])
         rows.append(("sustained GEMM", f"{before:.0f} TFLOP/s before, {after:.0f} after, in the same run"))
         memory = f"{result['peak_memory_gib']:.1f} GiB in tensors, {result['device_memory_gib']:.1f} GiB of the device"
