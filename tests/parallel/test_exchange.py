@@ -72,11 +72,11 @@ class Device:
     def compute(self, work: Callable[[], Any], queue: str = "main") -> None:
         self.put(queue, work)
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
         assert to.shape == source.shape
         half = to.shape[0] // 2  # a copy takes time: others may come between
-        self.put("copy", lambda: to[:half].copy_(source[:half]))
-        self.put("copy", lambda: to[half:].copy_(source[half:]))
+        self.put(queue, lambda: to[:half].copy_(source[:half]))
+        self.put(queue, lambda: to[half:].copy_(source[half:]))
 
     def signal(self, peer: int, number: int) -> None:
         if self.capturing is None:
@@ -143,9 +143,9 @@ def call_all(ex: Exchange, device: Device, program: list[str], own: list[torch.T
         if op == "gather":
             pending.append((number, ex.gather(mine[0])))
         elif op == "scatter":
-            pending.append((number, ex.scatter(lambda out, mine=mine: out.copy_(mine), SHAPE, mine)))  # type: ignore[misc]
+            pending.append((number, ex.scatter(lambda out, rank, mine=mine: out.copy_(mine), SHAPE, mine)))  # type: ignore[misc]
         elif op == "scatter now":
-            save(number, ex.scatter_now(lambda out, mine=mine: out.copy_(mine), SHAPE, mine))  # type: ignore[misc]
+            save(number, ex.scatter_now(lambda out, to, mine=mine: out.copy_(mine[to]), SHAPE, mine))  # type: ignore[misc]
         else:
             seen = torch.zeros(ex.size, *SHAPE, dtype=torch.float64)
             keep = op == "consume and keep"
@@ -298,20 +298,20 @@ def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
     devices, (ex, _) = exchanges_of(2)
     before = (ex._number, ex._gathers, ex._scatters, dict(ex._free), set(ex._open))
     with ex.captured() as calls:
-        ex.scatter_now(lambda out: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
+        ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
     assert calls.nbytes == 2 * 8 * SHAPE[0] * SHAPE[1]
 
     def fail() -> None:
         with ex.captured():
-            ex.scatter(lambda out: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
+            ex.scatter(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
             raise RuntimeError("no capture")
 
     with pytest.raises(RuntimeError, match="no capture"):
         fail()
     assert (ex._number, ex._gathers, ex._scatters, ex._free, ex._open) == before
     assert not any(devices[0].queues.values())
-    ex.scatter_now(lambda out: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))  # nothing is owed
-    waiting = ex.scatter(lambda out: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
+    ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))  # nothing is owed
+    waiting = ex.scatter(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="before a capture begins"), ex.captured():
         pass
     waiting()
@@ -327,10 +327,10 @@ def test_a_backward_pass_gathers_and_scatters_at_once() -> None:
 def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:
     memory = [torch.zeros(Exchange.bytes_needed(2, 64), dtype=torch.uint8) for _ in range(2)]
     ex, like = Exchange(0, 2, memory, 64, Device(0, {})), torch.zeros(2)
-    wait = ex.scatter(lambda out: None, (2,), like)
-    ex.scatter_now(lambda out: None, (2,), like)
+    wait = ex.scatter(lambda out, rank: None, (2,), like)
+    ex.scatter_now(lambda out, rank: None, (2,), like)
     with pytest.raises(RuntimeError, match="before the next scatter but one"):
-        ex.scatter_now(lambda out: None, (2,), like)
+        ex.scatter_now(lambda out, rank: None, (2,), like)
     wait()
 
 
@@ -342,7 +342,7 @@ def test_a_call_within_what_another_computes_is_refused(call: str) -> None:
     if call == "consume":
         ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep=False)
     else:
-        getattr(ex, call)(lambda out: ex.gather(like), SHAPE, like)
+        getattr(ex, call)(lambda out, rank: ex.gather(like), SHAPE, like)
     with pytest.raises(RuntimeError, match="within what another call computes"):
         run(devices[:1], random.Random(0))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megascale import torch_private
 from megascale.core.spans import SpanAxis
-from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange import Exchange, Make
 from megascale.parallel.runtime import Runtime, Transfer
 
 # torch 2.13 has new names for these two and warns of the old ones, on every rank.
@@ -123,19 +123,15 @@ def gather_and_consume(
     return whole
 
 
-def exchange_scatter(
-    make: Callable[[torch.Tensor], object], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
-) -> Pending:
-    """Reduce-scatter of what make(out [size, *shape]) writes, by the axis's exchange, under what comes next."""
+def exchange_scatter(make: Make, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> Pending:
+    """Reduce-scatter of what make(out [size, *shape], None) writes, by the axis's exchange, under what comes next."""
     assert axis.exchange is not None
     transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
     return Pending(like, None, transfer, axis.exchange.scatter(make, shape, like))
 
 
-def scatter_now(
-    make: Callable[[torch.Tensor], object], shape: tuple[int, ...], like: torch.Tensor, axis: Axis
-) -> torch.Tensor:
-    """As exchange_scatter, done at once."""
+def scatter_now(make: Make, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """As exchange_scatter, done at once, by make(out [*shape], rank) for the part of each rank."""
     assert axis.exchange is not None
     transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
     out = axis.exchange.scatter_now(make, shape, like)
@@ -222,7 +218,8 @@ def _scatter_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     part = (x.shape[0] // axis.size, *x.shape[1:])
     if not exchanges(axis, x.nbytes // axis.size):
         return reduce_scatter(x, axis).wait()
-    return scatter_now(lambda out: out.view(x.shape).copy_(x), part, x, axis)
+    parts = x.view(axis.size, *part)
+    return scatter_now(lambda out, rank: out.copy_(parts if rank is None else parts[rank]), part, x, axis)
 
 
 def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:

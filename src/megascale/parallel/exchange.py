@@ -42,8 +42,8 @@ class Streams(Protocol):
         """Run `work` on main or side."""
         ...
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the copy queue."""
+    def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
+        """Copy on copy or main."""
         ...
 
     def signal(self, peer: int, number: int) -> None:
@@ -66,6 +66,10 @@ class Streams(Protocol):
         """From now on signals and waits are parts of a capture: of two flags for each peer the one that the call's
         number, even or odd, says, set to 1 by a signal and to 0 by whoever has waited for it."""
         ...
+
+
+# What writes a part of a result into memory: (out, the rank whose part it is); all parts at once for None.
+Make = Callable[[torch.Tensor, int | None], Any]
 
 
 @dataclass
@@ -109,6 +113,8 @@ class Exchange:
         self._within = False  # what a call computes
         self._met = 0  # the number after which every peer had done all before
         self._bytes = 0
+        self._capturing = False
+        self._gathered: Any = None  # event on copy: the last gather is over, the one before was read
         self._owed: set[int] = set()  # buffers of scatters whose result was not waited for
         self._open: set[int] = set()  # buffers of scatters after which no call has ended yet
         self._free: dict[int, Any] = {}  # buffer index -> event on copy after which nobody reads it any more
@@ -177,9 +183,10 @@ class Exchange:
         if self._owed:
             raise RuntimeError("a scatter's result must be waited for before a capture begins")
         streams, made = self._streams, Captured()
-        before = self._number, self._gathers, self._scatters, self._free, self._open, self._bytes
+        before = self._number, self._gathers, self._scatters, self._free, self._open, self._bytes, self._gathered
         self._number = self._gathers = self._scatters = self._bytes = 0
-        self._free, self._open = {}, set()
+        self._free, self._open, self._gathered = {}, set(), None
+        self._capturing = True
         streams.capture(True)
         try:
             yield made
@@ -189,8 +196,9 @@ class Exchange:
             made.nbytes = self._bytes
         finally:
             streams.capture(False)
+            self._capturing = False
             self._owed.clear()
-            self._number, self._gathers, self._scatters, self._free, self._open, self._bytes = before
+            self._number, self._gathers, self._scatters, self._free, self._open, self._bytes, self._gathered = before
 
     def before_replay(self) -> None:
         """A replay is next. It takes any memory at once, so that calls since the last one must be over everywhere."""
@@ -211,12 +219,24 @@ class Exchange:
 
     # gather ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-        """Put x where the peers find it and signal them: (number of the call, where each rank's part is)."""
+    def _send(self, x: torch.Tensor, place: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
+        """Put x where the peers find it, and into `place`, and signal them: (number of the call, where each rank's part
+        is).
+
+        In a capture main copies, before it computes: there a copy within a device is a kernel, which would wait until
+        the GEMM beside it has left the device, and with it the peers.
+        """
         streams, number = self._streams, self._begin(x.nbytes)
         parts = self._parts(True, self._gathers % BUFFERS, x.shape, x.dtype)
         self._gathers += 1
-        streams.copy(parts[self.rank], x)
+        queue = "main" if self._capturing else "copy"
+        if self._capturing and self._gathered is not None:
+            streams.stream_wait("main", self._gathered)
+        streams.copy(parts[self.rank], x, queue)
+        if self._capturing:
+            if place is not None:
+                streams.copy(place, x, queue)
+            streams.stream_wait("copy", streams.record_event("main"))
         for step in range(1, self.size):
             streams.signal((self.rank - step) % self.size, number)  # who needs it first, first
         return number, parts
@@ -226,13 +246,14 @@ class Exchange:
         streams = self._streams
         whole = x.new_empty((self.size, *x.shape))
         streams.stream_wait("copy", streams.record_event("main"))
-        number, parts = self._send(x)
+        number, parts = self._send(x, whole[self.rank])
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             streams.wait_for(peer, number)
             streams.copy(whole[peer], parts[peer])
-        streams.copy(whole[self.rank], x)
-        last = self._end()
+        if not self._capturing:
+            streams.copy(whole[self.rank], x)
+        last = self._gathered = self._end()
 
         def wait(kept: torch.Tensor = x) -> torch.Tensor:  # x must live until it was copied
             self._await(last)
@@ -249,9 +270,13 @@ class Exchange:
         """
         streams = self._streams
         whole = x.new_empty((self.size, *x.shape))
-        streams.stream_wait("copy", streams.record_event("main"))
-        self._compute(lambda: consume(x, self.rank))  # needs no communication
-        number, parts = self._send(x)
+        if self._capturing:
+            number, parts = self._send(x, whole[self.rank] if keep else None)
+            self._compute(lambda: consume(x, self.rank))  # needs no communication
+        else:  # the GEMM first: the host is what is waited for
+            streams.stream_wait("copy", streams.record_event("main"))
+            self._compute(lambda: consume(x, self.rank))
+            number, parts = self._send(x, None)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             streams.wait_for(peer, number)
@@ -259,11 +284,12 @@ class Exchange:
             queue = "side" if self.on_side_stream and step % 2 else "main"
             self._await(streams.record_event("copy"), queue)
             self._compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
-        if keep:
+        if keep and not self._capturing:
             streams.copy(whole[self.rank], x)
         if self.on_side_stream:
             streams.stream_wait("main", streams.record_event("side"))
-        self._await(self._end())
+        self._gathered = self._end()
+        self._await(self._gathered)
         return whole.flatten(0, 1)
 
     # scatter --------------------------------------------------------------------------------------------------------
@@ -278,10 +304,8 @@ class Exchange:
             self._await(self._free.pop(index))
         return number, index, self._parts(False, index, shape, dtype)
 
-    def scatter(
-        self, make: Callable[[torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor
-    ) -> Callable[[], torch.Tensor]:
-        """Reduce-scatter what make(out) writes into out [size, *shape] at once, overlapped with what comes next.
+    def scatter(self, make: Make, shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Reduce-scatter what make(out, None) writes into out [size, *shape] at once, overlapped with what comes next.
 
         The function returned waits and gives the sum over ranks of their part for this rank, of `shape`.
         """
@@ -289,7 +313,7 @@ class Exchange:
         number, index, parts = self._room(shape, like.dtype)
         mine = parts[self.rank]
         got = like.new_empty((self.size, *shape) if self.size > 2 else (1, *shape))
-        self._compute(lambda: make(mine))
+        self._compute(lambda: make(mine, None))
         streams.stream_wait("copy", streams.record_event("main"))
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
@@ -312,28 +336,29 @@ class Exchange:
 
         return wait
 
-    def scatter_now(
-        self, make: Callable[[torch.Tensor], Any], shape: Sequence[int], like: torch.Tensor
-    ) -> torch.Tensor:
-        """As `scatter`, with nothing to hide it under: of two ranks, each adds straight from the other's memory.
-
-        To cut the GEMM and hide one part's scatter under the next cost more than it hid as tried here on two H200s;
-        torch's way of cutting did better after large GEMMs (docs/log.md).
-        """
-        if self.size > 2:
-            return self.scatter(make, shape, like)()
-        streams, peer = self._streams, 1 - self.rank
+    def scatter_now(self, make: Make, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """As `scatter`, with nothing to hide it under but itself: peers' parts are made first, and travel while this
+        rank makes its own. make(out, rank) writes one part, of `shape`, at a time."""
+        streams = self._streams
         number, index, parts = self._room(shape, like.dtype)
-        out = like.new_empty(tuple(shape))
-        self._compute(lambda: make(parts[self.rank]))
-        streams.stream_wait("copy", streams.record_event("main"))
-        streams.signal(peer, number)
-        streams.wait_for(peer, number)
-        self._await(streams.record_event("copy"))
-        mine, others = parts[self.rank][self.rank], parts[peer][self.rank]
-        streams.compute(lambda: torch.add(mine, others, out=out))
-        self._end(index, "main")
-        return out
+        mine = parts[self.rank]
+        others = like.new_empty((self.size if self.size > 2 else 1, *shape))
+        own = others[self.rank] if self.size > 2 else like.new_empty(tuple(shape))
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            self._compute(lambda peer=peer: make(mine[peer], peer))  # type: ignore[misc]
+            streams.stream_wait("copy", streams.record_event("main"))
+            streams.signal(peer, number)
+        self._compute(lambda: make(own, self.rank))
+        for step in range(1, self.size):
+            source = (self.rank - step) % self.size
+            streams.wait_for(source, number)
+            streams.copy(others[source if self.size > 2 else 0], parts[source][self.rank])
+        self._await(self._end(index))
+        if self.size > 2:
+            return self._sum(others)
+        streams.compute(lambda: torch.add(own, others[0], out=own))
+        return own
 
     def _sum(self, parts: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(parts[0])

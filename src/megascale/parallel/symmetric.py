@@ -105,9 +105,9 @@ class CudaStreams:
             with torch.cuda.stream(self._side_stream):
                 work()
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, to: torch.Tensor, source: torch.Tensor, queue: str = "copy") -> None:
         """See Streams."""
-        self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._copy_stream)
+        self._driver.copy(to.data_ptr(), source.data_ptr(), to.nbytes, self._stream(queue))
 
     def signal(self, peer: int, number: int) -> None:
         """See Streams."""

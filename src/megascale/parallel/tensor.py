@@ -33,6 +33,7 @@ from megascale.parallel.collectives import (
     reduce_scatter,
     scatter_now,
 )
+from megascale.parallel.exchange import Make
 from megascale.parallel.linear import PLAIN
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.parameters import local_parameter
@@ -73,12 +74,8 @@ def _gathered_gemm(
     return y
 
 
-# What writes the sum of some GEMMs into `out`: a second one that accumulates costs no concatenation.
-Sum = Callable[[torch.Tensor], None]
-
-
-def _scattered(total: Sum, shape: tuple[int, ...], like: torch.Tensor, axis: Axis, followed: bool) -> Pending:
-    """Reduce-scatter of what `total` writes, of `shape` on all ranks, in flight or done.
+def _scattered(total: Make, shape: tuple[int, ...], like: torch.Tensor, axis: Axis, followed: bool) -> Pending:
+    """Reduce-scatter of the sum of GEMMs that `total` writes, of `shape` on all ranks, in flight or done.
 
     followed: whether another GEMM follows that it can hide under.
     """
@@ -88,9 +85,17 @@ def _scattered(total: Sum, shape: tuple[int, ...], like: torch.Tensor, axis: Axi
             return exchange_scatter(total, part, like, axis)
         return Pending(scatter_now(total, part, like, axis))
     y = like.new_empty(shape)
-    total(y)
+    total(y, None)
     pending = reduce_scatter(y, axis)
     return Pending(pending.wait()) if axis.overlap == "off" else pending
+
+
+def _rows_of(x: Operand, axis: Axis, rank: int | None) -> Operand:
+    """An operand of a GEMM whose rows are those of one rank; all of them for None."""
+    if rank is None:
+        return x
+    n = x[0].shape[0] // axis.size
+    return (x[0][rank * n : (rank + 1) * n], *x[1:])
 
 
 # What an operator is told beside the tensors that autograd knows (ops/gradient_sink.py::tracked): its parameters too.
@@ -153,8 +158,8 @@ def _scattered_gradients(
     ready = axis.runtime.stream.record_event()
     shape = (*dy.shape[:-1], weight.shape[1])
 
-    def dgrad(out: torch.Tensor) -> None:
-        linears.dgrad(gradient, weight, out)
+    def dgrad(out: torch.Tensor, rank: int | None) -> None:
+        linears.dgrad(_rows_of(gradient, axis, rank), weight, out)
 
     scattering = _scattered(dgrad, shape, dy, axis, followed=True)
     dw = linears.wgrad(weight, gradient, lambda: linears.gathered((gathering.wait(), *rest)), ready)
@@ -189,9 +194,10 @@ class _LinearScatter(torch.autograd.Function):
 
         linears.prepare(weights)
 
-        def total(out: torch.Tensor) -> None:
+        def total(out: torch.Tensor, rank: int | None) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
-                linears.forward(operand, weight, None, out, i > 0)
+                # Accumulating costs no concatenation.
+                linears.forward(_rows_of(operand, linears.axis, rank), weight, None, out, i > 0)
 
         shape = (*xs[0].shape[:-1], weights[0].shape[0])
         return _scattered(total, shape, xs[0], linears.axis, followed=False).wait()
