@@ -85,3 +85,17 @@ def test_a_wrong_kernel_and_a_crash_are_rows(tmp_path):
 
     bench.guard("layer norm", "64", lambda: broken(bench, case))
     assert bench.rows[-1].error == "RuntimeError: out of shared memory"
+
+
+def test_other_packages_have_columns_and_a_wrong_one_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", lambda x, *given: x * given[1])
+    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", ["others"])
+    rows = {row["op"]: row for row in result["rows"]}
+    assert rows["rms norm"]["others"]["torch"] > 0
+    assert rows["cross entropy"]["others"]["torch"] > 0
+    assert "torch" not in rows["layer norm"]["others"]
+    show(result)
+    shown = capsys.readouterr().out
+    assert "layer norm, torch: " in shown
+    assert "torch us" in shown
+    assert result["others"]["torch"] == f"torch {torch.__version__}"

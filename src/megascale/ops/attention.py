@@ -22,6 +22,7 @@ from megascale.ops.rope import split_qkv
 AGREEMENT = 2e-2  # norm-wise, in bfloat16, between kernels of the same mask
 REPEATS = 5
 WARM_UP_SECONDS = 0.3
+BUSY_GEMMS = 12  # 2.5 ms on an H200: longer than launching an attention both ways takes
 
 
 def attention_reference(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None) -> Tensor:
@@ -76,14 +77,15 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
             f"attention for {shape} would be measured inside a CUDA graph capture; call "
             "AttentionChooser.choose for every shape before capturing"
         )
-    _warm_up(device)
+    busy = _Busy(device)
+    busy.warm_up()
     choice = AttentionChoice("sdpa")
     agreed: Tensor | None = None
     for name in (*candidates(shape.window), "sdpa"):
         if name == "sdpa" and choice.milliseconds:
             break  # the last resort: slow, and its explicit mask may not even fit
         try:
-            milliseconds, out = _time(name, shape, device)
+            milliseconds, out = _time(name, shape, device, busy)
         except Exception as error:  # a kernel that cannot serve a shape says so in many ways
             choice.refused[name] = _first_line(error)
             continue
@@ -98,14 +100,25 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     return choice
 
 
-def _warm_up(device: torch.device) -> None:
-    """GEMMs until the clock of an idle GPU has risen: whichever kernel came first would look slow."""
-    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    y, end = torch.empty_like(x), time.monotonic() + WARM_UP_SECONDS
-    while time.monotonic() < end:
-        for _ in range(10):
-            torch.mm(x, x, out=y)
-        torch.cuda.synchronize(device)
+class _Busy:
+    """GEMMs that keep a GPU busy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+        self._y = torch.empty_like(self._x)
+
+    def warm_up(self) -> None:
+        """Until the clock of an idle GPU has risen: whichever kernel came first would look slow."""
+        end = time.monotonic() + WARM_UP_SECONDS
+        while time.monotonic() < end:
+            self.launch()
+            torch.cuda.synchronize(self._device)
+
+    def launch(self) -> None:
+        """For milliseconds: what is launched meanwhile follows without the host's gaps, as in a CUDA graph."""
+        for _ in range(BUSY_GEMMS):
+            torch.mm(self._x, self._x, out=self._y)
 
 
 def _first_line(error: Exception) -> str:
@@ -186,12 +199,13 @@ def _once(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Te
     return out.detach()
 
 
-def _time(name: str, shape: AttentionShape, device: torch.device) -> tuple[float, Tensor]:
-    """Best milliseconds of forward + backward through the QKV split, and the output."""
+def _time(name: str, shape: AttentionShape, device: torch.device, busy: _Busy) -> tuple[float, Tensor]:
+    """Best milliseconds that the GPU takes for forward + backward through the QKV split, and the output."""
     qkv, upstream = _inputs(shape, device)
     best, out = float("inf"), upstream
     for repeat in range(2 + REPEATS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        busy.launch()
         start.record()
         out = _once(name, shape, qkv, upstream)
         stop.record()

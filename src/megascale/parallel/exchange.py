@@ -277,6 +277,8 @@ class Exchange:
             streams.stream_wait("copy", streams.record_event("main"))
             self._compute(lambda: consume(x, self.rank))
             number, parts = self._send(x, None)
+            if keep:
+                streams.copy(whole[self.rank], x)
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             streams.wait_for(peer, number)
@@ -284,12 +286,9 @@ class Exchange:
             queue = "side" if self.on_side_stream and step % 2 else "main"
             self._await(streams.record_event("copy"), queue)
             self._compute(lambda peer=peer: consume(whole[peer], peer), queue)  # type: ignore[misc]
-        if keep and not self._capturing:
-            streams.copy(whole[self.rank], x)
         if self.on_side_stream:
             streams.stream_wait("main", streams.record_event("side"))
-        self._gathered = self._end()
-        self._await(self._gathered)
+        self._gathered = self._end()  # main has waited for the last copy already, itself or by the side stream
         return whole.flatten(0, 1)
 
     # scatter --------------------------------------------------------------------------------------------------------
@@ -300,8 +299,8 @@ class Exchange:
         self._scatters += 1
         if index in self._owed:
             raise RuntimeError("a scatter's result must be waited for before the next scatter but one")
-        if index in self._free:
-            self._await(self._free.pop(index))
+        if index in self._free:  # not timed: it was so long ago that peers have read it
+            self._streams.stream_wait("main", self._free.pop(index))
         return number, index, self._parts(False, index, shape, dtype)
 
     def scatter(self, make: Make, shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:

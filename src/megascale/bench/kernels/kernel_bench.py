@@ -32,6 +32,8 @@ def show(result: dict[str, Any]) -> None:
     for name in ("fused us", "eager us", "compile us", "bound us", "of bound", "TFLOP/s", "host us", "away"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
+        if row["compared"]:
+            continue
         share = f"{row['bound'] / row['fused']:.0%}" if row["bound"] and row["fused"] else ""
         table.add_row(
             *(row["op"], row["shape"], row["dtype"]),
@@ -41,7 +43,9 @@ def show(result: dict[str, Any]) -> None:
             _us(row["host"]),
             ("" if row["distance"] is None else f"{row['distance']:.1e}") + (" !" if row["error"] else ""),
         )
-    console.print(table)
+    if table.row_count:
+        console.print(table)
+    _show_others(console, result)
     for row in result["rows"]:
         if row["error"]:
             console.print(f"! {row['op']}: {row['error']}", soft_wrap=True, markup=False)
@@ -54,6 +58,30 @@ def show(result: dict[str, Any]) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
 
+def _show_others(console: Any, result: dict[str, Any]) -> None:
+    """Both passes beside other packages, and which have no column."""
+    from rich import box
+    from rich.table import Table
+
+    if rows := [row for row in result["rows"] if row["compared"]]:
+        names = list(dict.fromkeys(name for row in rows for name in row["others"]))
+        table = Table(title="Both passes beside other packages", box=box.SIMPLE_HEAD, padding=(0, 1))
+        for name in ("op", "shape"):
+            table.add_column(name, no_wrap=True)
+        for name in ("here us", *(f"{name} us" for name in names)):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(row["op"], row["shape"], _us(row["fused"]), *(_us(row["others"].get(name)) for name in names))
+        console.print(table)
+        for row in rows:
+            for name, why in row["notes"].items():
+                console.print(f"{row['op']}, {name}: {why}", soft_wrap=True, markup=False)
+    if versions := result.get("others"):
+        console.print("; ".join(versions.values()), markup=False)
+    for name, why in result.get("others_missing", {}).items():
+        console.print(f"{name}: {why}", soft_wrap=True, markup=False)
+
+
 def register(app: typer.Typer) -> None:
     """Add `kernels` to `megascale bench`."""
     app.command("kernels")(main)
@@ -64,7 +92,7 @@ def main(
     tiny: bool = typer.Option(False, "--tiny", help="Small shapes: the checks, on any machine; no meaningful times."),
     compile_until: float = typer.Option(COMPILE_UNTIL, help="Seconds after which torch.compile is measured no more."),
     only: str = typer.Option(
-        "", help="Parts to measure, with commas between: operators, head, linear, optimizers, attention, float8."
+        "", help="Parts to measure: operators, head, linear, optimizers, attention, float8, others (with commas)."
     ),
 ) -> None:
     """Check every fused operator against float64, then time it.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.bench.harness import timing
-from megascale.bench.kernels import kernel_float8
+from megascale.bench.kernels import kernel_float8, kernel_others
 from megascale.bench.kernels.kernel_cases import TINY, KernelCase, Sizes, cases, head_inputs, plain_head
 from megascale.bench.kernels.kernel_rows import Bench, KernelRow, distance
 from megascale.errors import TrainingError
@@ -304,7 +304,7 @@ def measure_attention(bench: Bench) -> None:
             bench.rows.append(row)
 
 
-PARTS = ("operators", "head", "linear", "optimizers", "attention", "float8")
+PARTS = ("operators", "head", "linear", "optimizers", "attention", "float8", "others")
 
 
 def run(
@@ -341,6 +341,8 @@ def run(
         bench.guard("attention", "", lambda: measure_attention(bench))
     if "float8" in parts:
         kernel_float8.measure(bench, sizes == TINY)
+    if "others" in parts:
+        kernel_others.measure(bench)
     bench.facts["gemm_held_again_flop_per_s"] = timing.gemm_rate(device, 2.0 if cuda else 0.02, 8192 if cuda else 128)[
         1
     ]

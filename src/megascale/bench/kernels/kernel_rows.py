@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ class KernelRow:
     tflops: float | None = None
     host: float | None = None
     error: str = ""
+    compared: bool = False  # a row of the table that has other packages
+    others: dict[str, float] = field(default_factory=dict)  # seconds of other packages' operators
+    notes: dict[str, str] = field(default_factory=dict)  # why one of them has no figure
 
 
 class Bench:
@@ -71,6 +74,11 @@ class Bench:
             return None
         torch.compiler.reset()
         return torch.compile(function, dynamic=False)
+
+    @staticmethod
+    def timed(function: Callable[[], Any]) -> float:
+        """Seconds of device time of one call."""
+        return timing.device_seconds(function)
 
     def seconds(self, row: KernelRow, field: str, function: Callable[[], Any]) -> None:
         """Fill one figure of a row, or say in the row why not."""
