@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 from megascale.ops import dispatch
 from megascale.ops.activation import gelu, swiglu
 from megascale.ops.adamw import adamw_apply
-from megascale.ops.attention import AttentionChooser, AttentionShape, attention, attention_reference
+from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, philox
 from megascale.ops.gradient_sink import GradientSink, attach
@@ -108,6 +108,25 @@ def test_attention_backend_is_checked_and_recorded():
     assert chooser.choose(8, 1, 2, 2, 4, 8, torch.bfloat16, "cpu") == "cudnn"  # a window of S is full attention
     assert len(chooser.describe()) == 2
     assert "window 3" in chooser.describe()[0]
+
+
+def test_a_kernel_may_be_chosen_in_a_layer_that_is_recomputed():
+    chooser = AttentionChooser()
+    weight = randn(3).requires_grad_()
+
+    def measured(shape, device):
+        with torch.enable_grad():
+            torch.autograd.grad((weight * weight).exp().sum(), weight)
+        return AttentionChoice("sdpa")
+
+    chooser.measure = measured
+
+    def layer(x):
+        chooser.choose(8, 1, 2, 2, 4, None, torch.float32, "cpu")
+        return (x * weight).sin()
+
+    torch.utils.checkpoint.checkpoint(layer, randn(3), use_reentrant=False).sum().backward()
+    assert weight.grad is not None
 
 
 def test_philox_matches_the_published_vectors():

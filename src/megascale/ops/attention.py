@@ -125,6 +125,10 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:160] or type(error).__name__
 
 
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
 class AttentionChooser:
     """Measures once a shape which kernel is fastest there, and remembers.
 
@@ -157,7 +161,9 @@ class AttentionChooser:
             window = None
         shape = AttentionShape(S, B, N, G, D, window, dtype)
         if shape not in self.choices:
-            self.choices[shape] = self.measure(shape, torch.device(device))
+            # Who asks may be recomputed in backward: what is saved while measuring must not count as saved by it.
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+                self.choices[shape] = self.measure(shape, torch.device(device))
             dispatch.note(f"attention {shape}", str(self.choices[shape]))
         return self.choices[shape].name
 

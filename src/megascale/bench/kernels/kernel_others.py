@@ -66,6 +66,9 @@ def _measure(
         except (ImportError, AttributeError) as problem:
             bench.facts.setdefault("others_missing", {}).setdefault(name, str(problem))
             continue
+        except Exception as problem:  # a package that is there and does not suit what it is built on
+            row.notes[name] = f"{type(problem).__name__}: {str(problem).strip()[:200]}"
+            continue
         try:
             found = passes(*inputs())
             away = max(distance(a, b) for a, b in zip(found, expected, strict=True))
