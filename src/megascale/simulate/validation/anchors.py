@@ -113,13 +113,17 @@ def own_rounds() -> list[str]:
 
 
 def own_runs(name: str) -> Rows:
-    """Measured steps of this project's engine for the predictions of one file, as cases under the stack assumed."""
+    """Measured steps of this project's engine for the predictions of one file, as cases under the stack assumed.
+
+    Without those that ran on another machine than h200-host or in another layout than predicted.
+    """
     table, (_, said) = anchor_file("own-runs")[name], load_predictions(name)
+    apart = {*table.get("moved", ()), *table.get("host_memory", ())}
     cluster = load_cluster("h200-host")
     names, cases, seconds = [], [], []
     for one in said:
-        if one.name in table["seconds"]:
-            config = one.config()
+        if one.name in table["seconds"] and one.name not in apart:
+            config = one.config(table.get("graphs", "off"))
             software = own_software(config, stack(one.software))
             scenario = Scenario(config, one.gpus, cluster, Calibration("none", cluster.name), software)
             names.append(one.name)

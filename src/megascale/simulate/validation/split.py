@@ -51,11 +51,13 @@ SETS = {
     "h200-peers": MeasuredSet(DEVELOPMENT, "measured here before the model", "all, 2026-11-21; constants fitted"),
     "own-first": MeasuredSet(DEVELOPMENT, "first round of own runs", "all, 2026-11-21; constants fitted on nine"),
     "own-second": MeasuredSet(HELD_OUT, "second round, predicted before measured", "all, 2026-11-21; never fitted"),
-    "own-third": MeasuredSet(HELD_OUT, "third round, predicted before measured", "nothing: not measured yet"),
+    "own-third": MeasuredSet(
+        HELD_OUT, "third round, predicted before measured", "nothing before 2026-11-25, when the model stood"
+    ),
     "own-fourth": MeasuredSet(
         HELD_OUT,
         "fourth round, predicted before measured",
-        "nothing of these runs; older forms of five of them are in the log",
+        "nothing before they were measured; older forms of five of them are in the log",
     ),
     "vtrain-other": MeasuredSet(HELD_OUT, "vTrain's other multi-node rows, for others to check", "nothing"),
     "vtrain-single": MeasuredSet(
