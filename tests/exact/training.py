@@ -120,6 +120,7 @@ def observe(engine: Engine, told: Told) -> None:
     update = engine.optimizer.step
 
     def step(*args: Any) -> Any:
+        engine.data.finish_tied()  # as the optimizer does before it reads them
         found = []
         for state in engine.optimizer.states:
             for extent in state.shard.extents:

@@ -48,7 +48,10 @@ class ShardedOptimizer:
         facts, names = OPTIMIZERS[config.name], _names(chunks)
         ids = {name: number for number, name in enumerate(names)}
         self.states: list[ShardState] = []
+        tied: set[int] = set()
         for chunk in chunks:
+            if chunk.layout.own_bucket is not None:
+                tied.add(len(self.states) + chunk.layout.own_bucket)
             for shard in chunk.shards:
                 accumulation_dtype = shard.grads.dtype
                 master = (
@@ -61,6 +64,7 @@ class ShardedOptimizer:
                 ]
                 parts = cut_parts(shard, master, facts, ids)
                 self.states.append(ShardState(shard, master, parts, _ranges(shard.extents, mine)))
+        self._tied = tied  # numbers of states
         # The first chunk is what the next step needs first, and of it the parts in the order of their use.
         first = [self.states[bucket] for bucket in chunks[0].by_use]
         order = [*first, *self.states[len(first) :]]
@@ -73,14 +77,16 @@ class ShardedOptimizer:
         step: int,
         piggybacked_scalars: torch.Tensor | None = None,
         updated: Callable[[FlatShard], None] = lambda shard: None,
+        finish_tied: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip and update in place; a step whose norm is not finite changes nothing. `updated` gets each shard.
+        finish_tied: waits for the gradients of a tied embedding, which are on their way while others are looked at.
 
         Returns, on the device, the norm of the whole model's gradient before clipping, and the sum over ranks of
         `piggybacked_scalars` (a float64 vector that travels in the same message).
         """
         config = self.config
-        norm, piggybacked_scalars = self._summed(piggybacked_scalars)
+        norm, piggybacked_scalars = self._summed(piggybacked_scalars, finish_tied)
         scale = None
         if config.clip:
             scale = (config.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -88,17 +94,31 @@ class ShardedOptimizer:
         self.rule.update(Step(learning_rate, step, scale, skip), updated)
         return norm, piggybacked_scalars
 
-    def _summed(self, piggybacked_scalars: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _summed(
+        self, piggybacked_scalars: torch.Tensor | None, finish_tied: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """2-norm of the whole model's gradient (0-d, float64), every parameter counted once, and the summed scalars."""
         squares = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
-        counted = [s.shard.grads[a:b] for s in self.states for a, b in s.counted]
-        if counted:
-            # All in a few launches: a launch a shard leaves the device idle between them.
-            squares += torch.stack(torch_private.foreach_norm(counted)).double().square().sum()
+        known = self._norms([number for number in range(len(self.states)) if number not in self._tied])
+        finish_tied()
+        known |= self._norms(sorted(self._tied))
+        if norms := [norm for number in range(len(self.states)) for norm in known[number]]:
+            squares += torch.stack(norms).double().square().sum()
         squares *= self.norm_weight
         packed = squares if piggybacked_scalars is None else torch.cat([squares, piggybacked_scalars])
         packed = all_reduce(packed, self.norm_axis).wait()
         return packed[0].sqrt(), None if piggybacked_scalars is None else packed[1:]
+
+    def _norms(self, numbers: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+        """By state, 2-norms of the gradients that this rank counts."""
+        counted = [(number, a, b) for number in numbers for a, b in self.states[number].counted]
+        found: dict[int, list[torch.Tensor]] = {number: [] for number in numbers}
+        if counted:
+            # All in a few launches: a launch a shard leaves the device idle between them.
+            norms = torch_private.foreach_norm([self.states[number].shard.grads[a:b] for number, a, b in counted])
+            for (number, _, _), norm in zip(counted, norms, strict=True):
+                found[number].append(norm)
+        return found
 
     def copy_to_params(self) -> None:
         """Write the weights in use from the master weights (after loading)."""

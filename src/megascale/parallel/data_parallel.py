@@ -95,6 +95,7 @@ class DataParallel:
         self.flats, self.overlap, self.reduce_dtype = list(flats), overlap, reduce_dtype
         self._runtime = flats[0].axes.tensor.runtime
         self._chunks = [_Buckets(flat, float8) for flat in flats]
+        self._tied: list[Pending] = []
         self._measured: tuple[_Buckets, int] | None = None  # the bucket that leaves after the next one's update
         for buckets in self._chunks:
             buckets.flat.tell(partial(self._mark, buckets))
@@ -158,7 +159,8 @@ class DataParallel:
                     buckets.reducing[bucket].wait()
 
     def finish_reductions(self) -> None:
-        """Wait until this rank's shards hold the sum over data-parallel ranks (and over a tied embedding's copies)."""
+        """Wait until this rank's shards hold the sum over data-parallel ranks; that of a tied embedding's copies is
+        under way then (`finish_tied`)."""
         for buckets in self._chunks:
             flat = buckets.flat
             if self.pool is not None:
@@ -166,7 +168,14 @@ class DataParallel:
             else:
                 self._drain(flat, buckets.reducing)
             if flat.layout.own_bucket is not None:
-                all_reduce(flat.shards[flat.layout.own_bucket].grads, flat.axes.tied).wait()
+                self._tied.append(all_reduce(flat.shards[flat.layout.own_bucket].grads, flat.axes.tied))
+        if not self.overlap:
+            self.finish_tied()
+
+    def finish_tied(self) -> None:
+        """Wait until both stages that hold a tied embedding have the sum of its gradients."""
+        while self._tied:
+            self._tied.pop().wait()
 
     def _reduce(self, buckets: _Buckets, bucket: int) -> None:
         self._runtime.stream.synchronize()

@@ -276,6 +276,7 @@ class Engine:
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
             self.data.end_backward(number)
         self.data.finish_reductions()
+        self.data.finish_tied()
 
     def _make_token_grad(self) -> torch.Tensor | None:
         """The gradient of each token's loss, known before it: every token counts the same, so the loss can make its
@@ -353,6 +354,8 @@ class Engine:
         self.data.finish_reductions()
         recorder.end()
         self.runtime.calls.at(b"optimizer")
+        if self.before_update:
+            self.data.finish_tied()
         for look in tuple(self.before_update):
             look(step)
         # Only the last stage knows the loss, and each of its tensor-parallel ranks knows all of it.
@@ -372,7 +375,7 @@ class Engine:
         # The next step's list begins with a gather: it is armed now, and its buckets leave as they are updated.
         updated = self.data.gather_under_update(self.pipeline.first_gather) if more else lambda shard: None
         recorder.begin(SpanKind.OPTIMIZER)
-        norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated)
+        norm, summed = self.optimizer.step(learning_rate, step, piggybacked_scalars, updated, self.data.finish_tied)
         self.data.end_update()
         recorder.end()
         assert summed is not None
