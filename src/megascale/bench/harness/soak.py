@@ -15,6 +15,7 @@ from pathlib import Path
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.core import strict_json
 
 # Each part is a module `soak_NAME` with `run(cases, seed, folder, report)`, where `cases` is a range of their numbers.
@@ -77,7 +78,6 @@ def soak(
 
     Example: megascale bench soak --parts resumes --count 10
     """
-    import tempfile
 
     from rich.console import Console
     from rich.table import Table
@@ -95,7 +95,7 @@ def soak(
     console = Console()
     results: dict[str, list[SoakCase]] = {}
     seconds: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="megascale-soak-") as temporary:
+    with temporary_folder(prefix="megascale-soak-") as temporary:
         for part in chosen:
             cases = results[part] = []
             numbers = range(first - 1, count or PARTS[part])

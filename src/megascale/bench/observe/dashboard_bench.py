@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.core import strict_json
 
 PARTS = ("page", "driver")
@@ -73,7 +73,7 @@ def dashboard(
     except ImportError:
         raise ConfigError(f"this bench drives a browser with the package playwright; {remedy('test')}") from None
     record: dict[str, Any] = {"date": date.today().isoformat(), "figures": {}}
-    with tempfile.TemporaryDirectory() as temporary:
+    with temporary_folder() as temporary:
         if "page" in wanted:
             _page(record, folder or Path(temporary) / "big", data, rollup_steps, metric_steps, program)
         if "driver" in wanted:

@@ -9,13 +9,13 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.core import strict_json
 
 PARTS = ("ingest", "kills", "cost", "device", "whatif", "stragglers", "decline")
@@ -126,7 +126,7 @@ def observe(
     axes = straggler_bench.axes(layout)
     record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []
-    with tempfile.TemporaryDirectory() as temporary:
+    with temporary_folder() as temporary:
         place = folder or Path(temporary)
         if "ingest" in wanted:
             record["ingest"] = ingest.measure(place / "ingest", full_steps, rollup_steps, Job(data=data))

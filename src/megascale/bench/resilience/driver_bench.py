@@ -15,7 +15,6 @@ import platform
 import queue
 import random
 import resource
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.errors import TrainingError
 from megascale.resilience.protocol import agent_channel
@@ -62,7 +62,7 @@ def driver(
     check_processes("--processes", processes, AGENT)
     context = multiprocessing.get_context("spawn")
     results: Queue[Any] = context.Queue()
-    with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:
+    with temporary_folder() as name:
         run = Path(name)
         served = context.Process(target=_serve, args=(run, agents, seconds, window, results))
         served.start()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.core import strict_json
 
 CASES = ("stopped rank", "mismatched collective", "missing send", "dead reader")
@@ -220,7 +221,6 @@ def register(app: typer.Typer) -> None:
         Example: megascale bench hang --runs 5 --out hang.json
         """
         import platform
-        import tempfile
 
         from rich.console import Console
         from rich.table import Table
@@ -230,7 +230,7 @@ def register(app: typer.Typer) -> None:
         console = Console(highlight=False)
         for case in CASES:
             for number in range(runs):
-                with tempfile.TemporaryDirectory() as folder:
+                with temporary_folder() as folder:
                     outcome = run_case(case, Path(folder), rng, LAYOUTS[number % len(LAYOUTS)], graphs)
                 outcomes.append(outcome)
                 mark = "[green]right[/]" if outcome.right else "[red]wrong[/]"

@@ -13,7 +13,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def hostile(
     from megascale.errors import TrainingError
 
     console = Console(highlight=False, soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="megascale-hostile-") as name:
+    with temporary_folder(prefix="megascale-hostile-") as name:
         folder = Path(name)
         file = make(folder)
         with _planted() as planted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.bench.resilience import torchrun_machines
 from megascale.bench.resilience.launched import Launched, Steps, make, phases, weights
 from megascale.bench.resilience.machine_faults import FAULTS, HEADS, LINK, NODES, MachinesJob
@@ -62,7 +62,7 @@ def machines(
             )
     if why := impossible():
         raise ConfigError(f"bench machines cannot run here: {why}")
-    with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:
+    with temporary_folder() as name:
         folder = Path(name) if keep is None else keep.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         if shown:

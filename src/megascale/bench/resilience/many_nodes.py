@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.bench.resilience.launched import Launched, make
 from megascale.bench.resilience.machines import Machines, impossible, wait
 from megascale.core import strict_json
@@ -56,7 +56,7 @@ def many_nodes(
         raise ConfigError(f"--lost={lost} must leave a node of --nodes={nodes}")
     if why := impossible():
         raise ConfigError(f"bench many-nodes cannot run here: {why}")
-    with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:
+    with temporary_folder() as name:
         folder = Path(name) if keep is None else keep.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         row = _once(folder, nodes, lost, seconds)

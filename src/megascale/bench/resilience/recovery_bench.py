@@ -7,7 +7,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.bench.resilience.fault_cases import CASES, FaultCase
 from megascale.bench.resilience.launched import Launched, make, phases
 from megascale.core import strict_json
@@ -54,7 +54,7 @@ def resilience(
     for kind in kinds:
         if kind not in CASES:
             raise ConfigError(f"--kind={kind} is no kind of fault of this bench; known: {', '.join(CASES)}")
-    with tempfile.TemporaryDirectory(prefix="megascale-bench-") as name:
+    with temporary_folder() as name:
         file = make(Path(name))
         if hours:
             from megascale.bench.resilience.recovery_hour import long_run

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -18,6 +17,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.bench.harness.training_runs import machine, plain, train
 from megascale.config import Config
 from megascale.core import strict_json
@@ -247,7 +247,7 @@ def _run_all(
     from rich.progress import Progress
 
     made = {(run.row, run.links, run.repeat) for run in before}
-    with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
+    with temporary_folder() as folder, Progress(transient=True) as progress:
         whole = progress.add_task("all runs", total=len(plans) * repeats)
         bar = progress.add_task("")
         for repeat in range(repeats):

@@ -7,7 +7,6 @@ bfloat16. Each run is a real `megascale train` with its own processes.
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.bench.harness.training_runs import machine, plain, train
 from megascale.config import Config
 from megascale.core import strict_json
@@ -80,7 +80,7 @@ def layouts(
         lay_out(one, processes)  # all are checked before the first one trains
         plans.append((one, processes))
     runs = []
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         for number, (one, processes) in enumerate(plans):
             runs.append(_train(one, processes, Path(folder) / str(number)))
     record = _record(file, plans[0][0], runs)

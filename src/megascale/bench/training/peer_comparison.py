@@ -14,7 +14,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def peers(
         "left_out": left_out,
     }
     results: list[PeerResult] = []
-    with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
+    with temporary_folder() as folder, Progress(transient=True) as progress:
         names = [OURS, *chosen]
         bar = progress.add_task("", total=turns * len(names))
         for turn in range(turns):

@@ -15,7 +15,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import Any
 
 import typer
 
+from megascale.bench.harness.temporary import temporary_folder
 from megascale.config import Config
 from megascale.core import strict_json
 
@@ -104,7 +104,7 @@ def restarts(
     config = api.resolve(load_command_line(file, context.args))
     own = config.parallel.model_dump(exclude_none=True)
     layouts = [own, *({"gpus_per_host": config.parallel.gpus_per_host, **_parse(text)} for text in layout)]
-    with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
+    with temporary_folder() as folder, Progress(transient=True) as progress:
         configs = [_prepared(config, keys, steps, memory, folder) for keys in layouts]
         for one in configs:
             lay_out(one, processes_wanted(one, api.visible_gpus()))  # all are checked before the first one trains
