@@ -145,7 +145,11 @@ def call_all(ex: Exchange, device: Device, program: list[str], own: list[torch.T
         elif op == "scatter":
             pending.append((number, ex.scatter(lambda out, rank, mine=mine: out.copy_(mine), SHAPE, mine)))  # type: ignore[misc]
         elif op == "scatter now":
-            save(number, ex.scatter_now(lambda out, to, mine=mine: out.copy_(mine[to]), SHAPE, mine))  # type: ignore[misc]
+
+            def make(out: torch.Tensor, rank: int | None, mine: torch.Tensor = mine) -> None:
+                out.copy_(mine if rank is None else mine[rank])
+
+            save(number, ex.scatter_now(make, SHAPE, mine))
         else:
             seen = torch.zeros(ex.size, *SHAPE, dtype=torch.float64)
             keep = op == "consume and keep"

@@ -336,27 +336,25 @@ class Exchange:
         return wait
 
     def scatter_now(self, make: Make, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """As `scatter`, with nothing to hide it under but itself: peers' parts are made first, and travel while this
-        rank makes its own. make(out, rank) writes one part, of `shape`, at a time."""
-        streams = self._streams
-        number, index, parts = self._room(shape, like.dtype)
-        mine = parts[self.rank]
-        others = like.new_empty((self.size if self.size > 2 else 1, *shape))
-        own = others[self.rank] if self.size > 2 else like.new_empty(tuple(shape))
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
-            self._compute(lambda peer=peer: make(mine[peer], peer))  # type: ignore[misc]
-            streams.stream_wait("copy", streams.record_event("main"))
-            streams.signal(peer, number)
-        self._compute(lambda: make(own, self.rank))
-        for step in range(1, self.size):
-            source = (self.rank - step) % self.size
-            streams.wait_for(source, number)
-            streams.copy(others[source if self.size > 2 else 0], parts[source][self.rank])
-        self._await(self._end(index))
+        """As `scatter`, with nothing to hide it under. Of two ranks, each makes its peer's part first, which travels
+        while it makes its own: make(out, rank) writes one part, of `shape`, at a time.
+
+        Two GEMMs of half the rows take as long as one (docs/log.md, 2026-11-25); among more ranks parts would be too
+        small to fill the device.
+        """
         if self.size > 2:
-            return self._sum(others)
-        streams.compute(lambda: torch.add(own, others[0], out=own))
+            return self.scatter(make, shape, like)()
+        streams, peer = self._streams, 1 - self.rank
+        number, index, parts = self._room(shape, like.dtype)
+        got, own = like.new_empty(tuple(shape)), like.new_empty(tuple(shape))
+        self._compute(lambda: make(parts[self.rank][peer], peer))
+        streams.stream_wait("copy", streams.record_event("main"))
+        streams.signal(peer, number)
+        self._compute(lambda: make(own, self.rank))
+        streams.wait_for(peer, number)
+        streams.copy(got, parts[peer][self.rank])
+        self._await(self._end(index))
+        streams.compute(lambda: torch.add(own, got, out=own))
         return own
 
     def _sum(self, parts: torch.Tensor) -> torch.Tensor:
