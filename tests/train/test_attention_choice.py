@@ -127,3 +127,12 @@ def test_what_is_decided_runs_on_every_rank_of_its_kind_and_no_other_is_faster(f
         assert name in common if common else name == "sdpa"
         if common:
             assert max(t[name] for t in times) == min(max(t[n] for t in times) for n in common)
+
+
+def test_a_kernel_that_is_named_and_cannot_run_here_is_said_before_the_first_step(tiny, tmp_path, megascale):
+    found = megascale("train", tiny, "--kernels.attention=cudnn", "--train.steps=1", "--train.device=cpu")
+    assert found.returncode == 2
+    assert "kernels.attention='cudnn' cannot compute attention" in found.stderr
+    assert "cpu tensors" in found.stderr
+    assert "--kernels.attention=auto" in found.stderr
+    assert "Traceback" not in found.stderr

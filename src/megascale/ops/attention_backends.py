@@ -76,6 +76,13 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
         for one, _, turn in _SWITCHES:
             turn(one is kind)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=_grouped(q, k))
+    except RuntimeError as error:
+        if "No viable backend" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"torch has no such kernel for {q.device.type} tensors, {str(q.dtype).removeprefix('torch.')}, heads of "
+            f"{q.shape[-1]}"
+        ) from error
     finally:
         for on, (_, _, turn) in zip(before, _SWITCHES, strict=True):
             turn(on)

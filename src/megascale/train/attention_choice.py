@@ -21,7 +21,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.core import strict_json
-from megascale.errors import MegascaleError
+from megascale.errors import ConfigError, MegascaleError
 from megascale.ops import dispatch
 from megascale.ops.attention import AttentionChooser, AttentionShape
 
@@ -58,8 +58,18 @@ def agree(
 
     Returns:
         What the run has chosen by now, and in words what devices of other kinds than this rank's run.
+
+    Raises ConfigError where a kernel is named that cannot compute one of the shapes here.
     """
-    if config.kernels.attention != "auto" or dispatch.mode() == "reference":
+    if dispatch.mode() == "reference":
+        return kept or {}, {}
+    if (named := config.kernels.attention) != "auto":
+        for shape in shapes(config, tensor, dtype):
+            if why := chooser.refusal(named, shape, device):
+                raise ConfigError(
+                    f"kernels.attention={named!r} cannot compute attention {shape} on {device.type}: {why}; set "
+                    "--kernels.attention=auto, which takes the fastest of those that can"
+                )
         return kept or {}, {}
     peers = Peers()
     kept = peers.share(kept or {}, Choices)
