@@ -121,8 +121,14 @@ def _attempt(job: Launched) -> int:
 def _pids(job: Launched) -> list[int]:
     from megascale.core.status import read_status
 
-    found = [read_status(job.run / "status" / f"rank-{rank}.status") for rank in range(2)]
-    return [status.pid if status is not None else 0 for status in found]
+    def pid(rank: int) -> int:
+        for _ in range(100):  # a record that is being written is read as none
+            if (status := read_status(job.run / "status" / f"rank-{rank}.status")) is not None:
+                return status.pid
+            time.sleep(0.01)
+        return 0
+
+    return [pid(rank) for rank in range(2)]
 
 
 # damages ------------------------------------------------------------------------------------------------------------
