@@ -79,9 +79,9 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
     except RuntimeError as error:
         if "No viable backend" not in str(error):
             raise
-        raise NotImplementedError(
-            f"torch has no such kernel for {q.device.type} tensors, {str(q.dtype).removeprefix('torch.')}, heads of "
-            f"{q.shape[-1]}"
+        raise ConfigError(
+            f"kernels.attention={kind.name.split('_')[0].lower()!r}: torch has no such kernel for {q.device.type} "
+            f"tensors, {str(q.dtype).removeprefix('torch.')}, heads of {q.shape[-1]}; set --kernels.attention=auto"
         ) from error
     finally:
         for on, (_, _, turn) in zip(before, _SWITCHES, strict=True):

@@ -66,10 +66,8 @@ def agree(
     if (named := config.kernels.attention) != "auto":
         for shape in shapes(config, tensor, dtype):
             if why := chooser.refusal(named, shape, device):
-                raise ConfigError(
-                    f"kernels.attention={named!r} cannot compute attention {shape} on {device.type}: {why}; set "
-                    "--kernels.attention=auto, which takes the fastest of those that can"
-                )
+                remedy = "" if "--kernels.attention=" in why else "; set --kernels.attention=auto"
+                raise ConfigError(f"attention {shape} cannot be computed by {named!r} on {device.type}: {why}{remedy}")
         return kept or {}, {}
     peers = Peers()
     kept = peers.share(kept or {}, Choices)

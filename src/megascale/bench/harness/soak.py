@@ -78,7 +78,6 @@ def soak(
 
     Example: megascale bench soak --parts resumes --count 10
     """
-
     from rich.console import Console
     from rich.table import Table
 

@@ -28,10 +28,9 @@ def _remove(name: str) -> None:
         try:
             shutil.rmtree(name)
             return
-        except FileNotFoundError:  # what was listed has been renamed or removed meanwhile, or all of it
+        except OSError:  # something came, or what was listed has gone meanwhile
             if not os.path.exists(name):
                 return
-        except OSError:
             if time.monotonic() > until:
                 raise
         time.sleep(0.05)

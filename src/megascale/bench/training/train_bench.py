@@ -90,7 +90,8 @@ def register(app: typer.Typer) -> None:
         if cores is not None:
             own = cores_of(cores, int(os.environ.get("LOCAL_RANK", "0")))
             for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), own)
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.sched_setaffinity(int(thread), own)
         result = measure(config, steps, warmup, profile, watch)
         if result is not None:
             show(result)
@@ -99,7 +100,9 @@ def register(app: typer.Typer) -> None:
 
 
 def cores_of(cores: int, local_rank: int) -> set[int]:
-    """The `cores` cores that a rank of this host has for itself. ConfigError where the host has too few."""
+    """The `cores` cores that a rank of this host has for itself. ConfigError where it has too few, or is no Linux."""
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigError(f"--cores={cores}: only Linux keeps threads to cores; leave it out")
     there = sorted(os.sched_getaffinity(0))
     own = set(there[cores * local_rank : cores * (local_rank + 1)])
     if len(own) < cores:
