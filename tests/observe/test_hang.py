@@ -28,10 +28,11 @@ from megascale.core.layout import Layout, lay_out
 from megascale.core.status import StatusFile, read_status
 from megascale.errors import DataError
 from megascale.observe.hang.evidence import collect, process_state
-from megascale.observe.hang.flight import read_flight
+from megascale.observe.hang.flight import FlightDump, read_flight
 from megascale.observe.hang.hang_report import examine
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.observe.hang.verdict import Hang, explain
+from megascale.parallel.chunk_graphs import EAGER_STEPS
 from megascale.parallel.runtime import Runtime
 from tests.forked import popen
 
@@ -48,7 +49,8 @@ def test_a_real_hang_is_named(case, tmp_path, monkeypatch):
 def test_a_hang_of_replayed_microbatches_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(hang_bench, "subprocess", SimpleNamespace(Popen=popen))
     rng = random.Random(f"replayed {os.getpid()}")
-    outcome = run_case("mismatched collective", tmp_path, rng, LAYOUTS[1], graphs=True)
+    # The step after the one that captures, whose calls are not all made again.
+    outcome = run_case("mismatched collective", tmp_path, rng, LAYOUTS[1], graphs=True, step=EAGER_STEPS + 2)
     assert outcome.right, outcome
 
 
@@ -89,12 +91,12 @@ def test_the_record_says_what_was_started_waited_for_and_finished(tmp_path):
 def test_the_record_forgets_old_calls_and_knows_it(tmp_path):
     log = Calls(tmp_path, 0, 2)
     log.register("world", 2)
-    for number in range(5000):
+    for number in range(20_000):
         log.done(log.begin("world", "all_reduce", number))
     record = read_calls(log.path)
-    assert [c.sequence for c in record.calls] == list(range(5000 - len(record.calls) + 1, 5001))
+    assert [c.sequence for c in record.calls] == list(range(20_000 - len(record.calls) + 1, 20_001))
     assert not record.whole
-    assert record.call("world", 4999).bytes == 4998
+    assert record.call("world", 19_999).bytes == 19_998
     assert record.call("world", 1) is None
 
 
@@ -212,6 +214,59 @@ def test_of_two_that_differ_the_one_that_left_its_habit_is_named():
     # Without a step to compare with neither is believed.
     hang = judge(record(0, steps("gr"), ("data_reduce/0", 2)), record(1, steps("gg"), ("data_reduce/0", 2)))
     assert (hang.kind, hang.ranks) == ("mismatched collective", (0, 1))
+
+
+CAPTURED = {"c": "agree_on_capture", "f": "replayed_forward", "b": "replayed_backward", "x": "fused_gather"}
+
+
+def replayed(rank: int, *each: str) -> CallRecord:
+    """Calls step by step as a GPU's exchange makes them, of which a rank waits in the last; "w": on the world."""
+    made: list[Call] = []
+    for number, ops in enumerate(each, 1):
+        for op in ops:
+            group = "world" if op == "w" else "tensor/0"
+            sequence = 1 + sum(c.group == group for c in made)
+            made.append(Call(group, sequence, CAPTURED.get(op, "all_reduce"), 32, number))
+    return record(rank, made, (made[-1].group, made[-1].sequence), also={"world"})
+
+
+@pytest.mark.parametrize("departs", [3, 4, 5])
+def test_steps_that_capture_accuse_nobody(departs):
+    """Eager steps, one that captures as it replays, then replays alone: only a call that one rank makes is told."""
+    usual = ["xxxxxxw", "xxxxxxw", "cfcfcbcbw", "ffbbw", "ffbbw"][:departs]
+    wrong = [*usual[:-1], usual[-1].replace("w", "a")]
+    hang = judge(replayed(0, *usual), replayed(1, *wrong))
+    assert (hang.kind, hang.ranks, hang.group) == ("mismatched collective", (1,), "world")
+    # Both stand in the same call: the network, whatever the step before was like.
+    assert judge(*(replayed(rank, *usual) for rank in range(2))).kind == "network"
+
+
+def on_device(record: CallRecord, pending: Call) -> dict[str, FlightDump]:
+    """A flight record of NCCL calls, of which one has not finished: it knows neither steps nor replays."""
+    counts = {pending.group: Counts(2, pending.sequence, pending.sequence - 1)}
+    waiting = Waiting(pending.group, pending.sequence, 10**9)
+    return {"flight": FlightDump(True, CallRecord(record.rank, 0, 2, waiting=waiting, groups=counts, calls=(pending,)))}
+
+
+def test_on_devices_the_host_is_ahead_of_what_hangs():
+    """Both hosts have launched the step after the one in which rank 1's GPU makes a call that rank 0's does not."""
+    usual = ["grra"] * 4
+    calm = record(0, steps(*usual, "grra", "grra"), None)
+    wrong = record(1, steps(*usual, "grgra", "grra"), None)
+    one, other = Call("data_reduce/0", 40, "all_gather", 64), Call("data_reduce/0", 40, "reduce_scatter", 64)
+    hang = judge(calm, wrong, rank0=on_device(calm, one), rank1=on_device(wrong, other))
+    assert (hang.kind, hang.ranks, hang.group) == ("mismatched collective", (1,), "data_reduce/0")
+    assert "step 5" in hang.evidence[0]
+
+
+def test_on_devices_a_rank_that_waits_for_samples_is_named():
+    reads = replace(record(0, steps("g"), None), waiting=Waiting(READER, 0, 10**9, 77))
+    other = record(1, steps("gr"), ("data_reduce/0", 2))
+    done, due = Call("data_reduce/0", 1, "all_gather", 64), Call("data_reduce/0", 2, "reduce_scatter", 64)
+    idle = on_device(reads, done)["flight"]
+    idle = replace(idle, record=replace(idle.record, waiting=None, groups={"data_reduce/0": Counts(2, 1, 1)}))
+    hang = judge(reads, other, rank0={"flight": idle}, rank1=on_device(other, due))
+    assert (hang.kind, hang.ranks) == ("reader", (0,))
 
 
 def test_of_many_the_minority_is_named_also_in_the_first_step():

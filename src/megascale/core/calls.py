@@ -31,12 +31,13 @@ OPS = (
     "all_to_all",
     "replayed_forward",
     "replayed_backward",
+    "agree_on_capture",
 )
 _CODES = {op: code for code, op in enumerate(OPS)}
 READER = "reader"  # what a rank waits for that waits for its samples
 
-_MAGIC = b"MSCALL2\0"
-_SLOTS, _RING = 64, 2048
+_MAGIC = b"MSCALL3\0"
+_SLOTS, _RING = 64, 8192  # three steps of a stage of twenty layers and eight micro-batches, which a verdict compares
 # magic, pid, rank, world, used slots, host name
 _HEAD = struct.Struct("<8sIIII40s")
 # events, time_ns, step, index in the schedule, chunk, microbatch, action

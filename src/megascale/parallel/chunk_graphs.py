@@ -183,7 +183,7 @@ class ChunkGraphs:
         if self._tensor.size == 1:
             return bool(self.failed)
         failed = torch.tensor([float(bool(self.failed))], device=self._device)
-        return bool(all_reduce(failed, self._tensor, dist.ReduceOp.MAX).wait().item())
+        return bool(all_reduce(failed, self._tensor, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
     def replay(self, capture: Capture, op: str, nbytes: int) -> None:
         """Replay; the record of calls knows it as `op` of the tensor-parallel group if there is an exchange in it."""

@@ -149,11 +149,11 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending(out, _reduce_scatter(out, x, group=axis.group, async_op=True), transfer)
 
 
-def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> Pending:
-    """Sum (or `op`) over ranks, in place."""
+def all_reduce(x: torch.Tensor, axis: Axis, op: Any = None, recorded: str = "all_reduce") -> Pending:
+    """Sum (or `op`) over ranks, in place. recorded: what the record of calls knows it as (core/calls.py OPS)."""
     if axis.size == 1:
         return Pending(x)
-    transfer = axis.transfer("all_reduce", x.nbytes)
+    transfer = axis.transfer(recorded, x.nbytes)
     return Pending(x, dist.all_reduce(x, op or dist.ReduceOp.SUM, group=axis.group, async_op=True), transfer)
 
 

@@ -1,7 +1,7 @@
 """`megascale bench hang`: real hangs among real processes, and whether rank and collective are named right.
 
-Four ranks of a tiny model on gloo train until a random rank is stopped, makes a collective too many, leaves out a send
-or loses its reader, at a random step. Nothing tells the verdict which case it is.
+Ranks of a tiny model, four on gloo or one a GPU on NCCL, train until a random one is stopped, makes a collective too
+many, leaves out a send or loses its reader, at a random step. Nothing tells the verdict which case it is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import typer
 
 from megascale.bench.harness.temporary import temporary_folder
 from megascale.core import strict_json
+from megascale.errors import ConfigError
 
 CASES = ("stopped rank", "mismatched collective", "missing send", "dead reader")
 # (tensor, pipeline, data): four ranks each, two stages so that there is something to send.
 LAYOUTS = ((1, 2, 2), (2, 2, 1))
+_OF_TWO = ((1, 2, 1), (2, 1, 1), (1, 1, 2))  # on two GPUs
 _KINDS = {
     "stopped rank": "stopped",
     "mismatched collective": "mismatched collective",
@@ -36,9 +38,9 @@ _STILL = 1.0  # seconds without movement after which it is a hang
 CONFIG = """
 [model]
 layers = 2
-hidden = 32
+hidden = {hidden}
 heads = 4
-sequence_length = 16
+sequence_length = {length}
 vocab_size = 64
 vocab_multiple = 8
 tied_embeddings = false
@@ -55,7 +57,7 @@ steps = 1000000
 micro_batch = 2
 global_batch = 8
 log_interval = 1000
-device = "cpu"
+device = "{device}"
 threads = 1
 [checkpoint]
 interval = 0
@@ -96,9 +98,17 @@ def make_tokens(folder: Path) -> Path:
 
 
 def run_case(
-    case: str, folder: Path, rng: random.Random, layout: tuple[int, int, int] = LAYOUTS[0], graphs: bool = False
+    case: str,
+    folder: Path,
+    rng: random.Random,
+    layout: tuple[int, int, int] = LAYOUTS[0],
+    graphs: bool = False,
+    device: str = "cpu",
+    step: int | None = None,
 ) -> HangOutcome:
-    """Train in `folder`, hang by `case`, judge. graphs: micro-batches are replayed by the step of the fault.
+    """Train in `folder`, hang by `case` in `step` (None: a random one), judge.
+
+    graphs: micro-batches are replayed by the step of the fault, or captured in it.
 
     Raises RuntimeError where the training or the fault did not come.
     """
@@ -107,13 +117,16 @@ def run_case(
 
     tensor, pipeline, copies = layout
     world = tensor * pipeline * copies
-    rank, step = rng.randrange(world), rng.randrange(2, 9) + graphs * EAGER_STEPS
+    rank = rng.randrange(world)
+    step = step or rng.randrange(EAGER_STEPS + 1 if graphs else 2, EAGER_STEPS + 9)
     run = folder / "run"
     (run / "faults").mkdir(parents=True)
     config = folder / "hang.toml"
-    words = {"data": make_tokens(folder), "folder": folder, "copies": copies}
+    hidden, length = (256, 128) if device == "cuda" else (32, 16)
+    words = {"data": make_tokens(folder), "folder": folder, "copies": copies, "device": device}
+    words |= {"hidden": hidden, "length": length}
     config.write_text(CONFIG.format(tensor=tensor, pipeline=pipeline, **words))
-    _place_fault(run, case, rank, step, rng, copies)
+    _place_fault(run, case, rank, step, rng, layout)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     more = ["--kernels.graphs=on"] if graphs else []
     command = [sys.executable, "-m", "megascale.cli.main", "train", str(config), *more]
@@ -143,8 +156,9 @@ def run_case(
         _end(run, process)
 
 
-def _place_fault(run: Path, case: str, rank: int, step: int, rng: random.Random, copies: int) -> None:
-    group = rng.choice(["data_reduce", "data_gather"]) if copies > 1 else "tensor"
+def _place_fault(run: Path, case: str, rank: int, step: int, rng: random.Random, layout: tuple[int, int, int]) -> None:
+    tensor, _, copies = layout
+    group = rng.choice(["data_reduce", "data_gather"]) if copies > 1 else "tensor" if tensor > 1 else "world"
     kind = {"mismatched collective": "mismatch", "missing send": "missing-send", "dead reader": "dead-reader"}.get(case)
     if kind is not None:
         fault = {"kind": kind, "rank": rank, "step": step, "group": group, "number": rng.randrange(2)}
@@ -206,6 +220,20 @@ def _trainers(folder: Path) -> list[int]:
     return found
 
 
+def _layouts(device: str) -> tuple[tuple[int, int, int], ...]:
+    """Those that a device's ranks are laid out in. Raises ConfigError where there are none."""
+    if device == "cpu":
+        return LAYOUTS
+    if device != "cuda":
+        raise ConfigError(f"--device={device} is none that hangs are made on; give cpu or cuda")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        raise ConfigError(f"--device=cuda needs two GPUs, or four, and here are {gpus}; --device=cpu needs none")
+    return LAYOUTS if gpus >= 4 else _OF_TWO
+
+
 def register(app: typer.Typer) -> None:
     """Add the bench."""
 
@@ -214,6 +242,7 @@ def register(app: typer.Typer) -> None:
         runs: int = typer.Option(5, help="Hangs of each of the four cases."),
         seed: int = typer.Option(0, help="Chooses ranks and steps."),
         graphs: bool = typer.Option(False, "--graphs", help="With micro-batches replayed (kernels.graphs=on)."),
+        device: str = typer.Option("cpu", help="cpu: four ranks on gloo; cuda: a rank a GPU on NCCL, two or four."),
         out: Path = typer.Option(None, help="Write JSON here."),
     ) -> None:
         """Hang real trainings in four ways and count how often rank and collective are named right.
@@ -225,13 +254,15 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.table import Table
 
+        layouts = _layouts(device)
         rng = random.Random(seed)
         outcomes = []
         console = Console(highlight=False)
         for case in CASES:
+            suited = [one for one in layouts if one[1] > 1] if case == "missing send" else layouts
             for number in range(runs):
                 with temporary_folder() as folder:
-                    outcome = run_case(case, Path(folder), rng, LAYOUTS[number % len(LAYOUTS)], graphs)
+                    outcome = run_case(case, Path(folder), rng, suited[number % len(suited)], graphs, device)
                 outcomes.append(outcome)
                 mark = "[green]right[/]" if outcome.right else "[red]wrong[/]"
                 console.print(
@@ -249,6 +280,8 @@ def register(app: typer.Typer) -> None:
             import torch
 
             facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+            if device == "cuda":
+                facts["gpus"] = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}"
             out.write_text(strict_json.dumps({"facts": facts, "hangs": [asdict(o) for o in outcomes]}, indent=1))
         if total < len(outcomes):
             raise typer.Exit(1)

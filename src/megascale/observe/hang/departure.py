@@ -1,7 +1,8 @@
 """Which rank's calls are not those that were due: from its schedule, its siblings, its own step before.
 
 Ranks of one pipeline stage make the same calls in the same order, and every step repeats the one before, so the first
-call that differs tells who left the common road, also between two ranks of whom each blames the other.
+call that differs tells who left the common road, also between two ranks of whom each blames the other. A step in which
+micro-batches are captured (parallel/chunk_graphs.py) begins a new order: only how often calls come is compared then.
 """
 
 from __future__ import annotations
@@ -32,41 +33,59 @@ class Departure:
     sentence: str
 
 
-def departures(records: Mapping[int, CallRecord], layout: Layout | None) -> dict[int, Departure]:
-    """The ranks that departed in their present step. Of ranks that only follow a departed one none is named."""
+# Made once for each capture: no habit.
+_ONCE = frozenset({"agree_on_capture"})
+_REPLAYS = frozenset({"replayed_forward", "replayed_backward"})
+
+
+def departures(records: Mapping[int, CallRecord], layout: Layout | None, ahead: int = 0) -> dict[int, Departure]:
+    """The ranks that departed in their present step. Of ranks that only follow a departed one none is named.
+
+    ahead: steps that a host may have launched since, which are looked at last (on devices).
+    """
+    clashes = _clashes(records)
+    for steps_ago in range(ahead, -1, -1):
+        found = _departed_in(records, layout, steps_ago)
+        if found:
+            return found
+    return _minority(clashes[0], records) if clashes else {}
+
+
+def _departed_in(records: Mapping[int, CallRecord], layout: Layout | None, steps_ago: int) -> dict[int, Departure]:
+    """Those that departed in the step so many before their present one."""
     found: dict[int, Departure] = {}
     if layout is not None:
         for rank, record in records.items():
-            skipped = _skipped_transfer(rank, record, layout)
+            skipped = _skipped_transfer(rank, record, layout, steps_ago)
             if skipped is not None:
                 found[rank] = skipped
     if found:
         return found
-    clashes = _clashes(records)
-    suspects = {rank for clash in clashes for rank in clash}
     for rank in sorted(records):
-        departed = (
-            _against_siblings(rank, records, layout) or _against_habit(records[rank]) or _one_too_many(records[rank])
-        )
+        record = records[rank]
+        step = record.step - steps_ago
+        departed = _against_siblings(rank, records, layout, step)
+        departed = departed or _against_habit(record, step) or _one_too_many(record, step)
         if departed is not None:
             found[rank] = departed
-    if found or not suspects:
-        return found
-    return _minority(clashes[0], records)
+    return found
 
 
 # a transfer that the schedule lists and the rank went past ------------------------------------------------------
 
 
-def _skipped_transfer(rank: int, record: CallRecord, layout: Layout) -> Departure | None:
-    if record.action in ("", "kernels", "evaluate") or layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world:
+def _skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_ago: int) -> Departure | None:
+    step = record.step - steps_ago
+    if layout.grid.pipeline == 1 or not 0 <= rank < layout.grid.world or step < 1:
+        return None
+    if not steps_ago and record.action in ("", "kernels", "evaluate"):
         return None
     stage = layout.grid.coordinate(rank).pipeline
     schedule = layout.schedule()
     actions = schedule[stage]
-    passed = actions[: record.index] if record.index >= 0 else actions
-    made = {(c.group.partition("/")[0], c.op, c.chunk, c.microbatch) for c in record.calls if c.step == record.step}
-    if not _reaches_back(record, record.step):
+    passed = actions[: record.index] if record.index >= 0 and not steps_ago else actions
+    made = {(c.group.partition("/")[0], c.op, c.chunk, c.microbatch) for c in record.calls if c.step == step}
+    if not made or not _reaches_back(record, step):
         return None
     for action in passed:
         if not (action.kind.is_send or action.kind.is_receive):
@@ -78,10 +97,12 @@ def _skipped_transfer(rank: int, record: CallRecord, layout: Layout) -> Departur
         group = _channel_name(direction, op, rank, stage, action, layout)
         counts = record.groups.get(group)
         sequence = _number(passed, action, record, group) if counts is None else counts.started + 1
-        due = Call(group, sequence, op, 0, record.step, action.chunk, action.microbatch)
+        due = Call(group, sequence, op, 0, step, action.chunk, action.microbatch)
         kind = "missing send" if action.kind.is_send else "missing call"
-        sentence = f"it went past {action} of step {record.step} without starting it; its schedule lists it before "
-        sentence += f"{record.action}" + (f" of micro-batch {record.microbatch}" if record.microbatch >= 0 else "")
+        sentence = f"it went past {action} of step {step} without starting it"
+        if not steps_ago:
+            sentence += f"; its schedule lists it before {record.action}"
+            sentence += f" of micro-batch {record.microbatch}" if record.microbatch >= 0 else ""
         return Departure(kind, due, None, sentence)
     return None
 
@@ -107,7 +128,11 @@ def _signature(call: Call) -> tuple[str, str, int, int, int]:
 
 
 def _of_step(record: CallRecord, step: int) -> list[Call]:
-    return [c for c in record.calls if c.step == step]
+    return [c for c in record.calls if c.step == step and c.op not in _ONCE]
+
+
+def _captures(record: CallRecord, step: int) -> bool:
+    return any(c.step == step and c.op in _ONCE for c in record.calls)
 
 
 def _reaches_back(record: CallRecord, step: int) -> bool:
@@ -122,54 +147,57 @@ def _first_difference(mine: Sequence[Call], theirs: Sequence[Call]) -> int | Non
     return None
 
 
-def _against_siblings(rank: int, records: Mapping[int, CallRecord], layout: Layout | None) -> Departure | None:
+def _against_siblings(
+    rank: int, records: Mapping[int, CallRecord], layout: Layout | None, step: int
+) -> Departure | None:
     """Where most ranks of the same stage agree and this one does not."""
     if layout is None or rank >= layout.grid.world:
         return None
     record = records[rank]
     siblings = [r for r in layout.grid.group(("tensor", "data"), rank) if r != rank and r in records]
-    siblings = [r for r in siblings if records[r].step == record.step and _reaches_back(records[r], record.step)]
-    if len(siblings) < 2 or not _reaches_back(record, record.step):
+    siblings = [r for r in siblings if records[r].step == record.step and _reaches_back(records[r], step)]
+    if len(siblings) < 2 or not _reaches_back(record, step):
         return None
-    mine = _of_step(record, record.step)
-    differing = {r: _first_difference(mine, _of_step(records[r], record.step)) for r in siblings}
+    mine = _of_step(record, step)
+    differing = {r: _first_difference(mine, _of_step(records[r], step)) for r in siblings}
     against = [r for r, i in differing.items() if i is not None]
     if len(against) <= len(siblings) / 2:
         return None
     first = min(i for i in differing.values() if i is not None)
     witness = next(r for r, i in differing.items() if i == first)
-    due = _of_step(records[witness], record.step)[first]
-    return _departed(due, mine, first, record, f"while rank {witness} and {len(against) - 1} others of its stage")
+    due = _of_step(records[witness], step)[first]
+    return _departed(due, mine, first, record, step, f"while rank {witness} and {len(against) - 1} others of its stage")
 
 
-def _against_habit(record: CallRecord) -> Departure | None:
-    """Where this step's calls leave the order of the rank's own step before."""
-    before = record.step - 1
+def _against_habit(record: CallRecord, step: int) -> Departure | None:
+    """Where a step's calls leave the order of the rank's own step before."""
+    before = step - 1
     # A process's first step learns which gradients are complete when, so its calls come in another order.
-    if not any(c.step < before for c in record.calls):
+    if not any(c.step < before for c in record.calls) or _captures(record, step):
         return None
-    mine, theirs = _of_step(record, record.step), _of_step(record, before)
+    mine, theirs = _of_step(record, step), _of_step(record, before)
     first = _first_difference(mine, theirs)
     if first is None:
         return None
-    return _departed(theirs[first], mine, first, record, f"while in step {before} it")
+    return _departed(theirs[first], mine, first, record, step, f"while in step {before} it")
 
 
-def _one_too_many(record: CallRecord) -> Departure | None:
-    """In a process's second step, whose order may differ: a call more of a sort than the first step made."""
-    before = record.step - 1
-    first_step = not any(c.step < before for c in record.calls)
-    if not first_step or not record.whole or not _of_step(record, before):
+def _one_too_many(record: CallRecord, step: int) -> Departure | None:
+    """Where the order may differ from the step before, a call more of a sort than that step made: in a process's second
+    step, and in one that captures, where calls may only become fewer."""
+    before = step - 1
+    first_step = record.whole and not any(c.step < before for c in record.calls)
+    if not (first_step or _captures(record, step)) or not _reaches_back(record, before) or not _of_step(record, before):
         return None
     usual = Counter(_sort(c) for c in _of_step(record, before))
-    mine = _of_step(record, record.step)
+    mine = [c for c in _of_step(record, step) if c.op not in _REPLAYS]
     seen: Counter[tuple[str, str, int]] = Counter()
     for call in mine:
         seen[_sort(call)] += 1
         if seen[_sort(call)] > usual[_sort(call)]:
             left = [c for c in _of_step(record, before) if usual[_sort(c)] > sum(_sort(c) == _sort(m) for m in mine)]
             due = replace(left[-1], sequence=record.groups[left[-1].group].started + 1) if left else call
-            times = f"{seen[_sort(call)]} times in step {record.step}, {usual[_sort(call)]} times in step {before}"
+            times = f"{_times(seen[_sort(call)])} in step {step}, {_times(usual[_sort(call)])} in step {before}"
             return Departure("mismatched collective", due, call, f"it made {_say(call)} {times}")
     return None
 
@@ -178,7 +206,11 @@ def _sort(call: Call) -> tuple[str, str, int]:
     return call.group, call.op, call.bytes
 
 
-def _departed(due: Call, mine: Sequence[Call], at: int, record: CallRecord, who: str) -> Departure:
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count} times")
+
+
+def _departed(due: Call, mine: Sequence[Call], at: int, record: CallRecord, step: int, who: str) -> Departure:
     made = mine[at]
     later = [_signature(c) for c in mine[at:]]
     kind = "mismatched collective"
@@ -197,8 +229,8 @@ def _departed(due: Call, mine: Sequence[Call], at: int, record: CallRecord, who:
         sequence = earlier[-1].sequence + 1
     else:
         sequence = record.groups[group].started + 1 if group in record.groups else due.sequence
-    sentence = f"call {at + 1} of its step {record.step} was {_say(made)} {who} made {_say(due)} there"
-    due = Call(group, sequence, due.op, due.bytes, record.step, due.chunk, due.microbatch)
+    sentence = f"call {at + 1} of its step {step} was {_say(made)} {who} made {_say(due)} there"
+    due = Call(group, sequence, due.op, due.bytes, step, due.chunk, due.microbatch)
     return Departure(kind, due, made, sentence)
 
 

@@ -136,6 +136,7 @@ def _world(found: dict[int, RankEvidence]) -> int:
 def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int, RankEvidence]:
     """Ask every rank that runs here for its stack and its flight records; wait a moment for the answers."""
     asked = [r for r, e in found.items() if e.process == "running" and e.record and hasattr(signal, "SIGUSR2")]
+    dumping: set[int] = set()
     for rank in asked:
         stack, dump = status / f"rank-{rank}.stack", flight / f"rank-{rank}.json"
         dump.unlink(missing_ok=True)
@@ -146,11 +147,13 @@ def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int
             os.kill(record.pid, signal.SIGUSR2)
         with suppress(OSError):  # no reader at the other end: the rank has ended or keeps no recorder
             os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
+            dumping.add(rank)
     deadline = time.monotonic() + _ANSWER
     waiting = set(asked)
-    while waiting and time.monotonic() < deadline:
+    while (waiting or dumping) and time.monotonic() < deadline:
         time.sleep(0.02)
         waiting -= {r for r in waiting if _complete(status / f"rank-{r}.stack")}
+        dumping -= {r for r in dumping if (flight / f"rank-{r}.json").exists()}
     for rank, what in found.items():
         if rank in asked:
             answered = rank not in waiting

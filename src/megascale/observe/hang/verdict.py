@@ -10,7 +10,7 @@ say so, the one that hangs often cannot (MegaScale section 5.2).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megascale.core.calls import READER, CallRecord, Waiting
 from megascale.core.layout import Layout
@@ -81,7 +81,7 @@ def explain(scene: Scene, layout: Layout | None = None) -> Hang:
     if scene.moving and not any(e.process in ("gone", "stopped") for e in scene.ranks.values()):
         ranks = _list(sorted(scene.moving))
         return Hang("none", waits=tuple(waits), evidence=(f"{ranks} moved on while being looked at",))
-    judge = _Judge(scene, records, members, tuple(waits), departures(records, layout))
+    judge = _Judge(scene, records, members, tuple(waits), _departures(scene, records, layout))
     tests = (judge.lost, judge.silent, judge.reader, judge.departed, judge.busy, judge.absent, judge.circle)
     for test in (*tests, judge.network):
         hang = test()
@@ -93,10 +93,33 @@ def explain(scene: Scene, layout: Layout | None = None) -> Hang:
 def _records(scene: Scene) -> dict[int, CallRecord]:
     """Each rank's calls; on devices from the flight recorder, which alone knows which calls have finished."""
     flights = {r: e.flight for r, e in scene.ranks.items() if e.flight is not None}
-    own = {r: e.record for r, e in scene.ranks.items() if e.record is not None}
-    if flights and (not own or (any(f.device for f in flights.values()) and flights.keys() >= own.keys())):
-        return {r: f.record for r, f in flights.items()}
-    return own
+    own = _own_records(scene)
+    if not flights or not (not own or _on_devices(scene, own)):
+        return own
+    # No recorder sees a rank wait for samples.
+    reads = {r: e.waiting for r, e in own.items() if e.waiting is not None and e.waiting.group == READER}
+    return {r: replace(f.record, waiting=reads.get(r, f.record.waiting)) for r, f in flights.items()}
+
+
+def _own_records(scene: Scene) -> dict[int, CallRecord]:
+    return {r: e.record for r, e in scene.ranks.items() if e.record is not None}
+
+
+def _on_devices(scene: Scene, own: Mapping[int, CallRecord]) -> bool:
+    """Whether calls ran on devices and flight recorders tell of all ranks that left a record."""
+    flights = {r: e.flight for r, e in scene.ranks.items() if e.flight is not None}
+    return any(f.device for f in flights.values()) and flights.keys() >= own.keys()
+
+
+def _departures(scene: Scene, records: Mapping[int, CallRecord], layout: Layout | None) -> dict[int, Departure]:
+    """Of the ranks' own records where there are any: they alone know steps, and calls that a replay makes.
+
+    On devices the host is up to a step ahead of what hangs.
+    """
+    own = _own_records(scene)
+    if own.keys() >= records.keys():
+        return departures(own, layout, ahead=1 if _on_devices(scene, own) else 0)
+    return departures(records, layout)
 
 
 def _members(records: Mapping[int, CallRecord]) -> dict[str, list[int]]:
