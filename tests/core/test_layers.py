@@ -70,10 +70,45 @@ def test_chunk_layers_follow_the_configuration():
         }
     )
     chunks = chunk_layers(config.model, config.parallel)
-    assert [i for chunk in chunks for i in chunk] == list(range(40))
-    assert [len(chunk) for chunk in chunks] == [5, 5, 5, 5, 5, 5, 6, 4]
+    assert [i for chunk in chunks for i in chunk] == [(layer, "both") for layer in range(40)]
+    assert [chunk.count for chunk in chunks] == [5, 5, 5, 5, 5, 5, 6, 4]
 
 
 def test_one_layer_a_chunk():
     config = from_tree({"model": {"preset": "gpt-530b"}, "parallel": {"pipeline": 35, "virtual_stages": 3}})
-    assert [len(c) for c in chunk_layers(config.model, config.parallel)] == [1] * 105
+    assert [c.count for c in chunk_layers(config.model, config.parallel)] == [1] * 105
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.booleans(), st.booleans())
+def test_halves_of_layers_are_each_in_one_chunk(halves, first, last):
+    """Whatever the boundaries: every layer's attention and MLP once, in order, and all counts agree."""
+    halves = [0 if first else halves[0], *halves[1:-1], 0 if last else halves[-1]]
+    halves[len(halves) // 2] += sum(halves) % 2 or 2 * (not sum(halves))
+    split, layers = [n / 2 for n in halves], sum(halves) // 2
+    parallel = {"pipeline": len(split), "layer_split": split}
+    config = from_tree({"model": {"layers": layers, "vocab_size": 64}, "parallel": parallel})
+    chunks = chunk_layers(config.model, config.parallel)
+    assert [chunk.count for chunk in chunks] == split
+    pieces = [(layer, half) for chunk in chunks for layer, half in chunk]
+    found = [(layer, one) for layer, half in pieces for one in (("attention", "mlp") if half == "both" else (half,))]
+    assert found == [(layer, half) for layer in range(layers) for half in ("attention", "mlp")]
+    for chunk in chunks:
+        assert chunk.attentions == sum(half != "mlp" for _, half in chunk)
+        assert chunk.mlps == sum(half != "attention" for _, half in chunk)
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "words"),
+    [
+        ({}, [1.5, 1.3, 1.2], ["layer_split=[1.5, 1.3, 1.2]", "whole numbers, or halves"]),
+        ({"block": "parallel"}, [1.5, 1.5, 1], ["attention and its MLP", "--model.block=serial"]),
+        ({}, [1.5, 1.5, 0.5], ["adds up to 3.5 layers", "model.layers=4"]),
+    ],
+)
+def test_a_division_that_cannot_be_is_refused(model, split, words):
+    config = from_tree(
+        {"model": {"layers": 4, "vocab_size": 64, **model}, "parallel": {"pipeline": 3, "layer_split": split}}
+    )
+    with pytest.raises(FitError) as told:
+        chunk_layers(config.model, config.parallel)
+    assert all(word in str(told.value) for word in words)

@@ -83,8 +83,14 @@ def test_parameters_match_the_model():
     torch = pytest.importorskip("torch")
     from megascale.model.transformer import Chunk
 
-    for options in ({}, {"block": "parallel"}, {"kv_heads": 2, "activation": "swiglu", "tied_embeddings": False}):
-        config = configure({"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 128, **options}, {"pipeline": 3})
+    whole = {"pipeline": 3}
+    for options, parallel in (
+        ({}, whole),
+        ({}, {"pipeline": 3, "layer_split": [0.5, 1, 1.5]}),
+        ({"block": "parallel"}, whole),
+        ({"kv_heads": 2, "activation": "swiglu", "tied_embeddings": False}, whole),
+    ):
+        config = configure({"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 128, **options}, parallel)
         layers = chunk_layers(config.model, config.parallel)
         for g, own in enumerate(layers):
             chunk = Chunk(config.model, own, first=g == 0, last=g == 2, dtype=torch.float32)
@@ -100,6 +106,8 @@ def test_parameters_match_the_model():
         {"kv_heads": 2},
         {"ffn_hidden": 192, "attention_bias": False, "mlp_bias": False},
         {"block": "parallel", "dropout": 0.1},
+        {"half": "attention"},
+        {"half": "mlp"},
     ],
 )
 @pytest.mark.parametrize("recompute", ["none", "norms", "activation", "selective"])
@@ -114,11 +122,11 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
 
     if "dropout" in options:
         pytest.importorskip("megascale.ops.dropout")
-    model = configure(
-        {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128, **options}
-    ).model
+    half = options.get("half", "both")
+    shape = {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128}
+    model = configure(shape | {key: value for key, value in options.items() if key != "half"}).model
     setup = LayerSetup(model, 0, make_linears(precision, ALONE), torch.float32)
-    block = make_block(setup, recompute).to_empty(device="cpu")
+    block = make_block(setup, recompute, half).to_empty(device="cpu")
     for p in block.parameters():
         torch.nn.init.normal_(p)
     own = {p.untyped_storage().data_ptr() for p in block.parameters()}
@@ -134,7 +142,7 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
         x = torch.randn(128, 1, 64, requires_grad=True)
         block(x, None, ForwardContext(dropout_key=1 if "dropout" in options else None))
     kept = sum(size for size, _ in held.values())
-    counted = sum(t.bytes for t in saved_by_layer(model, 1, 1, "float32", recompute, precision))
+    counted = sum(t.bytes for t in saved_by_layer(model, 1, 1, "float32", recompute, precision, half))
     # Scalars and shape bookkeeping may come on top.
     assert counted == pytest.approx(kept, rel=0.002)
 
@@ -253,7 +261,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
 
     config = configure(
         {"layers": 12, "hidden": 256, "heads": 4, "vocab_size": 1024},
-        {"pipeline": 2, "virtual_stages": 3, "zero": zero},
+        {"pipeline": 2, "virtual_stages": 3, "zero": zero, "layer_split": [2, 1.5, 2.5, 2, 1.5, 2.5]},
         {"micro_batch": 1, "global_batch": 8, "precision": precision},
         {"name": optimizer},
     )

@@ -131,6 +131,24 @@ HARD = {
     "uneven split of layers": case(
         2, 2, 2, virtual=2, microbatches=2, model={"layers": 7}, parallel={"layer_split": [1, 3, 1, 2]}
     ),
+    "layers divided between chunks": case(
+        2,
+        2,
+        2,
+        virtual=2,
+        microbatches=3,
+        zero=2,
+        model={"layers": 3, "dropout": 0.1},
+        parallel={"layer_split": [0.5, 1, 1, 0.5], "bucket_elements": 700},
+    ),
+    "layers divided between chunks, recomputed": case(
+        1,
+        4,
+        1,
+        microbatches=4,
+        model={"layers": 4},
+        parallel={"layer_split": [1.5, 0.5, 1.5, 0.5], "recompute": "full"},
+    ),
     "embedding and logits in chunks of their own": case(
         1, 2, 2, virtual=2, microbatches=4, zero=2, parallel={"layer_split": [0, 2, 2, 0]}
     ),
@@ -251,6 +269,10 @@ def cases(draw: st.DrawFn) -> Case:
         cuts = sorted(draw(st.lists(st.integers(0, layers - len(inner)), min_size=chunks - 1, max_size=chunks - 1)))
         spare = [b - a for a, b in zip([0, *cuts], [*cuts, layers - len(inner)], strict=True)]
         split = [a + b for a, b in zip(spare, [0, *inner, 0], strict=True)]
+        if model["block"] == "serial" and draw(st.booleans()):
+            for at in range(1, chunks):
+                if split[at] >= 1:
+                    split[at], split[at - 1] = split[at] - 0.5, split[at - 1] + 0.5
     return case(
         tensor,
         pipeline,

@@ -17,7 +17,7 @@ from tests.exact.training import STEPS, Told, make_engine, observe, run_step, st
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-MODEL = {"layers": 6, "block": "parallel", "kv_heads": 2, "dropout": 0.1, "vocab_size": 19, "head_bias": True}
+MODEL = {"layers": 6, "kv_heads": 2, "dropout": 0.1, "vocab_size": 19, "head_bias": True}
 
 
 def layout(
@@ -29,6 +29,7 @@ def layout(
     *,
     tied: bool,
     optimizer: str = "lamb",
+    block: str = "parallel",
     **parallel: Any,
 ) -> Case:
     """Four samples a step in any layout."""
@@ -39,7 +40,7 @@ def layout(
         virtual=virtual,
         zero=zero,
         microbatches=4 // data,
-        model={**MODEL, "tied_embeddings": tied},
+        model={**MODEL, "tied_embeddings": tied, "block": block},
         optimizer={"name": optimizer},
         parallel=parallel,
     )
@@ -89,8 +90,8 @@ PAIRS = {
         layout(1, 2, 2, 3, tied=True, micro_batch_group_size=2),
     ),
     "another split of layers and buckets": (
-        layout(2, 2, 1, 2, tied=False, bucket_elements=500, layer_split=[0, 4, 1, 1]),
-        layout(2, 2, 2, 1, 0, tied=False, layer_split=[5, 1], recompute="full"),
+        layout(2, 2, 1, 2, tied=False, block="serial", bucket_elements=500, layer_split=[0, 4, 1, 1]),
+        layout(2, 2, 2, 1, 0, tied=False, block="serial", layer_split=[4.5, 1.5], recompute="full"),
     ),
 }
 

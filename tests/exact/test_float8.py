@@ -28,7 +28,7 @@ def layouts(recipe: str) -> dict[str, Case]:
     short_serial, short_parallel = ({**one, "model": {**one["model"], **TWO_LAYERS}} for one in (serial, parallel))
     selective = {"parallel": {"recompute": "selective"}}
     return {
-        "pipeline": case(1, 2, 1, virtual=2, microbatches=4, **serial),
+        "pipeline": case(1, 2, 1, virtual=2, microbatches=4, **serial, parallel={"layer_split": [1, 1.5, 0.5, 1]}),
         "ZeRO-2": case(1, 1, 2, zero=2, microbatches=2, **parallel, parallel={"bucket_elements": 500}),
         "pipeline, data, LAMB": case(1, 2, 2, microbatches=2, optimizer={"name": "lamb"}, **short_serial),
         "tensor, serial": case(2, microbatches=2, **serial),

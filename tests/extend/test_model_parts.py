@@ -13,6 +13,7 @@ from megascale.config import from_tree
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.core.flops import layer_flops, parameters
 from megascale.core.inventory import logical_shapes
+from megascale.core.layers import ChunkLayers
 from megascale.core.memory import chunk_parameters, saved_by_layer
 from megascale.core.optimizer_state import checkpoint_elements
 from megascale.errors import ConfigError
@@ -83,7 +84,7 @@ def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
     model = from_tree(case(tensor, microbatches=1, model={"mlp": mlp, "layers": LAYERS}).tree).model
     chunk = Chunk(model, range(LAYERS), first=True, last=True, axis=Axis(size=tensor))
     held = sum(p.numel() for p in chunk.parameters())
-    assert held == chunk_parameters(model, range(LAYERS), 0, 1, tensor)
+    assert held == chunk_parameters(model, ChunkLayers.of(range(LAYERS)), 0, 1, tensor)
     names = {piece.name for p in chunk.parameters() for piece in spec_of(p).pieces}
     assert names == set(logical_shapes(model))
     assert ("layers.1.mlp.scale" in names) == (mlp == "scaled")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -31,8 +31,10 @@ class ParallelConfig(Section):
     data: int | None = Field(
         None, ge=1, le=1_000_000, description="data-parallel ranks; default: what is left of the world"
     )
-    layer_split: list[int] | None = Field(
-        None, description="layers of each model chunk, in model order; default: balanced with the logits"
+    layer_split: list[int | Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
+        None,
+        description="layers of each model chunk, in model order; 2.5 ends between a layer's attention and its MLP "
+        "(model.block=serial); default: whole layers, balanced with the logits",
     )
     zero: Literal[0, 1, 2] = Field(
         1,

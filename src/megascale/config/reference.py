@@ -164,6 +164,8 @@ def _kind(annotation: Any) -> tuple[str, bool, tuple[str, ...]]:
     if origin in (Union, types.UnionType):
         kinds = [a for a in inside if a is not type(None)]
         kind, _, choices = _kind(kinds[0])
+        if kinds[0] is int and len(kinds) > 1:
+            kind = "number"
         return kind, len(kinds) < len(inside), choices
     if origin is Literal:
         return "one of", False, tuple(str(a) for a in inside)

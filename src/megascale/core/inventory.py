@@ -119,11 +119,13 @@ class BlockInventory:
         norms: how many it has; the second stands before the MLP.
         collectives: (gathers, scatters) of its forward under tensor parallelism.
         together: both parts read the same stream and go backward at once; else the stream between them is kept.
+        divides: whether its attention and its MLP may lie in different chunks of the model.
     """
 
     norms: Callable[[ModelConfig], int]
     collectives: Callable[[ModelConfig], tuple[int, int]]
     together: bool
+    divides: bool = False
 
 
 def linear(name: str, rows: int, columns: int, cut: int, bias: bool, std: float) -> list[LogicalTensor]:
@@ -209,7 +211,7 @@ def splits_projection(model: ModelConfig) -> bool:
 BLOCK_PARTS: Registry[BlockInventory] = Registry(
     BLOCKS.key,
     {
-        "serial": BlockInventory(lambda model: 2, lambda model: (2, 2), together=False),
+        "serial": BlockInventory(lambda model: 2, lambda model: (2, 2), together=False, divides=True),
         "parallel": BlockInventory(
             lambda model: model.parallel_norms,
             lambda model: (1 if splits_projection(model) else 2, 1),
@@ -234,6 +236,11 @@ class LayerInventory:
     def __iter__(self) -> Iterator[LogicalTensor]:
         yield from (*self.norm1, *self.norm2, *self.attention, *self.mlp)
 
+    @property
+    def halves(self) -> tuple[tuple[LogicalTensor, ...], tuple[LogicalTensor, ...]]:
+        """Of a block that divides: what belongs to its attention, and to its MLP."""
+        return (*self.norm1, *self.attention), (*self.norm2, *self.mlp)
+
 
 @lru_cache(maxsize=512)
 def layer_inventory(model: ModelConfig, layer: int = 0) -> LayerInventory:
@@ -250,8 +257,14 @@ def layer_inventory(model: ModelConfig, layer: int = 0) -> LayerInventory:
 @lru_cache(maxsize=256)
 def layer_keeps(model: ModelConfig) -> tuple[Kept, ...]:
     """What a layer's forward keeps, in the order of the table in core/memory.py."""
+    attention, mlp = half_keeps(model)
+    return attention + (mlp[1:] if BLOCK_PARTS[model.block].together else mlp)
+
+
+@lru_cache(maxsize=256)
+def half_keeps(model: ModelConfig) -> tuple[tuple[Kept, ...], tuple[Kept, ...]]:
+    """Of them what belongs to the attention, and to the MLP; each begins with the stream that it reads."""
     h, moments = model.hidden, 2 if NORMS[model.norm].bias else 1
-    block = BLOCK_PARTS[model.block]
 
     def norm(prefix: str) -> list[Kept]:
         return [
@@ -259,14 +272,9 @@ def layer_keeps(model: ModelConfig) -> tuple[Kept, ...]:
             Kept(f"{prefix}norm_output", h, "sequence", dropped="norms", gemm="only"),
         ]
 
-    return (
-        Kept("input", h, "sequence"),
-        *norm(""),
-        *ATTENTION_PARTS[model.attention].keeps(model),
-        *([] if block.together else [Kept("middle", h, "sequence")]),
-        *(norm("second_") if block.norms(model) == 2 else []),
-        *MLP_PARTS[model.mlp].keeps(model),
-    )
+    attention = (Kept("input", h, "sequence"), *norm(""), *ATTENTION_PARTS[model.attention].keeps(model))
+    second = norm("second_") if BLOCK_PARTS[model.block].norms(model) == 2 else []
+    return attention, (Kept("middle", h, "sequence"), *second, *MLP_PARTS[model.mlp].keeps(model))
 
 
 @lru_cache(maxsize=256)

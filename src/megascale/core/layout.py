@@ -7,7 +7,7 @@ from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
 from megascale.core.grid import Grid
-from megascale.core.layers import chunk_layers
+from megascale.core.layers import ChunkLayers, chunk_layers
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, checked_schedule, made_schedule
 from megascale.errors import FitError
@@ -29,7 +29,7 @@ class Layout:
     config: Config
     grid: Grid
     microbatches: int
-    layers: tuple[range, ...]
+    layers: tuple[ChunkLayers, ...]
 
     def schedule(self) -> Schedule:
         """The pipeline schedule of a step, proven by the checker: what runs. ScheduleError if it hangs."""
@@ -51,7 +51,7 @@ class Layout:
             self.config.overlap.pipeline,
         )
 
-    def chunks_of(self, stage: int) -> list[range]:
+    def chunks_of(self, stage: int) -> list[ChunkLayers]:
         """Layers of each chunk of a stage, chunk 0 first."""
         return list(self.layers[stage :: self.grid.pipeline])
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 
@@ -50,13 +50,14 @@ from megascale.core.inventory import (
     elements,
     embedding_tensors,
     gradient_widths,
+    half_keeps,
     head_tensors,
     layer_inventory,
     layer_keeps,
     norm_tensors,
     output_matrix,
 )
-from megascale.core.layers import chunk_layers
+from megascale.core.layers import ChunkLayers, Half, chunk_layers
 from megascale.core.optimizer_state import state_elements
 from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
 
@@ -127,15 +128,29 @@ def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
 
 
 def chunk_parameters(
-    model: ModelConfig, layers: range, chunk: int, chunks: int, tensor: int = 1, stages: int | None = None
+    model: ModelConfig, layers: ChunkLayers, chunk: int, chunks: int, tensor: int = 1, stages: int | None = None
 ) -> int:
     """Parameters of global chunk `chunk` on one tensor-parallel rank, padding rows of the vocabulary included.
 
     Tied embeddings on more than one stage (default: a stage a chunk) are held by the first chunk and by the last.
     """
-    layer, embeddings, head, logits = _parameter_counts(model, tensor)
+    _, embeddings, head, logits = _parameter_counts(model, tensor)
     tied_copy = logits if model.tied_embeddings and (stages or chunks) > 1 else 0
-    return len(layers) * layer + (embeddings if chunk == 0 else 0) + (head + tied_copy if chunk == chunks - 1 else 0)
+    held = _of_layers(layers, *_half_counts(model, tensor))
+    return held + (embeddings if chunk == 0 else 0) + (head + tied_copy if chunk == chunks - 1 else 0)
+
+
+def _of_layers(layers: ChunkLayers, attention: int, mlp: int) -> int:
+    """What a chunk has of something of which a layer's halves have so much; a block that is one piece has whole layers
+    only, so that it does not matter to which half its parts are counted."""
+    return layers.attentions * attention + layers.mlps * mlp
+
+
+@lru_cache(maxsize=256)
+def _half_counts(model: ModelConfig, tensor: int) -> tuple[int, int]:
+    """Parameters on one rank of a layer's attention with its norm, and of the rest."""
+    attention, mlp = layer_inventory(model).halves
+    return elements(attention, tensor), elements(mlp, tensor)
 
 
 @lru_cache(maxsize=256)
@@ -164,8 +179,9 @@ def stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: int) -
 
 def stage_matrices(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Of them those of the matrices that linear layers multiply with; the vocabulary's is none."""
-    layers = sum(len(r) for r in chunk_layers(model, parallel)[stage :: parallel.pipeline])
-    return layers * elements((one for one in layer_inventory(model) if one.gemm), parallel.tensor)
+    halves = (tuple(one for one in half if one.gemm) for half in layer_inventory(model).halves)
+    attention, mlp = (elements(matrices, parallel.tensor) for matrices in halves)
+    return sum(_of_layers(own, attention, mlp) for own in chunk_layers(model, parallel)[stage :: parallel.pipeline])
 
 
 def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
@@ -177,7 +193,10 @@ def _chunk_counts(model: ModelConfig, parallel: ParallelConfig, stage: int) -> l
 def _kept_by_optimizer(model: ModelConfig, parallel: ParallelConfig, stage: int, optimizer: str) -> int:
     """Elements of optimizer state of all chunks of a stage on one tensor-parallel rank, before any sharding."""
     p, chunks, layers = parallel.pipeline, parallel.pipeline * parallel.virtual_stages, chunk_layers(model, parallel)
-    count = sum(len(layers[g]) for g in range(stage, chunks, p))
+    count = (
+        sum(layers[g].attentions for g in range(stage, chunks, p)),
+        sum(layers[g].mlps for g in range(stage, chunks, p)),
+    )
     tables = sum(_tables(model, g, chunks, parallel.tensor, p) for g in range(stage, chunks, p))
     return state_elements(optimizer, model, stage_parameters(model, parallel, stage), count, tables, parallel.tensor)
 
@@ -189,10 +208,14 @@ def saved_by_layer(
     precision: str,
     recompute: str = "none",
     linear_precision: str = "default",
+    half: Half = "both",
 ) -> list[Saved]:
-    """What one layer's forward of one micro-batch keeps on one rank: the table in this module's docstring."""
+    """What one layer's forward of one micro-batch keeps on one rank: the table in this module's docstring.
+
+    half: of a layer that is divided, from the input or from the middle on.
+    """
     s, b, a = model.sequence_length, micro_batch, BYTES[precision]
-    kept = layer_keeps(model)
+    kept = layer_keeps(model) if half == "both" else half_keeps(model)[half == "mlp"]
     if recompute == "full":
         kept = kept[:1]
     elif recompute != "none":
@@ -207,6 +230,29 @@ def saved_by_layer(
         if copy is not None and one.gemm != "no":
             saved.append(Saved(f"{one.name}_copy", shape, copy))
     return saved
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes that a forward of one micro-batch keeps: of a whole layer, of its attention alone, of its MLP alone."""
+
+    both: int
+    attention: int
+    mlp: int
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str, linear_precision: str
+    ) -> KeptBytes:
+        """Arguments as of `saved_by_layer`."""
+        about = (model, tensor, micro_batch, precision, recompute, linear_precision)
+        halves: tuple[Half, ...] = ("both", "attention", "mlp")
+        return cls(*(sum(one.bytes for one in saved_by_layer(*about, half)) for half in halves))
+
+    def of_chunk(self, layers: ChunkLayers) -> int:
+        """All that a chunk's layers keep."""
+        whole = max(0, layers.stop // 2 - (layers.first + 1) // 2)
+        return whole * self.both + (layers.attentions - whole) * self.attention + (layers.mlps - whole) * self.mlp
 
 
 def saved_by_head(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[Saved]:
@@ -259,9 +305,9 @@ def stage_memory(
         # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
         sent = count if parallel.zero < 2 else 2 * max(_chunk_counts(model, parallel, stage))
         gradients += BYTES["bfloat16"] * sent
-    full = saved_by_layer(model, t, micro_batch, precision, "none", linear_precision)
-    kept = saved_by_layer(model, t, micro_batch, precision, parallel.recompute, linear_precision)
-    restored = sum(x.bytes for x in full) - sum(x.bytes for x in kept)
+    full = sum(x.bytes for x in saved_by_layer(model, t, micro_batch, precision, "none", linear_precision))
+    kept = KeptBytes.of(model, t, micro_batch, precision, parallel.recompute, linear_precision)
+    restored = full - kept.both
 
     s, b, h = model.sequence_length, micro_batch, model.hidden
     block, layer = BLOCK_PARTS[model.block], layer_inventory(model)
@@ -274,7 +320,7 @@ def stage_memory(
     factors = (h + wide) + (h + f) if side_stream else 0
     message = s // t * b * h * a
     moves = stage_moves(schedule, stage)
-    held = sum(len(chunk_layers(model, parallel)[g]) for g in range(stage, schedule.chunks, schedule.stages))
+    held = sum(chunk_layers(model, parallel)[g].count for g in range(stage, schedule.chunks, schedule.stages))
     logits = min(s * b * (model.padded_vocab // t) * a, LOGITS_BYTES) if stage == schedule.stages - 1 else 0
     workspace = s * b * (inside + factors) * a + restored
     held_by_graphs = 0
@@ -284,7 +330,7 @@ def stage_memory(
         if schedule.chunks > 1:
             held_by_graphs += 3 * flying * message  # input, gradient of the output, gradient of the input
         if grid.data > 1:
-            one = -(-held // schedule.virtual) * sum(x.bytes for x in kept)
+            one = ceil(held / schedule.virtual) * kept.both
             held_by_graphs += one + workspace + logits
     return MemoryEstimate(
         weights=a * count,
@@ -342,17 +388,16 @@ def _peak(
     stage: int,
     micro_batch: int,
     precision: str,
-    kept: list[Saved],
+    kept: KeptBytes,
 ) -> int:
     """Bytes of activations held at the moment of the schedule at which they are most."""
     p, chunks = schedule.stages, schedule.chunks
     layers = chunk_layers(model, parallel)
     own = [c * p + stage for c in range(schedule.virtual)]
     head = sum(x.bytes for x in saved_by_head(model, parallel.tensor, micro_batch, precision))
-    layer = sum(x.bytes for x in kept)
     a, s = BYTES[precision], model.sequence_length // parallel.tensor
     output = s * micro_batch * model.hidden * a if p > 1 else 0
-    size = np.array([len(layers[g]) * layer + (head if g == chunks - 1 else output) for g in own])
+    size = np.array([kept.of_chunk(layers[g]) + (head if g == chunks - 1 else output) for g in own])
     kind, chunk, _ = schedule.table[stage].T
     sign = np.where(kind == ActionKind.FORWARD, 1, np.where(kind == ActionKind.BACKWARD, -1, 0))
     return int((sign * size[chunk]).cumsum().max())

@@ -79,7 +79,7 @@ def stage_traffic(
     gathers, scatters = layer_collectives(model)
     # Forward, its mirror in backward, inputs gathered again; full recompute runs the forward twice.
     passes = 2 if parallel.recompute == "full" else 1
-    moves = sum(len(r) for r in layers) * ((gathers + scatters) * (1 + passes) + gathers)
+    moves = round(sum(own.count for own in layers) * ((gathers + scatters) * (1 + passes) + gathers))
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
     moves += 2 * (stage == 0) + 2 * (stage == grid.pipeline - 1)
     kinds = schedule.table[stage][:, 0]

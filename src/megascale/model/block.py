@@ -8,6 +8,7 @@ x + Attn(LN x) + MLP(LN x), with one gather and one scatter a layer. How it take
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from megascale.config.parts import BLOCKS, PartFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import BLOCK_PARTS, BlockInventory, splits_projection
+from megascale.core.layers import Half
 from megascale.model import attention as attentions
 from megascale.model import mlp as mlps
 from megascale.model.attention import CausalAttention
@@ -29,21 +31,12 @@ from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
 
 
-class Block(nn.Module):
-    """What all blocks have: attention, MLP, a norm.
+class _Parts(nn.Module):
+    """Parts of a layer: modules by name."""
 
-    Args:
-        at: which layer of which model.
-        recompute: as parallel.recompute (whole layers are the chunk's to recompute).
-    """
-
-    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
+    def __init__(self, at: LayerSetup, recompute: str) -> None:
         super().__init__()
         self.at, self.recompute = at, recompute
-        # Parts may be anybody's, so that what is asked of them is not in a type.
-        self.attention: Any = attentions.KINDS[at.model.attention](at)
-        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
-        self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
 
     @property
     def part(self) -> dict[str, Any]:
@@ -53,6 +46,41 @@ class Block(nn.Module):
     def project(self, part: Any) -> ColumnLinear | None:
         """The projection to a part's columns; None if it wants the norm as it is."""
         return ColumnLinear(part.columns, self.at.linears, self.at.dtype) if part.columns else None
+
+
+class Block(_Parts):
+    """What all blocks have: attention, MLP, a norm.
+
+    Args:
+        at: which layer of which model.
+        recompute: as parallel.recompute (whole layers are the chunk's to recompute).
+    """
+
+    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(at, recompute)
+        # Parts may be anybody's, so that what is asked of them is not in a type.
+        self.attention: Any = attentions.KINDS[at.model.attention](at)
+        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
+        self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
+
+
+def _attend(half: _Parts, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool) -> Flow:
+    """x + Attn(LN x) of a serial block."""
+    at, part = half.at, half.part
+    attention = part["attention"]
+    x_SBH, qkv = norm_and_project(part["norm1"], part.get("attention_in"), x, half.recompute)
+    y = sum_branches(at.linears, attention(qkv, rotary, context))
+    return add_residual(at, y, x_SBH, 0, context, defer_add, attention.residual_bias)
+
+
+def _feed(half: _Parts, x: Flow, context: ForwardContext, defer_add: bool) -> Flow:
+    """x + MLP(LN x) of a serial block."""
+    at, part, recompute = half.at, half.part, half.recompute
+    mlp, mlp_in = part["mlp"], part.get("mlp_in")
+    fused = mlp.fuses_bias_gradient(x if isinstance(x, torch.Tensor) else x.y_SBH)
+    x_SBH, inner = norm_and_project(part["norm2"], mlp_in, x, recompute, fused)
+    y = sum_branches(at.linears, mlp(inner, mlp_in, recompute))
+    return add_residual(at, y, x_SBH, 1, context, defer_add, mlp.residual_bias)
 
 
 class SerialBlock(Block):
@@ -66,15 +94,35 @@ class SerialBlock(Block):
 
     def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
         """[s/t, b, h] -> [s/t, b, h]. With `defer_add` the last residual sum may be left to the next norm."""
-        at, part, recompute = self.at, self.part, self.recompute
-        attention, mlp, mlp_in = part["attention"], part["mlp"], part.get("mlp_in")
-        x_SBH, qkv = norm_and_project(part["norm1"], part.get("attention_in"), x, recompute)
-        y = sum_branches(at.linears, attention(qkv, rotary, context))
-        between = add_residual(at, y, x_SBH, 0, context, True, attention.residual_bias)
-        fused = mlp.fuses_bias_gradient(y)
-        x_SBH, inner = norm_and_project(part["norm2"], mlp_in, between, recompute, fused)
-        y = sum_branches(at.linears, mlp(inner, mlp_in, recompute))
-        return add_residual(at, y, x_SBH, 1, context, defer_add, mlp.residual_bias)
+        return _feed(self, _attend(self, x, rotary, context, True), context, defer_add)
+
+
+class SerialAttention(_Parts):
+    """The first half of a serial block, whose MLP another chunk has: x + Attn(LN x)."""
+
+    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(at, recompute)
+        self.attention: Any = attentions.KINDS[at.model.attention](at)
+        self.norm1 = Norm(at.model, at.tensors.norm1, at.dtype)
+        self.attention_in = self.project(self.attention)
+
+    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+        """As SerialBlock.forward."""
+        return _attend(self, x, rotary, context, defer_add)
+
+
+class SerialMlp(_Parts):
+    """The second half of a serial block, whose attention another chunk has: x + MLP(LN x)."""
+
+    def __init__(self, at: LayerSetup, recompute: str = "none") -> None:
+        super().__init__(at, recompute)
+        self.mlp: Any = mlps.KINDS[at.model.mlp](at)
+        self.norm2 = Norm(at.model, at.tensors.norm2, at.dtype)
+        self.mlp_in = self.project(self.mlp)
+
+    def forward(self, x: Flow, rotary: Rotary, context: ForwardContext, defer_add: bool = False) -> Flow:
+        """As SerialBlock.forward."""
+        return _feed(self, x, context, defer_add)
 
 
 class ParallelBlock(Block):
@@ -169,18 +217,29 @@ def parallel_block(at: LayerSetup, recompute: str = "none") -> Block:
     return FusedParallelBlock(at, recompute) if splits_projection(at.model) else ParallelBlock(at, recompute)
 
 
-KINDS: Registry[Callable[[LayerSetup, str], Block]] = Registry(
-    BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block}
-)
+Make = Callable[[LayerSetup, str], nn.Module]
+
+KINDS: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
+# Of blocks that a boundary between chunks may divide (BlockInventory.divides): the attention's half, and the MLP's.
+HALVES: dict[str, tuple[Make, Make]] = {"serial": (SerialAttention, SerialMlp)}
 
 
-def register(name: str, made: Callable[[LayerSetup, str], Block], inventory: BlockInventory, about: str = "") -> None:
-    """Let `model.block` be `name`: made(setup, recompute) gives the block of a layer."""
+def register(
+    name: str, made: Make, inventory: BlockInventory, about: str = "", halves: tuple[Make, Make] | None = None
+) -> None:
+    """Let `model.block` be `name`: made(setup, recompute) gives the block of a layer.
+
+    halves: the same for its attention alone and its MLP alone; without them a chunk has it whole.
+    """
     BLOCKS.register(name, PartFacts(about))
-    BLOCK_PARTS.register(name, inventory)
+    BLOCK_PARTS.register(name, replace(inventory, divides=halves is not None))
     KINDS.register(name, made)
+    if halves is not None:
+        HALVES[name] = halves
 
 
-def make_block(at: LayerSetup, recompute: str = "none") -> Block:
-    """The block that model.block names."""
-    return KINDS[at.model.block](at, recompute)
+def make_block(at: LayerSetup, recompute: str = "none", half: Half = "both") -> nn.Module:
+    """The block that model.block names, or the half of it that a chunk has."""
+    if half == "both":
+        return KINDS[at.model.block](at, recompute)
+    return HALVES[at.model.block][half == "mlp"](at, recompute)

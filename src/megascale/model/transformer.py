@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
 from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors
+from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
 from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Flow
@@ -32,7 +33,7 @@ class Chunk(nn.Module):
 
     Args:
         model: shape of the whole model.
-        layers: the blocks held here.
+        layers: the blocks held here; a range is of whole ones.
         first, last: whether the embedding and the loss are here.
         axis: the tensor-parallel axis.
         dtype: type of weights and activations.
@@ -44,7 +45,7 @@ class Chunk(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        layers: range,
+        layers: ChunkLayers | range,
         *,
         first: bool,
         last: bool,
@@ -62,7 +63,10 @@ class Chunk(nn.Module):
         tokens, *positions = embedding_tensors(model)
         self.token_embedding = self._local(tokens) if tied_here else None
         self.position_embedding = self._local(positions[0]) if first and positions else None
-        self.blocks = nn.ModuleList(make_block(LayerSetup(model, i, self.linears, dtype), recompute) for i in layers)
+        own = ChunkLayers.of(layers) if isinstance(layers, range) else layers
+        self.blocks = nn.ModuleList(
+            make_block(LayerSetup(model, i, self.linears, dtype), recompute, half) for i, half in own
+        )
         self.norm = Norm(model, norm_tensors(model, "norm"), dtype) if last else None
         head = {tensor.name: tensor for tensor in head_tensors(model)} if last else {}
         self.head, self.head_bias = (

@@ -59,7 +59,7 @@ class Scenario:
         """Numbers for the levels; FitError if sizes do not divide."""
         layout, parallel = self.layout, self.config.parallel
         p, v = parallel.pipeline, parallel.virtual_stages
-        counts = np.array([len(chunk) for chunk in layout.layers]).reshape(v, p).sum(axis=0)
+        counts = self.chunk_layers().sum(axis=1)
         return Case.of(
             self.config.model,
             self.software,
@@ -79,9 +79,11 @@ class Scenario:
         )
 
     def chunk_layers(self) -> np.ndarray:
-        """Layers of each chunk, [stages, chunks]."""
+        """Layers of each chunk, [stages, chunks]; of a divided one its attention's or its MLP's share of the FLOPs."""
         parallel = self.config.parallel
-        counts = np.array([len(chunk) for chunk in self.layout.layers], dtype=float)
+        count = flops.layer_flops(self.config.model, 0)
+        attention = (count.projections + count.attention) / count.forward
+        counts = np.array([c.mlps + (c.attentions - c.mlps) * attention for c in self.layout.layers])
         return counts.reshape(parallel.virtual_stages, parallel.pipeline).T
 
     def memory_gib(self) -> float:

@@ -331,7 +331,7 @@ def offers(preset: str, tensor: int, pipeline: int, data: int) -> Iterator[Any]:
 
 
 def _flat_cuts(
-    config: Any, chunks: list[range], stage: int, rank: int, tensor: int, pipeline: int, data: int
+    config: Any, chunks: list[Any], stage: int, rank: int, tensor: int, pipeline: int, data: int
 ) -> list[Any]:
     """(layout of a chunk's buffer, its pieces by place) for each chunk of a (stage, tensor rank)."""
     from megascale.model.transformer import Chunk

@@ -109,7 +109,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
     if virtual > 1 and (pipeline == 1 or pick((True, False))):
         parallel["micro_batch_group_size"] = chance.randint(pipeline, pipeline + 3)
     if chunks > 1 and pick((True, False)):
-        parallel["layer_split"] = _split(chance, layers, chunks)
+        parallel["layer_split"] = _split(chance, layers, chunks, model["block"] == "serial")
     optimizer = {
         "name": pick(("adamw", "lamb", "muon")),
         "clip": pick((0.0, 1e-3, 0.3)),
@@ -123,11 +123,12 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
     return {**sections, "overlap": overlap, "train": train}, tensor * pipeline * data
 
 
-def _split(chance: random.Random, layers: int, chunks: int) -> list[int]:
-    """Layers of each chunk; only the first and the last may be without any."""
-    split = [0, *[1] * (chunks - 2), 0]
-    for _ in range(layers - sum(split)):
-        split[chance.randrange(chunks)] += 1
+def _split(chance: random.Random, layers: int, chunks: int, divides: bool) -> list[float]:
+    """Layers of each chunk, perhaps with halves of one; only the first and the last may be without any."""
+    size: float = 0.5 if divides and chance.random() < 0.5 else 1
+    split: list[float] = [0, *[1] * (chunks - 2), 0]
+    for _ in range(int((layers - sum(split)) / size)):
+        split[chance.randrange(chunks)] += size
     return split
 
 

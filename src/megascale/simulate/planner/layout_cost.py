@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from megascale.config import Config
 from megascale.core import flops, inventory
+from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import MemoryEstimate, stage_parameters
 from megascale.core.rank_memory import rank_memory
@@ -62,15 +64,16 @@ class LayoutCost:
     @cached_property
     def work(self) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward work of each chunk [stages, virtual], in forwards of the mean layer."""
-        return self._work([len(chunk) for chunk in self.layout.layers])
+        return self._work([chunk.count for chunk in self.layout.layers])
 
-    def _work(self, split: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
         model, p = self.config.model, self.layout.grid.pipeline
-        period = [flops.layer_flops(model, i).forward for i in range(len(model.window_pattern))]
-        layer = [period[i % len(period)] for i in range(model.layers)]
-        unit = sum(layer) / len(layer)
-        stops = np.cumsum(split)
-        body = np.array([sum(layer[stop - n : stop]) / unit for stop, n in zip(stops, split, strict=True)])
+        period = [flops.layer_flops(model, i) for i in range(len(model.window_pattern))]
+        halves = [half for one in period for half in (one.projections + one.attention, one.mlp)]
+        work = np.resize(halves, 2 * model.layers)
+        unit = work.sum() / model.layers
+        stops = np.cumsum([round(2 * count) for count in split])
+        body = np.diff(np.concatenate([[0.0], work.cumsum()])[[0, *stops]]) / unit
         forward = body.copy()
         forward[-1] += flops.logits_flops(model) / unit
         backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
@@ -117,37 +120,44 @@ class LayoutCost:
         return float(1 - self.timeline.busy.mean() / self.timeline.makespan)
 
     @cached_property
-    def faster_split(self) -> tuple[list[int], float] | None:
+    def faster_split(self) -> tuple[list[int | float], float] | None:
         """Layers of each chunk that make the step shorter, and by what share; None if no move of layers does.
 
         The default split evens out the stages' work. But the first stage begins first and ends last, while the others
         wait for its first results and it for nobody's: with some more work on it the bubble is filled. Found by moving
-        one layer at a time off the busiest stage and replaying, so it is no proof that no better one exists.
+        one layer at a time off the busiest stage and replaying, or then half a layer where blocks divide, so it is no
+        proof that no better one exists.
         """
-        stages, counts = self.layout.grid.pipeline, [len(chunk) for chunk in self.layout.layers]
+        stages, counts = self.layout.grid.pipeline, [chunk.count for chunk in self.layout.layers]
         if stages == 1:
             return None
-        graph = self.timeline.graph
         first = best = float(self.timeline.makespan)
-        for _ in range(stages):
-            forward, backward = self._work(counts)
-            busiest = int(np.argmax((forward + backward).sum(axis=1)))
-            sources = [c for c in range(busiest, len(counts), stages) if counts[c] > 1]
-            targets = [c for c in reversed(range(len(counts))) if c % stages != busiest]  # later: fewer in flight
-            number = len(sources) * len(targets)
-            moves = []
-            for at in range(0, number, 1 + number * graph.actions // _REPLAYED):
-                move = counts.copy()
-                move[sources[at // len(targets)]] -= 1
-                move[targets[at % len(targets)]] += 1
-                moves.append(move)
-            if not moves:
-                break
-            times = replay(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan
-            if times.min() > best * (1 - 1e-3):
-                break
-            counts, best = moves[int(np.argmin(times))], float(times.min())
+        for size in (1, 0.5) if BLOCK_PARTS[self.config.model.block].divides else (1,):
+            for _ in range(stages):
+                found = self._best_move(counts, size)
+                if found is None or found[1] > best * (1 - 1e-3):
+                    break
+                counts, best = found
         return (counts, 1 - best / first) if best < first * (1 - _WORTH) else None
+
+    def _best_move(self, counts: list[int | float], size: float) -> tuple[list[int | float], float] | None:
+        """The split that a move of `size` layers off the busiest stage makes fastest, and its step; None: no move."""
+        stages, graph = self.layout.grid.pipeline, self.timeline.graph
+        forward, backward = self._work(counts)
+        busiest = int(np.argmax((forward + backward).sum(axis=1)))
+        sources = [c for c in range(busiest, len(counts), stages) if counts[c] > size]
+        targets = [c for c in reversed(range(len(counts))) if c % stages != busiest]  # later: fewer in flight
+        number = len(sources) * len(targets)
+        moves = []
+        for at in range(0, number, 1 + number * graph.actions // _REPLAYED):
+            move = counts.copy()
+            move[sources[at // len(targets)]] -= size
+            move[targets[at % len(targets)]] += size
+            moves.append([round(n) if n == round(n) else n for n in move])
+        if not moves:
+            return None
+        times = replay(graph, np.stack([graph.durations(*self._work(m)) for m in moves], axis=-1)).makespan
+        return moves[int(np.argmin(times))], float(times.min())
 
     def notes(self) -> list[str]:
         """What the numbers hide: layouts and windows that do not pay, a sentence each."""
@@ -166,7 +176,7 @@ class LayoutCost:
                 f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
                 f"train.global_batch to {grid.pipeline * grid.data * self.config.train.micro_batch} or more"
             )
-        counts = [len(chunk) for chunk in self.layout.layers]
+        counts = [chunk.count for chunk in self.layout.layers]
         if len(set(counts)) > 1:
             notes.append(f"layers are split unevenly over chunks: {_runs(counts)} (logits weigh in layers)")
         if parallel.layer_split is None and self.faster_split is not None:
@@ -242,7 +252,7 @@ class LayoutCost:
                 "virtual_stages": self.config.parallel.virtual_stages,
                 "data": grid.data,
                 "microbatches": self.layout.microbatches,
-                "layers_by_chunk": [len(chunk) for chunk in self.layout.layers],
+                "layers_by_chunk": [chunk.count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,
                 "recompute": self.config.parallel.recompute,
             },
@@ -277,9 +287,9 @@ def make_plan(config: Config, gpus: int, device_gib: float) -> LayoutCost:
     return LayoutCost(lay_out(config, gpus), device_gib)
 
 
-def _runs(counts: list[int]) -> str:
+def _runs(counts: list[int | float]) -> str:
     """3 3 3 2 as "3 x 3, 1 x 2"."""
-    out: list[list[int]] = []
+    out: list[list[int | float]] = []
     for n in counts:
         if out and out[-1][1] == n:
             out[-1][0] += 1
