@@ -149,9 +149,8 @@ def run_case(
         record = scene.ranks[rank].record
         named = hang.group in (record.groups if record else ()) and bool(hang.op)
         right = hang.kind == _KINDS[case] and hang.ranks == (rank,) and named
-        name = f"tp{tensor} pp{pipeline} dp{copies}" + ", replayed" * graphs
         first = hang.evidence[0] if hang.evidence else ""
-        return HangOutcome(case, name, rank, step, right, hang_report.headline(hang), seconds, first)
+        return HangOutcome(case, _name(layout, graphs), rank, step, right, hang_report.headline(hang), seconds, first)
     finally:
         _end(run, process)
 
@@ -197,7 +196,7 @@ def _end(run: Path, launcher: subprocess.Popen[bytes]) -> None:
     """Kill what started the ranks; all of them die with it, stopped or not, and RuntimeError where one does not."""
     launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20  # a GPU takes its time to end what hangs on it
     while left := _trainers(run.parent):
         if time.monotonic() > deadline:
             for pid in left:
@@ -218,6 +217,10 @@ def _trainers(folder: Path) -> list[int]:
             if os.fsencode(folder / "hang.toml") in command and process_state(int(entry.name)) != "gone":
                 found.append(int(entry.name))
     return found
+
+
+def _name(layout: tuple[int, int, int], graphs: bool) -> str:
+    return "tp{} pp{} dp{}".format(*layout) + ", replayed" * graphs
 
 
 def _layouts(device: str) -> tuple[tuple[int, int, int], ...]:
@@ -261,8 +264,12 @@ def register(app: typer.Typer) -> None:
         for case in CASES:
             suited = [one for one in layouts if one[1] > 1] if case == "missing send" else layouts
             for number in range(runs):
+                layout = suited[number % len(suited)]
                 with temporary_folder() as folder:
-                    outcome = run_case(case, Path(folder), rng, suited[number % len(suited)], graphs, device)
+                    try:
+                        outcome = run_case(case, Path(folder), rng, layout, graphs, device)
+                    except RuntimeError as error:  # nothing hung, or training failed: told with all others
+                        outcome = HangOutcome(case, _name(layout, graphs), -1, 0, False, str(error), 0.0, "")
                 outcomes.append(outcome)
                 mark = "[green]right[/]" if outcome.right else "[red]wrong[/]"
                 console.print(
