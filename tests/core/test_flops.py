@@ -25,6 +25,7 @@ def test_megatron_s_formula(layers, heads, head_eighths, sequence, vocab_units):
     ("name", "billions", "places"),
     [
         ("gpt2-124m", 0.124439808, 9),  # OpenAI's release
+        ("gpt2-350m", 0.354823168, 9),
         ("gpt-1.3b", 1.316, 3),
         ("gpt-13b", 12.9, 1),
         ("gpt-175b", 174.7, 0),  # 12 L h^2 + V h; the MegaScale paper's table 1

@@ -234,6 +234,7 @@ def test_what_cannot_be_exported_names_the_keys(keys, family, named):
     ("preset", "family", "count"),
     [
         ("gpt2-124m", "gpt2", 124_439_808),
+        ("gpt2-350m", "gpt2", 354_823_168),
         ("gpt-1.3b", "gpt2", None),
         ("gpt-13b", "gpt2", None),
         ("llama-8b", "llama", 8_030_261_248),
