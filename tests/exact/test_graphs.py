@@ -39,7 +39,7 @@ LAYOUTS = {
     # Between the first micro-batch, whose parameters arrive, and the last, whose gradients leave.
     "data": (case(1, 1, 2, microbatches=4, model=TWO_LAYERS, parallel={"bucket_elements": 500}), 2),
     "data, two micro-batches": (case(1, 1, 2, zero=0, microbatches=2, model=TWO_LAYERS), 0),
-    "pipeline": (case(1, 2, 1, microbatches=4), 4),
+    "pipeline, a layer divided": (case(1, 2, 1, microbatches=4, parallel={"layer_split": [2.5, 1.5]}), 4),
     "tensor": (case(2, 1, 1, microbatches=2), 2),
     "tensor, parallel, float8": (
         case(2, 1, 1, microbatches=2, model={"block": "parallel"}, train={"linear_precision": "float8"}),
