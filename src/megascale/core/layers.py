@@ -123,7 +123,7 @@ def _checked(split: list[int | float], layers: int, chunks: int) -> list[int | f
             f"parallel.layer_split={split} has {len(split)} entries for {chunks} model chunks "
             f"(parallel.pipeline x parallel.virtual_stages); give one count a chunk, in model order"
         )
-    if any(2 * count != int(2 * count) for count in split):
+    if any(2 * count % 1 for count in split):
         raise FitError(
             f"parallel.layer_split={split} divides layers where they have no boundary; give whole numbers, or halves "
             "(2.5), which end a chunk between a layer's attention and its MLP"

@@ -41,7 +41,7 @@ _REPLAYS = frozenset({"replayed_forward", "replayed_backward"})
 def departures(records: Mapping[int, CallRecord], layout: Layout | None, ahead: int = 0) -> dict[int, Departure]:
     """The ranks that departed in their present step. Of ranks that only follow a departed one none is named.
 
-    ahead: steps that a host may have launched since, which are looked at last (on devices).
+    ahead: steps that hosts may have launched since (on devices): the earliest is looked at first.
     """
     clashes = _clashes(records)
     for steps_ago in range(ahead, -1, -1):
