@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from megascale.config.base import DEEP, MOST, Section
+
+
+def _whole(count: float) -> int | float:
+    return round(count) if count == round(count) else count
+
+
+# A number of layers, and halves of one; written as a whole number where it is one.
+Layers = Annotated[float, Field(allow_inf_nan=False, le=DEEP), AfterValidator(_whole)]
 
 
 class ParallelConfig(Section):
@@ -31,7 +39,7 @@ class ParallelConfig(Section):
     data: int | None = Field(
         None, ge=1, le=1_000_000, description="data-parallel ranks; default: what is left of the world"
     )
-    layer_split: list[int | Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
+    layer_split: list[Layers] | None = Field(
         None,
         description="layers of each model chunk, in model order; 2.5 ends between a layer's attention and its MLP "
         "(model.block=serial); default: whole layers, balanced with the logits",

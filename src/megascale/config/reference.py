@@ -9,7 +9,7 @@ import difflib
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import AfterValidator
@@ -164,9 +164,9 @@ def _kind(annotation: Any) -> tuple[str, bool, tuple[str, ...]]:
     if origin in (Union, types.UnionType):
         kinds = [a for a in inside if a is not type(None)]
         kind, _, choices = _kind(kinds[0])
-        if kinds[0] is int and len(kinds) > 1:
-            kind = "number"
         return kind, len(kinds) < len(inside), choices
+    if origin is Annotated:
+        return _kind(inside[0])
     if origin is Literal:
         return "one of", False, tuple(str(a) for a in inside)
     if origin is list:
