@@ -353,7 +353,7 @@ def test_log_lines_and_devices():
     assert one(rules.judge(view({0: [first]})), "device_fault").nodes == ("node-0",)
 
 
-def with_traffic(rates: list[float], phase: str = "train", still: int = 0) -> list[Verdict]:
+def with_traffic(rates: list[float], phase: str = "train", still: int = 0, interface: str = "eth0") -> list[Verdict]:
     """still: of the last heartbeats, how many are of one step."""
     last = len(rates) - 1 - still
     sent = [
@@ -361,7 +361,7 @@ def with_traffic(rates: list[float], phase: str = "train", still: int = 0) -> li
             0,
             i,
             [worker(0, phase=phase, step=min(i, last))],
-            traffic=(NetworkTraffic("eth0", r, r, r, r, r, r, samples=100),),
+            traffic=(NetworkTraffic(interface, r, r, r, r, r, r, samples=100),),
         )
         for i, r in enumerate(rates)
     ]
@@ -379,6 +379,8 @@ def test_traffic_that_stops_recovers_and_traffic_that_drops_alerts():
     assert not with_traffic(busy + [0.0] * 10, phase="save", still=10)
     assert not with_traffic(busy + [0.0] * 5, still=5)
     assert not with_traffic([0.0] * 40)
+    # Nodes on one machine: loopback falls quiet when others that use it end.
+    assert not with_traffic(busy + [0.0] * 10, still=10, interface="lo")
     # Quiet stretches of six heartbeats belong to this run: ten are no stop yet.
     waves = ([5e8] * 8 + [0.0] * 6) * 4
     assert not [v for v in with_traffic(waves + [0.0] * 10) if v.kind == "traffic_stopped"]

@@ -21,6 +21,7 @@ QUIET_BEATS = 10
 BASE_BEATS = 20
 _STOPPED = 0.01  # of the usual rate
 _DROPPED = 0.5
+_LOOPBACK = frozenset({"lo", "lo0"})  # whatever processes of one machine say to each other, training or not
 _LEAST_RATE = 1e6  # bytes/s; below it an interface carries nothing that training needs
 
 
@@ -89,7 +90,7 @@ def traffic(view: View) -> list[Verdict]:
         if not member.ranks or len(member.history) < BASE_BEATS + QUIET_BEATS or not _training(member):
             continue
         names = {t.interface for t in member.heartbeat.traffic} if member.heartbeat else set()
-        for name in sorted(names):
+        for name in sorted(names - _LOOPBACK):
             found += _interface(member, name)
     return found
 
