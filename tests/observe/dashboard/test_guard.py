@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import stat
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +18,8 @@ import pytest
 
 from megascale.errors import ConfigError
 from megascale.observe.dashboard.guard import POLICY, Guard
+from megascale.observe.dashboard.query_process import QueryProcess
+from megascale.observe.dashboard.questions import Sources
 from megascale.observe.dashboard.serve import Listening, check, names
 from tests.forked import Forked
 
@@ -160,6 +163,15 @@ def test_a_server_that_is_killed_leaves_nobody_behind(runs, tmp_path):
         stream.close()
         until(lambda workers=workers: not any(Path(f"/proc/{pid}/stat").exists() for pid in workers))
         (tmp_path / "out").write_text("")
+
+
+def test_a_query_process_that_is_ended_leaves_no_thread():
+    """One that still tidied up while the interpreter ends would print a traceback after Ctrl-C."""
+    before = set(threading.enumerate())
+    process = QueryProcess(Sources(dict, dict, dict))
+    until(lambda: process.pids)
+    process.close()
+    assert set(threading.enumerate()) <= before
 
 
 def children(pid: int) -> list[int]:

@@ -20,6 +20,7 @@ from megascale.errors import TrainingError
 from megascale.observe.dashboard.questions import Questions, Sources
 
 _SECONDS = 60.0  # that an answer may take
+_TIDYING = 5.0  # that the end of a process may take
 _NICE = 5  # a driver or a trainer on the same machine comes first
 _ANALYSES = frozenset({"spans_stragglers", "plan", "hang"})
 _MEMORY, _ANALYSIS_MEMORY = "320MB", "512MB"
@@ -84,15 +85,19 @@ class QueryProcess:
         return list(self._pool._processes or {})
 
     @staticmethod
-    def _end(pool: ProcessPoolExecutor) -> None:
-        processes = list((pool._processes or {}).values())
+    def _end(pool: ProcessPoolExecutor) -> Any:
+        """Kill it; the thread that then tidies up after it, None if there is none."""
+        processes, tidies = list((pool._processes or {}).values()), pool._executor_manager_thread
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
+        return tidies
 
     def close(self) -> None:
         """End it."""
-        self._end(self._pool)
+        tidies = self._end(self._pool)
+        if tidies is not None:
+            tidies.join(_TIDYING)  # an interpreter that ends meanwhile closes the same pipes and says so
 
 
 class QueryProcesses:
