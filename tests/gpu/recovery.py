@@ -13,17 +13,21 @@ in the memory of both nodes. It has half of the preset's layers, or fewer if GPU
     lost-node  the same, and the machine does not come back: --resilience.spares=1, on GPUs of its own
 
 Called again with the same --out, only what is missing is done; after --seconds the job is ended and what came is kept.
-Any setting can follow as --section.key=value; `--preset tiny --train.device=cpu` tries it without a GPU.
+What rank 0 did from second to second is kept in the file ("stacks"). Any setting can follow as --section.key=value;
+`--preset tiny --train.device=cpu` tries it without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from datetime import date
@@ -162,7 +166,7 @@ def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
     events = job.events()
     ranks = sorted(int(path.stem.partition("-")[2]) for path in (job.run / "status").glob("rank-*.calls"))
     node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
-    with Steps(job) as steps:
+    with Steps(job) as steps, Stacks(job.run) as stacks:
         injected = time.time()
         if kind == "rank":
             inject(job.run, KINDS[kind], Options(rank=ranks[-1]))
@@ -187,10 +191,60 @@ def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
     row["loaded_from"] = next(
         (e.get("loaded_from") for e in reversed(job.trainer_events()) if e["event"] == "resumed"), None
     )
+    row["stacks"] = [f"{at - injected:.1f} s {frames}" for at, frames in stacks.seen if at >= injected]
     row["events"] = [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:200]}" for e in fresh]
     if again is None:
         row["failed"] = "no new step: " + end_of(job)
     return row
+
+
+class Stacks:
+    """Asks rank 0 twice a second where it is; `seen`: when (seconds since 1970) it was somewhere else than before."""
+
+    def __init__(self, run: Path) -> None:
+        self._status, self._end = run / "status", threading.Event()
+        self.seen: list[tuple[float, str]] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Stacks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        from megascale.core.calls import read_calls
+        from megascale.observe.hang.evidence import process_state
+
+        stack, log = self._status / "rank-0.stack", self._status / "rank-0.calls"
+        while not self._end.wait(0.5):
+            with contextlib.suppress(OSError, ValueError):
+                record = read_calls(log, history=False)
+                # A process that has just begun would die of the signal: it opens the file, then listens.
+                if record is None or time.time() - stack.stat().st_mtime < 0.4:
+                    continue
+                if process_state(record.pid, str(log.resolve())) == "running":
+                    os.truncate(stack, 0)
+                    os.kill(record.pid, signal.SIGUSR2)
+                    time.sleep(0.05)
+                frames = innermost(stack.read_text())
+                if frames and (not self.seen or self.seen[-1][1] != frames):
+                    self.seen.append((time.time(), frames))
+
+
+def innermost(stack: str) -> str:
+    """The innermost frame of the main thread, and the innermost ones of megascale, in words."""
+    from itertools import takewhile
+
+    _, found, text = stack.partition("Current thread")
+    frames = []
+    for line in takewhile(lambda one: one.startswith("  File "), text.splitlines()[1:]):
+        _, file, rest = line.split('"')
+        frames.append((file.split("/src/")[-1].split("site-packages/")[-1], rest.split(" in ")[-1]))
+    ours = [f"{name} ({file})" for file, name in frames if file.startswith("megascale/")]
+    return " < ".join(dict.fromkeys([f"{name} ({file})" for file, name in frames[:1]] + ours[:3])) if found else ""
 
 
 def make(folder: Path) -> Path:

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,8 @@ from megascale.observe.hang.flight import FlightDump, read_flight
 from megascale.observe.hang.hang_report import examine
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.observe.hang.verdict import Hang, explain
-from megascale.parallel.chunk_graphs import EAGER_STEPS
+from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
+from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
 from tests.forked import popen
 
@@ -267,6 +269,41 @@ def test_on_devices_a_rank_that_waits_for_samples_is_named():
     idle = replace(idle, record=replace(idle.record, waiting=None, groups={"data_reduce/0": Counts(2, 1, 1)}))
     hang = judge(reads, other, rank0={"flight": idle}, rank1=on_device(other, due))
     assert (hang.kind, hang.ranks) == ("reader", (0,))
+
+
+@pytest.mark.parametrize("flight", [True, False])
+def test_on_devices_a_stopped_rank_is_missed_in_what_another_launched(flight):
+    """No host waits, and a stopped process gives no flight record."""
+    ahead = record(0, [*steps("grra", "grra"), Call("world", 1, "all_reduce", 24, 2)], None)
+    stopped = record(1, steps("grra", "gr"), None, also={"world"})
+    more = {"rank0": {"process": "running"} | (on_device(ahead, ahead.calls[6]) if flight else {})}
+    hang = judge(ahead, stopped, **more, rank1={"process": "stopped"})
+    assert (hang.kind, hang.ranks, hang.group, hang.op, hang.sequence) == (
+        "stopped",
+        (1,),
+        "data_reduce/0",
+        "reduce_scatter",
+        7,
+    )
+    assert any("rank 1 did not come to it" in line for line in hang.evidence)
+
+
+def test_what_an_exchange_captures_is_no_call(tmp_path):
+    """A capture launches nothing: the step after it would lack these calls, and be told for it."""
+    log = Calls(tmp_path, 0, 2)
+    log.register("tensor/0", 2)
+    runtime = Runtime(calls=log)
+    exchange = SimpleNamespace(captured=lambda: nullcontext("captured"))
+    axis = Axis(size=2, name="tensor/0", exchange=exchange, runtime=runtime)
+    graphs, told = SimpleNamespace(_tensor=axis, _runtime=runtime), []
+    for fails in (False, True):
+        with suppress(RuntimeError), ChunkGraphs._exchange_captured(graphs, told):
+            axis.transfer("fused_gather", 32).done()
+            if fails:
+                raise RuntimeError("capture failed")
+    axis.transfer("replayed_forward", 32).done()
+    assert [c.op for c in read_calls(log.path).calls] == ["replayed_forward"]
+    assert told == ["captured", "captured"]
 
 
 def test_of_many_the_minority_is_named_also_in_the_first_step():

@@ -32,6 +32,7 @@ Approximate = Literal["none", "tanh"]
 TILE = 4, 512, 1056, 4
 TILE_GELU_BACKWARD = 4, 256, 1056, 8
 TILE_WITHOUT_SUMS = 2, 1024, 4224, 4
+TILE_GATED_WITHOUT_SUMS = 2, 512, 1 << 30, 4
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
@@ -280,7 +281,9 @@ def _run_swiglu(
     recompute: Tensor | None,
     amax: Tensor | None,
 ) -> Tensor | None:
-    return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, TILE, added, main, recompute, amax)
+    sums = amax is not None or (bias is not None and dy_TF is not None)
+    tile = TILE if sums else TILE_GATED_WITHOUT_SUMS
+    return _run(_swiglu_kernel, x_TF, bias, dy_TF, out_TF, x_TF.shape[1] // 2, tile, added, main, recompute, amax)
 
 
 def _run_gelu(tanh: bool) -> Run:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megascale.core.calls import NoCalls
 from megascale.core.schedule import Action, ActionKind
 from megascale.ops.gradient_sink import GradientSink, sink_of
 from megascale.parallel.buffers import FlatChunk
@@ -249,14 +250,18 @@ class ChunkGraphs:
 
     @contextmanager
     def _exchange_captured(self, told: list[Captured]) -> Iterator[None]:
-        """Within, what tensor-parallel ranks exchange is captured too."""
+        """Within, what tensor-parallel ranks exchange is captured too; it is not done, so the record knows nothing."""
         exchange = self._tensor.exchange
         if exchange is None:
             yield
             return
-        with exchange.captured() as calls:
-            told.append(calls)
-            yield
+        record, self._runtime.calls = self._runtime.calls, NoCalls()
+        try:
+            with exchange.captured() as calls:
+                told.append(calls)
+                yield
+        finally:
+            self._runtime.calls = record
 
     @contextmanager
     def _to_be_written(self, chunk: int, first: bool) -> Iterator[None]:

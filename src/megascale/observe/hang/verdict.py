@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megascale.core.calls import READER, CallRecord, Waiting
+from megascale.core.calls import READER, Call, CallRecord, Waiting
 from megascale.core.layout import Layout
 from megascale.observe.hang.departure import Departure, departures
 from megascale.observe.hang.scene import RankEvidence, Scene
@@ -270,15 +270,33 @@ class _Judge:
         on_way = [w for w in self.waits if w.rank not in ranks and set(self.members.get(w.group, ())) & set(ranks)]
         found = next(iter([*direct, *on_way]), None)
         evidence = [why]
+        launched = self._launched_alone(ranks) if found is None else None
+        if launched is not None:
+            rank, call = launched
+            text = f"{_list((rank,))} launched {call.op} (call {call.sequence} of {call.group}): "
+            evidence.append(f"{text}{_list(ranks)} did not come to it")
         if found is not None:
             waiters = [w.rank for w in self.waits if w.group == found.group and w.rank not in ranks]
             came = "all came, it is under way" if found.all_came else f"{_list(found.on)} did not come to it"
             evidence.append(f"{_list(waiters)} {_verb(waiters)} in {_call(found)} for {found.seconds:.0f} s: {came}")
         evidence += more + self._stacks(ranks)
         evidence += [line for line in self._chain() if line not in evidence]
+        if launched is not None:
+            call = launched[1]
+            return Hang(kind, ranks, call.group, call.op, call.sequence, self.waits, tuple(evidence))
         if found is None:
             return Hang(kind, ranks, waits=self.waits, evidence=tuple(evidence))
         return Hang(kind, ranks, found.group, found.op, found.sequence, self.waits, tuple(evidence))
+
+    def _launched_alone(self, ranks: tuple[int, ...]) -> tuple[int, Call] | None:
+        """The first call that another rank launched and one of `ranks`, a member too, did not. On devices it is what
+        hangs: what both launched ends, and hosts, which are ahead, wait for no call."""
+        for rank in sorted(self.records.keys() - set(ranks)):
+            for call in self.records[rank].calls:
+                behind = [r for r in ranks if r in self.records and call.group in self.records[r].groups]
+                if any(self.records[r].groups[call.group].started < call.sequence for r in behind):
+                    return rank, call
+        return None
 
     def _chain(self) -> list[str]:
         """Who waits for whom, one line a group of waiters, the oldest first."""
