@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from megascale.checkpoint.background.service_protocol import ListHeld, Open, Opened
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex, join
+from megascale.checkpoint.format.mapping import map_shared
 from megascale.checkpoint.format.write_plan import data_file
 from megascale.checkpoint.loader import Accept, LoadReport, fill
 from megascale.checkpoint.object_collectives import Peers
@@ -86,8 +86,7 @@ def load_held(
             assert sock is not None, "a process without a service holds no snapshot"
             message = sock.ask(Open(rank, held.generation))
             (handle,), index = sock.files, bytes(sock.body)
-            shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            view = memoryview(mmap.mmap(handle, message.size, shared, mmap.PROT_READ))
+            view = memoryview(map_shared(handle, message.size, writable=False))
             os.close(handle)
             snapshots[rank] = (view, message, index)
         return snapshots[rank]

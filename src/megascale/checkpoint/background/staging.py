@@ -19,6 +19,7 @@ from megascale.checkpoint.background.service_protocol import Staged
 from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.format.mapping import map_shared
 from megascale.checkpoint.format.write_plan import RankPart, data_file, make_offer
 from megascale.checkpoint.saver import Slice, dtype_name
 from megascale.checkpoint.storage.base import PAGE
@@ -84,7 +85,7 @@ class Staging:
         device: torch.device,
         held: str = "",
     ) -> None:
-        self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.map = map_shared(handle, max(size, PAGE))
         os.close(handle)
         self.pinned = device.type == "cuda" and _pin(self.map, max(size, PAGE))
         memory = torch.frombuffer(self.map, dtype=torch.uint8)

@@ -7,7 +7,6 @@ around them. After that the memory holds byte for byte what the file will.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 from collections.abc import Iterable
@@ -19,22 +18,22 @@ import numpy as np
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.format.mapping import map_shared
 
 
 class StagingMemory:
     """Shared memory without a name: gone when the last process that has it is, whatever killed it."""
 
-    def __init__(self, size: int, handle: int | None = None) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.handle = os.memfd_create("megascale-checkpoint", os.MFD_CLOEXEC) if handle is None else handle
-        if handle is None:
-            try:
-                # Reserves the pages now: a host without the room says so here, not by a signal in mid-training.
-                os.posix_fallocate(self.handle, 0, size)
-            except OSError:
-                os.close(self.handle)
-                raise
-        self.map = mmap.mmap(self.handle, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.handle = os.memfd_create("megascale-checkpoint", os.MFD_CLOEXEC)
+        try:
+            # Reserves the pages now: a host without the room says so here, not by a signal in mid-training.
+            os.posix_fallocate(self.handle, 0, size)
+            self.map = map_shared(self.handle, size, new=True)
+        except OSError:
+            os.close(self.handle)
+            raise
 
     @property
     def view(self) -> memoryview:

@@ -1,0 +1,80 @@
+"""Shared memory that is mapped whole: every page is there, and a file that is too short says so at once."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megascale.checkpoint.format import mapping
+from megascale.checkpoint.format.mapping import map_shared
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+
+
+@pytest.fixture
+def handle():
+    found = os.memfd_create("megascale-test")
+    yield found
+    os.close(found)
+
+
+def resident(mapped: mmap.mmap) -> int:
+    """Bytes of it that this process has mapped."""
+    begin = np.frombuffer(mapped, np.uint8).ctypes.data
+    part = Path("/proc/self/smaps").read_text().partition(f"\n{begin:x}-")[2]
+    return 1024 * int(re.search(r"Rss: +(\d+) kB", part)[1])
+
+
+@pytest.mark.parametrize("writable", [True, False])
+@pytest.mark.parametrize("pages", [1, 3, 257])
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
+    monkeypatch.setattr(mapping, "_PIECE", 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(mapping, "_cores", lambda: threads or 1)
+    size = pages * mmap.PAGESIZE + 5
+    data = os.urandom(size)
+    os.write(handle, data)
+    mapped = map_shared(handle, size, new=threads > 0, writable=writable)
+    assert resident(mapped) == (pages + 1) * mmap.PAGESIZE
+    assert mapped[:] == data
+    if writable:
+        mapped[size - 1 : size] = b"x"
+        assert os.pread(handle, 1, size - 1) == b"x"
+    else:
+        with pytest.raises(TypeError):
+            mapped[0:1] = b"x"
+    mapped.close()
+
+
+def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
+    monkeypatch.setattr(mapping, "_PIECE", mmap.PAGESIZE)
+    monkeypatch.setattr(mapping, "_cores", lambda: 4)
+    asked = []
+
+    def refuse(begin: int, length: int, advice: int) -> int:
+        asked.append(advice)
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(mapping, "_madvise", lambda: refuse)
+    os.ftruncate(handle, 64 * mmap.PAGESIZE)
+    mapped = map_shared(handle, 64 * mmap.PAGESIZE, new=True)
+    assert asked
+    assert resident(mapped) == 64 * mmap.PAGESIZE
+
+
+def test_pages_that_cannot_be_had_are_told_of(handle):
+    """Not by a signal at the first access."""
+    os.ftruncate(handle, 64 * mmap.PAGESIZE)
+    whole = mmap.mmap(handle, 64 * mmap.PAGESIZE)
+    os.ftruncate(handle, 8 * mmap.PAGESIZE)
+    with pytest.raises(OSError, match="Bad address"):
+        mapping._populate(whole, 64 * mmap.PAGESIZE, 4, mapping._WRITE)
