@@ -126,13 +126,15 @@ def run(
     begun = time.time()
     job = Launched(file, "recovery", [*settings, f"--model.layers={layers}"], pace=0)
     try:
-        first = job.first(lambda e: e.kind == "first_step", until - ENDING - time.monotonic())
+        with Stacks(job.run) as stacks:
+            first = job.first(lambda e: e.kind == "first_step", until - ENDING - time.monotonic())
         if first is None and time.monotonic() > until - ENDING:
             print("out of time before the first step; call again with more --seconds", flush=True)
             return
         if first is None:
             sys.exit("no first step:\n" + end_of(job))
         record["starts"].append(first.time - begun)
+        record["start_stacks"] = stacks.since(begun)
         keep()
         print(f"{layers} layers, launch to first step {first.time - begun:.1f} s", flush=True)
         for kind, number in missing:
@@ -191,7 +193,7 @@ def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
     row["loaded_from"] = next(
         (e.get("loaded_from") for e in reversed(job.trainer_events()) if e["event"] == "resumed"), None
     )
-    row["stacks"] = [f"{at - injected:.1f} s {frames}" for at, frames in stacks.seen if at >= injected]
+    row["stacks"] = stacks.since(injected)
     row["events"] = [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:200]}" for e in fresh]
     if again is None:
         row["failed"] = "no new step: " + end_of(job)
@@ -213,6 +215,10 @@ class Stacks:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
+
+    def since(self, begun: float) -> list[str]:
+        """What was seen from then on, with seconds since."""
+        return [f"{at - begun:.1f} s {frames}" for at, frames in self.seen if at >= begun]
 
     def _watch(self) -> None:
         from megascale.core.calls import read_calls

@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 
 _READ, _WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, since Linux 5.14
-_PIECE = 64 << 20  # bytes; less is not worth a thread
+_PIECE = 64 << 20  # bytes a call: the process can change its mappings between two; less is not worth a thread
 _THREADS = 16  # beyond, the memory's bandwidth bounds it
 
 
@@ -38,17 +38,15 @@ def map_shared(handle: int, size: int, new: bool = False, writable: bool = True)
 def _populate(mapped: mmap.mmap, size: int, threads: int, advice: int) -> bool:
     """False where the kernel knows no such advice. Raises OSError where memory lacks."""
     begin = np.frombuffer(mapped, np.uint8).ctypes.data
-    piece = -(-size // threads // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def work(number: int) -> int:
-        length = min(piece, size - number * piece)
+    def work(start: int) -> int:
         call = _madvise()
-        if length <= 0 or call is None or call(begin + number * piece, length, advice) == 0:
+        if call is None or call(begin + start, min(_PIECE, size - start), advice) == 0:
             return 0
         return ctypes.get_errno()
 
     with ThreadPoolExecutor(threads) as pool:
-        failed = [code for code in pool.map(work, range(threads)) if code]
+        failed = [code for code in pool.map(work, range(0, size, _PIECE)) if code]
     if not failed:
         return True
     if failed[0] == errno.EINVAL:
