@@ -273,6 +273,15 @@ def test_a_split_that_fills_the_bubble_is_named_with_what_it_brings():
     assert not any("fills the bubble" in n for n in better.notes())
 
 
+def test_float8_moves_more_layers_off_the_last_stage():
+    """Its layers are cheaper and its logits are not."""
+    shape = {"model": {"preset": "gpt-13b", "layers": 20}, "data": {}, "parallel": {"pipeline": 2, "virtual_stages": 5}}
+    for kind, last in (("default", [2.5, 2.5, 1]), ("float8", [2, 3, 1])):
+        train = {"micro_batch": 2, "global_batch": 16, "linear_precision": kind}
+        split, _ = make_plan(from_tree(shape | {"train": train}), 2, 141.0).faster_split
+        assert split == [2] * 7 + last
+
+
 def test_a_faster_split_that_does_not_fit_is_not_named():
     tight = planned()
     small = LayoutCost(tight.layout, tight.needed_gib + 0.1)

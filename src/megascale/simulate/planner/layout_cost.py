@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megascale.config import Config
+from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops, inventory
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
@@ -28,6 +29,10 @@ RESERVE_GIB = 4.0
 # and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
 WINDOW_OVERHEAD = 600.0
 WINDOW_PAYS = 0.9
+# What a FLOP takes in those of a bfloat16 layer, by the simulator's calibration to H200s (gpt-13b): of the logits, with
+# their loss; of float8 linear layers, with their casts.
+LOGITS_TIME = 1.25
+FLOAT8_TIME = 0.6
 _REPLAYED = 4_000_000  # actions, over all splits tried at once
 _WORTH = 0.005  # of a step: less is not worth a setting
 
@@ -56,7 +61,7 @@ class LayoutCost:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The step replayed with free transfers: work of a chunk by its FLOPs, one layer's forward as the unit."""
+        """The step replayed with free transfers: work of a chunk by its FLOPs and what one of their kind takes."""
         graph = Graph.of(self.schedule)
         forward, backward = self.work
         return replay(graph, graph.durations(forward, backward))
@@ -69,13 +74,14 @@ class LayoutCost:
     def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
         model, p = self.config.model, self.layout.grid.pipeline
         period = [flops.layer_flops(model, i) for i in range(len(model.window_pattern))]
-        halves = [half for one in period for half in (one.projections + one.attention, one.mlp)]
+        linear = 1.0 if LINEAR_PRECISIONS[self.config.train.linear_precision].float8 == "none" else FLOAT8_TIME
+        halves = [half for one in period for half in (linear * one.projections + one.attention, linear * one.mlp)]
         work = np.resize(halves, 2 * model.layers)
         unit = work.sum() / model.layers
         stops = np.cumsum([round(2 * count) for count in split])
         body = np.diff(np.concatenate([[0.0], work.cumsum()])[[0, *stops]]) / unit
         forward = body.copy()
-        forward[-1] += flops.logits_flops(model) / unit
+        forward[-1] += LOGITS_TIME * flops.logits_flops(model) / unit
         backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
         shape = (self.config.parallel.virtual_stages, p)
         return forward.reshape(shape).T, backward.reshape(shape).T
