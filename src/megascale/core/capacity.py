@@ -51,12 +51,17 @@ class Capacity:
         return cls(
             memory=memory,
             memory_from=memory_from,
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=usable_cores(),
             open_files=None if files == resource.RLIM_INFINITY else files,
             processes=processes,
             processes_from=processes_from,
             gpu_memory=_smallest_gpu() if gpus else None,
         )
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_disk(folder: Path) -> int:

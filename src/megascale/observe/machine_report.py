@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from megascale.core.capacity import usable_cores
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def _devices() -> list[Finding]:
 
 
 def _cpu() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     flags = ""
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -38,7 +38,7 @@ def resident(mapped: mmap.mmap) -> int:
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
     monkeypatch.setattr(mapping, "_PIECE", 2 * mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "_cores", lambda: threads or 1)
+    monkeypatch.setattr(mapping, "usable_cores", lambda: threads or 1)
     size = pages * mmap.PAGESIZE + 5
     data = os.urandom(size)
     os.write(handle, data)
@@ -56,7 +56,7 @@ def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
 
 def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
     monkeypatch.setattr(mapping, "_PIECE", mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "_cores", lambda: 4)
+    monkeypatch.setattr(mapping, "usable_cores", lambda: 4)
     asked = []
 
     def refuse(begin: int, length: int, advice: int) -> int:

@@ -15,6 +15,8 @@ from functools import cache
 
 import numpy as np
 
+from megascale.core.capacity import usable_cores
+
 _READ, _WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, since Linux 5.14
 _PIECE = 64 << 20  # bytes a call: the process can change its mappings between two; less is not worth a thread
 _THREADS = 16  # beyond, the memory's bandwidth bounds it
@@ -28,7 +30,7 @@ def map_shared(handle: int, size: int, new: bool = False, writable: bool = True)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     if size >= _PIECE and _madvise() is not None:
         mapped = mmap.mmap(handle, size, mmap.MAP_SHARED, protection)
-        threads = min(_THREADS, _cores(), size // _PIECE) if new else 1
+        threads = min(_THREADS, usable_cores(), size // _PIECE) if new else 1
         if _populate(mapped, size, threads, _WRITE if writable else _READ):
             return mapped
         mapped.close()
@@ -62,7 +64,3 @@ def _madvise() -> ctypes._NamedFuncPointer | None:
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

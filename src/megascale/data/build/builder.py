@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megascale import __version__
+from megascale.core.capacity import usable_cores
 from megascale.data.build import stdlib, worker_pool
 from megascale.data.build.encode import SIDES, finished, part_prefix
 from megascale.data.build.split import Split, place
@@ -127,7 +128,7 @@ def build(
             if progress:
                 bars.console.print(f"going on where a build stopped: {before} of {len(plan.pieces)} pieces are done")
         job = EncodeJob(str(parts), str(parts / TOKENIZER), plan.key, plan.split)
-        worker_pool.run(todo, job, workers or worker_pool.cores(), lambda used: bars.advance(task, used))
+        worker_pool.run(todo, job, workers or usable_cores(), lambda used: bars.advance(task, used))
         manifest = _join(out, parts, plan, bars)
     return Built(out, manifest, fresh=True)
 

@@ -25,11 +25,6 @@ WORKER = 30 << 20  # bytes that a process takes at least
 SMALL = 32 << 20
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run(pieces: Sequence[InputPiece], job: EncodeJob, workers: int, progress: Callable[[int], None]) -> None:
     """Encode all pieces; `progress` is called with input bytes used up, from several threads.
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.config import Config
+from megascale.core.capacity import usable_cores
 from megascale.data.dataset import manifest
 from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.indexed import token_dtype
@@ -138,8 +139,7 @@ class TextStream:
         self._cache: OrderedDict[int, NDArray] = OrderedDict()
         self._cached = 0
         self._coming: dict[int, Future[tuple[NDArray, Meter]]] = {}
-        cores = len(os.sched_getaffinity(0))
-        self._threads = config.data.loader_threads or max(1, cores // 2)
+        self._threads = config.data.loader_threads or max(1, usable_cores() // 2)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tokenise")
         self._seen = (-1, -1)
         self._windows: int | None = None
