@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from megascale.bench.resilience.launched import Launched, Steps, phases
 
 LIMIT = 240.0  # seconds for a start or a recovery
 ENDING = 40.0  # kept for the job's end
+FRAMES = 4  # of a stack, the innermost
 STEPS = 4  # between a recovery and the next kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
 KINDS = {"rank": "kill-rank", "node": "kill-agent", "lost-node": "kill-node"}
@@ -204,7 +204,7 @@ class Stacks:
     """Asks rank 0 twice a second where it is; `seen`: when (seconds since 1970) it was somewhere else than before."""
 
     def __init__(self, run: Path) -> None:
-        self._status, self._end = run / "status", threading.Event()
+        self._run, self._end = run, threading.Event()
         self.seen: list[tuple[float, str]] = []
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -221,36 +221,15 @@ class Stacks:
         return [f"{at - begun:.1f} s {frames}" for at, frames in self.seen if at >= begun]
 
     def _watch(self) -> None:
-        from megascale.core.calls import read_calls
-        from megascale.observe.hang.evidence import process_state
+        from megascale.errors import DataError
+        from megascale.observe.hang.evidence import collect
 
-        stack, log = self._status / "rank-0.stack", self._status / "rank-0.calls"
         while not self._end.wait(0.5):
-            with contextlib.suppress(OSError, ValueError):
-                record = read_calls(log, history=False)
-                # A process that has just begun would die of the signal: it opens the file, then listens.
-                if record is None or time.time() - stack.stat().st_mtime < 0.4:
-                    continue
-                if process_state(record.pid, str(log.resolve())) == "running":
-                    os.truncate(stack, 0)
-                    os.kill(record.pid, signal.SIGUSR2)
-                    time.sleep(0.05)
-                frames = innermost(stack.read_text())
+            with contextlib.suppress(OSError, DataError):
+                stack = collect(self._run, watch_seconds=0, only=frozenset({0})).ranks[0].stack
+                frames = " < ".join(stack[:FRAMES])
                 if frames and (not self.seen or self.seen[-1][1] != frames):
                     self.seen.append((time.time(), frames))
-
-
-def innermost(stack: str) -> str:
-    """The innermost frame of the main thread, and the innermost ones of megascale, in words."""
-    from itertools import takewhile
-
-    _, found, text = stack.partition("Current thread")
-    frames = []
-    for line in takewhile(lambda one: one.startswith("  File "), text.splitlines()[1:]):
-        _, file, rest = line.split('"')
-        frames.append((file.split("/src/")[-1].split("site-packages/")[-1], rest.split(" in ")[-1]))
-    ours = [f"{name} ({file})" for file, name in frames if file.startswith("megascale/")]
-    return " < ".join(dict.fromkeys([f"{name} ({file})" for file, name in frames[:1]] + ours[:3])) if found else ""
 
 
 def make(folder: Path) -> Path:

@@ -288,6 +288,16 @@ def test_on_devices_a_stopped_rank_is_missed_in_what_another_launched(flight):
     assert any("rank 1 did not come to it" in line for line in hang.evidence)
 
 
+def test_of_several_stopped_ranks_those_that_did_not_come_are_named():
+    ahead = record(0, steps("gra"), None, 3)
+    came, did_not = record(1, steps("gr"), None, 3), record(2, steps("g"), None, 3)
+    hang = judge(
+        ahead, came, did_not, rank1={"process": "stopped"}, rank2={"process": "stopped"}, rank0={"process": "running"}
+    )
+    assert (hang.ranks, hang.op, hang.sequence) == ((1, 2), "reduce_scatter", 2)
+    assert "rank 0 launched reduce_scatter (call 2 of data_reduce/0), rank 2 did not come to it" in hang.evidence
+
+
 def test_what_an_exchange_captures_is_no_call(tmp_path):
     """A capture launches nothing: the step after it would lack these calls, and be told for it."""
     log = Calls(tmp_path, 0, 2)

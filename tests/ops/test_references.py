@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from megascale.errors import ConfigError
-from megascale.ops import dispatch
+from megascale.ops import activation, dispatch
 from megascale.ops.activation import gelu, swiglu
 from megascale.ops.adamw import adamw_apply
 from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
@@ -331,3 +331,18 @@ def test_dispatch_says_what_runs_and_why():
     if not torch.cuda.is_available() and not dispatch.INTERPRET:
         with pytest.raises(ConfigError, match=r"kernels.mode='fused' cannot be had here"):
             dispatch.Kernels("fused")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 1 << 22),
+    st.integers(1, 1 << 16),
+    st.sampled_from([getattr(activation, name) for name in dir(activation) if name.startswith("TILE")]),
+)
+def test_tiles_of_an_activation_cover_it_within_what_a_grid_holds(rows, width, tile):
+    """Also of 131,072 tokens and more, for which the second dimension of a CUDA grid is too short for a tile each."""
+    of_rows, block, columns, a_part, parts, _ = activation._tiles(rows, width, tile)
+    assert 1 <= parts <= 65_535
+    assert a_part % of_rows == 0
+    assert (parts - 1) * a_part < rows <= parts * a_part
+    assert (columns - 1) * block < width <= columns * block

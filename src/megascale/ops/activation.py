@@ -33,6 +33,7 @@ TILE = 4, 512, 1056, 4
 TILE_GELU_BACKWARD = 4, 256, 1056, 8
 TILE_WITHOUT_SUMS = 2, 1024, 4224, 4
 TILE_GATED_WITHOUT_SUMS = 2, 512, 1 << 30, 4
+_PARTS = 65_535  # what a grid's second dimension holds
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
@@ -206,7 +207,7 @@ def _tiles(T: int, width: int, tile: tuple[int, int, int, int]) -> tuple[int, in
     rows, most, programs, warps = tile
     block = min(most, max(16, next_power_of_2(width)))
     columns = cdiv(width, block)
-    return rows, block, columns, *split_rows(T, rows, max(1, programs // columns)), warps
+    return rows, block, columns, *split_rows(T, rows, max(1, min(_PARTS, programs // columns))), warps
 
 
 def _run(

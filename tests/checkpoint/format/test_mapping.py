@@ -77,4 +77,4 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
     whole = mmap.mmap(handle, 64 * mmap.PAGESIZE)
     os.ftruncate(handle, 8 * mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad address"):
-        mapping._populate(whole, 64 * mmap.PAGESIZE, 4, mapping._WRITE)
+        mapping._populate(mapping._madvise(), whole, 4, mapping._WRITE)

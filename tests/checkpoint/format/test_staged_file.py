@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,26 @@ from megascale.checkpoint.background.replica import Replicas
 from megascale.checkpoint.background.service_protocol import Replicate
 from megascale.checkpoint.background.staging import next_slot
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Slot
+from megascale.checkpoint.format.staged_file import Slot, make_slots
+
+
+def test_memory_that_lacks_leaves_nothing_behind(monkeypatch):
+    """A service stays when a start fails: the next one, with fewer slots, needs that memory."""
+    real, asked = os.posix_fallocate, []
+
+    def reserve(handle: int, start: int, size: int) -> None:
+        asked.append(handle)
+        if len(asked) == 3:
+            raise OSError(errno.ENOSPC, "no room")
+        real(handle, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    with pytest.raises(OSError, match="no room"):
+        make_slots(4, 4096, CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)}))
+    assert len(asked) == 3
+    for handle in asked:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handle)
 
 
 class Hosts:

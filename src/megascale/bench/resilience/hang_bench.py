@@ -34,6 +34,7 @@ _KINDS = {
 }
 _START = 90.0  # seconds that a start and the first steps may take
 _STILL = 1.0  # seconds without movement after which it is a hang
+_LOOKS = 3  # at a run of which a rank moved on while it was looked at: it had only been slow, and the hang is to come
 
 CONFIG = """
 [model]
@@ -142,10 +143,13 @@ def run_case(
             _until(lambda: injected() or process.poll() is not None, "the fault was not injected", folder)
         if process.poll() is not None:
             raise RuntimeError(f"training ended: {(folder / 'out').read_text()[-500:]}")
-        _until(lambda: _stands(run, world), "the run did not come to a stop", folder)
-        started = time.perf_counter()
-        scene, hang = hang_report.examine(run)
-        seconds = time.perf_counter() - started
+        for _ in range(_LOOKS):
+            _until(lambda: _stands(run, world), "the run did not come to a stop", folder)
+            started = time.perf_counter()
+            scene, hang = hang_report.examine(run)
+            seconds = time.perf_counter() - started
+            if not scene.moving:
+                break
         record = scene.ranks[rank].record
         named = hang.group in (record.groups if record else ()) and bool(hang.op)
         right = hang.kind == _KINDS[case] and hang.ranks == (rank,) and named

@@ -16,7 +16,7 @@ from typing import Any
 from megascale.checkpoint.background.service_protocol import COPIES, INDEX, Replicate, Replicated, Staged
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Slot, StagingMemory
+from megascale.checkpoint.format.staged_file import Slot, make_slots
 from megascale.services.conversation import Conversation, prove
 from megascale.services.reception import PROOF_SECONDS, Reception
 from megascale.services.silence import notice_silence
@@ -111,7 +111,8 @@ class Replicas:
             if [slot.memory.size for slot in slots] != [size] * count:
                 for slot in slots:
                     slot.memory.close()
-                slots[:] = [Slot(StagingMemory(size), index) for _ in range(count)]
+                slots.clear()
+                slots += make_slots(count, size, index)
             if message.slots == 1:
                 number = min(range(count), key=lambda i: slots[i].generation)
             begun = any(slot.generation[9:] == message.generation[9:] for slot in slots)

@@ -44,7 +44,7 @@ from megascale.checkpoint.background.service_protocol import (
     Wait,
 )
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Progress, Slot, StagingMemory, frame
+from megascale.checkpoint.format.staged_file import Progress, Slot, frame, make_slots
 from megascale.errors import TrainingError
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, Done, ErrorReply
@@ -120,9 +120,11 @@ class CheckpointService:
             slot.busy.acquire()  # a dead trainer's snapshot may still be on its way to the disk
             slot.busy.release()
         if [slot.memory.size for slot in slots] != [size] * count:
+            with self.changed:
+                self.slots.pop(rank, None)
             for slot in slots:
                 slot.memory.close()
-            slots = [Slot(StagingMemory(size), index) for _ in range(count)]
+            slots = make_slots(count, size, index)
         with self.changed:
             self.slots[rank], self.layouts[rank] = slots, index
         sock.send(Allocated(tuple(s.generation for s in slots)), files=[slot.memory.handle for slot in slots])

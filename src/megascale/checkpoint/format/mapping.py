@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -28,24 +29,22 @@ def map_shared(handle: int, size: int, new: bool = False, writable: bool = True)
     new: its pages have not been cleared. Raises OSError where memory lacks.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    if size >= _PIECE and _madvise() is not None:
+    madvise = _madvise()
+    if size >= _PIECE and madvise is not None:
         mapped = mmap.mmap(handle, size, mmap.MAP_SHARED, protection)
         threads = min(_THREADS, usable_cores(), size // _PIECE) if new else 1
-        if _populate(mapped, size, threads, _WRITE if writable else _READ):
+        if _populate(madvise, mapped, threads, _WRITE if writable else _READ):
             return mapped
         mapped.close()
     return mmap.mmap(handle, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
 
 
-def _populate(mapped: mmap.mmap, size: int, threads: int, advice: int) -> bool:
+def _populate(madvise: Callable[[int, int, int], int], mapped: mmap.mmap, threads: int, advice: int) -> bool:
     """False where the kernel knows no such advice. Raises OSError where memory lacks."""
-    begin = np.frombuffer(mapped, np.uint8).ctypes.data
+    begin, size = np.frombuffer(mapped, np.uint8).ctypes.data, len(mapped)
 
     def work(start: int) -> int:
-        call = _madvise()
-        if call is None or call(begin + start, min(_PIECE, size - start), advice) == 0:
-            return 0
-        return ctypes.get_errno()
+        return ctypes.get_errno() if madvise(begin + start, min(_PIECE, size - start), advice) else 0
 
     with ThreadPoolExecutor(threads) as pool:
         failed = [code for code in pool.map(work, range(0, size, _PIECE)) if code]

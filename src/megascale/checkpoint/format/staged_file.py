@@ -86,6 +86,17 @@ class Slot:
         self.generation = label.generation
 
 
+def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
+    """Memory for so many snapshots of `size` bytes. Raises OSError, and keeps none, where it lacks."""
+    with contextlib.ExitStack() as made:
+        slots = []
+        for _ in range(count):
+            slots.append(Slot(StagingMemory(size), index))
+            made.callback(slots[-1].memory.close)
+        made.pop_all()
+    return slots
+
+
 class Progress:
     """How many bytes of a snapshot, from its start, are as the file will have them."""
 

@@ -269,33 +269,33 @@ class _Judge:
         direct = [w for w in self.waits if w.rank not in ranks and set(w.on) & set(ranks)]
         on_way = [w for w in self.waits if w.rank not in ranks and set(self.members.get(w.group, ())) & set(ranks)]
         found = next(iter([*direct, *on_way]), None)
-        evidence = [why]
-        launched = self._launched_alone(ranks) if found is None else None
-        if launched is not None:
-            rank, call = launched
-            text = f"{_list((rank,))} launched {call.op} (call {call.sequence} of {call.group}): "
-            evidence.append(f"{text}{_list(ranks)} did not come to it")
+        evidence, call = [why], ("", "", 0)
         if found is not None:
+            call = (found.group, found.op, found.sequence)
             waiters = [w.rank for w in self.waits if w.group == found.group and w.rank not in ranks]
             came = "all came, it is under way" if found.all_came else f"{_list(found.on)} did not come to it"
             evidence.append(f"{_list(waiters)} {_verb(waiters)} in {_call(found)} for {found.seconds:.0f} s: {came}")
+        elif (launched := self._launched_alone(ranks)) is not None:
+            rank, one, behind = launched
+            call = (one.group, one.op, one.sequence)
+            text = f"{_list((rank,))} launched {one.op} (call {one.sequence} of {one.group})"
+            evidence.append(f"{text}, {_list(behind)} did not come to it")
         evidence += more + self._stacks(ranks)
         evidence += [line for line in self._chain() if line not in evidence]
-        if launched is not None:
-            call = launched[1]
-            return Hang(kind, ranks, call.group, call.op, call.sequence, self.waits, tuple(evidence))
-        if found is None:
-            return Hang(kind, ranks, waits=self.waits, evidence=tuple(evidence))
-        return Hang(kind, ranks, found.group, found.op, found.sequence, self.waits, tuple(evidence))
+        return Hang(kind, ranks, *call, self.waits, tuple(evidence))
 
-    def _launched_alone(self, ranks: tuple[int, ...]) -> tuple[int, Call] | None:
-        """The first call that another rank launched and one of `ranks`, a member too, did not. On devices it is what
-        hangs: what both launched ends, and hosts, which are ahead, wait for no call."""
+    def _launched_alone(self, ranks: tuple[int, ...]) -> tuple[int, Call, list[int]] | None:
+        """Another rank, the first call that it launched and some of `ranks`, members too, did not, and those. On
+        devices it is what hangs: what all launched ends, and hosts, which are ahead, wait for no call."""
+        started: dict[str, dict[int, int]] = {}
+        for rank in ranks:
+            for group, counts in self.records[rank].groups.items() if rank in self.records else ():
+                started.setdefault(group, {})[rank] = counts.started
+        least = {group: min(of.values()) for group, of in started.items()}
         for rank in sorted(self.records.keys() - set(ranks)):
             for call in self.records[rank].calls:
-                behind = [r for r in ranks if r in self.records and call.group in self.records[r].groups]
-                if any(self.records[r].groups[call.group].started < call.sequence for r in behind):
-                    return rank, call
+                if least.get(call.group, call.sequence) < call.sequence:
+                    return rank, call, [r for r, n in started[call.group].items() if n < call.sequence]
         return None
 
     def _chain(self) -> list[str]:
