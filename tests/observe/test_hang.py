@@ -201,6 +201,16 @@ def test_a_silent_rank_is_the_suspect():
     assert (alone.kind, alone.ranks) == ("silent", (1,))
 
 
+def test_a_rank_that_departed_outweighs_one_that_cannot_answer():
+    """Held up inside a driver's call by what another did not send, a rank may be unable to answer."""
+    departs = record(0, steps("grr", "grr", "gaa"), ("data_reduce/0", 9))
+    held = record(1, steps("grr", "grr", "grr"), ("data_reduce/0", 8))
+    hang = judge(departs, held, rank1={"answered": False, "stack": ("state D, in the kernel's wait",)})
+    assert (hang.kind, hang.ranks) == ("mismatched collective", (0,))
+    text = "\n".join(hang.evidence)
+    assert "rank 1 did not answer when asked for a stack" in text and "state D" in text
+
+
 def test_a_call_that_all_reached_accuses_the_network_and_no_rank():
     both = [record(r, steps("grr", "gr"), ("data_reduce/0", 5)) for r in range(2)]
     hang = judge(*both)
@@ -425,6 +435,43 @@ while True:
         child.wait()
     after = CliRunner().invoke(app, ["hang", str(tmp_path), "--json"])
     assert json.loads(after.stdout)["by_rank"][0]["process"] == "gone"
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["another thread takes the signal", "none takes it"])
+def test_an_answer_may_come_from_any_thread(tmp_path, monkeypatch, deaf):
+    """The kernel gives a signal to whichever thread does not block it; where all do, its own word is shown."""
+    code = f"""
+import ctypes, faulthandler, signal, time
+from pathlib import Path
+from megascale.core.calls import Calls
+faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!r}, "w"), all_threads=True)
+libc = ctypes.CDLL(None)
+if not {deaf}:
+    thread = ctypes.c_ulong()
+    assert libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.pause, ctypes.c_void_p), None) == 0
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+log = Calls(Path({str(tmp_path)!r}), 0, 1)
+log.register("world", 1)
+log.begin("world", "all_reduce", 4)
+def stands_here():
+    time.sleep(1000)
+stands_here()
+"""
+    monkeypatch.setattr("megascale.observe.hang.evidence._ANSWER", 0.3 if deaf else 30.0)
+    child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 30
+        while not ((found := read_calls(tmp_path / "rank-0.calls", history=False)) and found.events):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        scene, _ = examine(tmp_path, watch_seconds=0.0)
+        assert scene.ranks[0].answered is not deaf
+        said = scene.ranks[0].stack[0]
+        assert said.startswith("state S") if deaf else said.startswith("stands_here")
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):

@@ -73,7 +73,7 @@ faults = true
 
 @dataclass(frozen=True)
 class HangOutcome:
-    """One hang. right: whether kind, rank and collective were named. seconds: that the verdict took."""
+    """One hang. right: whether kind, rank and collective were named. seconds: that the verdict took, with `evidence`."""
 
     case: str
     layout: str
@@ -82,7 +82,7 @@ class HangOutcome:
     right: bool
     found: str
     seconds: float
-    first: str
+    evidence: tuple[str, ...]
 
 
 def make_tokens(folder: Path) -> Path:
@@ -153,8 +153,8 @@ def run_case(
         record = scene.ranks[rank].record
         named = hang.group in (record.groups if record else ()) and bool(hang.op)
         right = hang.kind == _KINDS[case] and hang.ranks == (rank,) and named
-        first = hang.evidence[0] if hang.evidence else ""
-        return HangOutcome(case, _name(layout, graphs), rank, step, right, hang_report.headline(hang), seconds, first)
+        found = hang_report.headline(hang)
+        return HangOutcome(case, _name(layout, graphs), rank, step, right, found, seconds, hang.evidence)
     finally:
         _end(run, process)
 
@@ -241,6 +241,20 @@ def _layouts(device: str) -> tuple[tuple[int, int, int], ...]:
     return LAYOUTS if gpus >= 4 else _OF_TWO
 
 
+def _save(out: Path | None, outcomes: list[HangOutcome], device: str) -> None:
+    """Write what is known so far: a bench that is cut off has told what it found."""
+    import platform
+
+    import torch
+
+    if out is None:
+        return
+    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    if device == "cuda":
+        facts["gpus"] = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}"
+    out.write_text(strict_json.dumps({"facts": facts, "hangs": [asdict(o) for o in outcomes]}, indent=1))
+
+
 def register(app: typer.Typer) -> None:
     """Add the bench."""
 
@@ -250,49 +264,47 @@ def register(app: typer.Typer) -> None:
         seed: int = typer.Option(0, help="Chooses ranks and steps."),
         graphs: bool = typer.Option(False, "--graphs", help="With micro-batches replayed (kernels.graphs=on)."),
         device: str = typer.Option("cpu", help="cpu: four ranks on gloo; cuda: a rank a GPU on NCCL, two or four."),
-        out: Path = typer.Option(None, help="Write JSON here."),
+        case: list[str] = typer.Option([], "--case", help=f"Only this one, repeatable: {', '.join(CASES)}."),
+        out: Path = typer.Option(None, help="Write JSON here, after each hang."),
     ) -> None:
         """Hang real trainings in four ways and count how often rank and collective are named right.
 
         Example: megascale bench hang --runs 5 --out hang.json
         """
-        import platform
-
         from rich.console import Console
         from rich.table import Table
 
+        if unknown := [one for one in case if one not in CASES]:
+            raise ConfigError(f"--case={unknown[0]!r} is none; give one of: {', '.join(CASES)}")
+        cases = case or list(CASES)
         layouts = _layouts(device)
         rng = random.Random(seed)
         outcomes = []
         console = Console(highlight=False)
-        for case in CASES:
-            suited = [one for one in layouts if one[1] > 1] if case == "missing send" else layouts
+        for kind in cases:
+            suited = [one for one in layouts if one[1] > 1] if kind == "missing send" else layouts
             for number in range(runs):
                 layout = suited[number % len(suited)]
                 with temporary_folder() as folder:
                     try:
-                        outcome = run_case(case, Path(folder), rng, layout, graphs, device)
+                        outcome = run_case(kind, Path(folder), rng, layout, graphs, device)
                     except RuntimeError as error:  # nothing hung, or training failed: told with all others
-                        outcome = HangOutcome(case, _name(layout, graphs), -1, 0, False, str(error), 0.0, "")
+                        outcome = HangOutcome(kind, _name(layout, graphs), -1, 0, False, str(error), 0.0, ())
                 outcomes.append(outcome)
                 mark = "[green]right[/]" if outcome.right else "[red]wrong[/]"
                 console.print(
-                    f"{mark} {case}, rank {outcome.rank}, step {outcome.step}, {outcome.layout}: {outcome.found}"
+                    f"{mark} {kind}, rank {outcome.rank}, step {outcome.step}, {outcome.layout}: {outcome.found}"
                 )
+                if not outcome.right:
+                    console.print("\n".join(f"  {line}" for line in outcome.evidence), markup=False)
+                _save(out, outcomes, device)
         table = Table("case", "hangs", "named right", "median s", box=None, padding=(0, 2))
-        for case in CASES:
-            mine = [o for o in outcomes if o.case == case]
+        for kind in cases:
+            mine = [o for o in outcomes if o.case == kind]
             seconds = sorted(o.seconds for o in mine)
-            table.add_row(case, str(len(mine)), str(sum(o.right for o in mine)), f"{seconds[len(seconds) // 2]:.2f}")
+            table.add_row(kind, str(len(mine)), str(sum(o.right for o in mine)), f"{seconds[len(seconds) // 2]:.2f}")
         console.print(table)
         total = sum(o.right for o in outcomes)
         console.print(f"{total} of {len(outcomes)} right")
-        if out is not None:
-            import torch
-
-            facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-            if device == "cuda":
-                facts["gpus"] = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}"
-            out.write_text(strict_json.dumps({"facts": facts, "hangs": [asdict(o) for o in outcomes]}, indent=1))
         if total < len(outcomes):
             raise typer.Exit(1)

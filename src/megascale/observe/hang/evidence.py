@@ -25,7 +25,7 @@ from megascale.observe.hang.flight import read_flight
 from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene
 from megascale.observe.hang.sent_evidence import read_sent
 
-_ANSWER = 1.0  # seconds that the ranks of this host have to answer
+_ANSWER = 3.0  # seconds that the ranks of this host have to answer: inside a driver's call a signal may have to wait
 _FRAMES = 8
 
 
@@ -149,32 +149,41 @@ def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int
             os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
             dumping.add(rank)
     deadline = time.monotonic() + _ANSWER
-    waiting = set(asked)
+    waiting, said = set(asked), dict.fromkeys(asked, "")
     while (waiting or dumping) and time.monotonic() < deadline:
         time.sleep(0.02)
-        waiting -= {r for r in waiting if _complete(status / f"rank-{r}.stack")}
+        before = said
+        said = {r: _text(status / f"rank-{r}.stack") for r in waiting}
+        waiting -= {r for r in waiting if _complete(said[r], before[r])}
         dumping -= {r for r in dumping if (flight / f"rank-{r}.json").exists()}
     for rank, what in found.items():
         if rank in asked:
             answered = rank not in waiting
-            frames = _main_thread(status / f"rank-{rank}.stack") if answered else _py_spy(what)
+            frames = _main_thread(_text(status / f"rank-{rank}.stack")) if answered else _py_spy(what) or _kernel(what)
             found[rank] = replace(what, answered=answered, stack=frames)
         elif what.process == "stopped":
             found[rank] = replace(what, answered=False, stack=_py_spy(what))
     return found
 
 
-def _complete(stack: Path) -> bool:
+def _text(stack: Path) -> str:
     try:
-        return "Current thread" in stack.read_text()
+        return stack.read_text(errors="replace")
     except OSError:
-        return False
+        return ""
 
 
-def _main_thread(stack: Path) -> tuple[str, ...]:
-    """Frames of the thread that took the signal, innermost first, as `function (file:line)`."""
-    text = stack.read_text().partition("Current thread")[2].partition("\n\n")[0].partition("\nThread ")[0]
-    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
+def _complete(text: str, before: str) -> bool:
+    """Whether a dump of all threads is whole. Its last is the thread that took the signal or, where that is none of
+    Python's (the kernel may choose one of a library's), nothing follows any more."""
+    return "Current thread" in text or ("Thread 0x" in text and text == before)
+
+
+def _main_thread(text: str) -> tuple[str, ...]:
+    """Frames of the thread that took the signal, else of the oldest, innermost first, as `function (file:line)`."""
+    blocks = re.split(r"^(?:Current thread|Thread) 0x", text, flags=re.MULTILINE)
+    current = text.partition("Current thread")[2].partition("\n\n")[0].partition("\nThread ")[0]
+    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', current or blocks[-1])
     return tuple(f"{function} ({_short(file)}:{line})" for file, line, function in frames[:_FRAMES])
 
 
@@ -194,6 +203,19 @@ def _py_spy(what: RankEvidence) -> tuple[str, ...]:
         return ()
     threads = [part for part in text.split("\nThread ") if "MainThread" in part]
     return tuple(line.strip() for line in _frames(threads))[:_FRAMES]
+
+
+def _kernel(what: RankEvidence) -> tuple[str, ...]:
+    """What the kernel says of the main thread of a process that does not answer: its state, and where it waits."""
+    process = Path("/proc") / str(what.record.pid if what.record else 0)
+    try:
+        letter = (process / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ()
+    with suppress(OSError):
+        if (where := (process / "wchan").read_text().strip()) not in ("", "0"):
+            return (f"state {letter}, in the kernel's {where}",)
+    return (f"state {letter}",)
 
 
 def _frames(threads: Iterable[str]) -> list[str]:

@@ -190,9 +190,10 @@ class _Judge:
         return None
 
     def silent(self) -> Hang | None:
-        """Ranks that were asked for their stack and did not answer."""
-        ranks = tuple(e.rank for e in self.scene.ranks.values() if e.answered is False)
-        if not ranks:
+        """Ranks that were asked for their stack and did not answer, unless a rank departed: who holds others up by
+        standing still leaves no such trace, and who waits inside a driver's call may be unable to answer."""
+        ranks = self._unanswered()
+        if not ranks or self.departed_at:
             return None
         return self._name("silent", ranks, f"{_list(ranks)} did not answer when asked for a stack", self._places(ranks))
 
@@ -216,7 +217,9 @@ class _Judge:
         ranks = tuple(sorted(self.departed_at))
         first = self.departed_at[ranks[0]]
         sentences = [f"rank {r}: {self.departed_at[r].sentence}" for r in ranks]
-        hang = self._name(first.kind, ranks, sentences[0], [*sentences[1:], *self._places(ranks)])
+        mute = tuple(r for r in self._unanswered() if r not in ranks)
+        also = [f"{_list(mute)} did not answer when asked for a stack", *self._stacks(mute)] if mute else []
+        hang = self._name(first.kind, ranks, sentences[0], [*sentences[1:], *self._places(ranks), *also])
         due = first.due
         return Hang(hang.kind, ranks, due.group, due.op, due.sequence, self.waits, hang.evidence)
 
@@ -259,6 +262,9 @@ class _Judge:
             "links between their hosts"
         )
         return Hang("network", (), first.group, first.op, first.sequence, self.waits, (text, *self._chain()))
+
+    def _unanswered(self) -> tuple[int, ...]:
+        return tuple(e.rank for e in self.scene.ranks.values() if e.answered is False)
 
     def _left_alone(self, wait: Wait) -> bool:
         others = [m for m in self.members.get(wait.group, []) if m != wait.rank]
