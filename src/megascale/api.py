@@ -136,11 +136,12 @@ def evaluate(
     stride: int | None = None,
     step: int | None = None,
     device: str = "auto",
+    linear_precision: str | None = None,
 ) -> Evaluation:
     """Loss of a run's checkpoint on a token file (default: the run's own data.valid).
 
-    `stride`: tokens that each window predicts; default: all of its model.sequence_length. DataError if the file's
-    tokens are another tokenizer's than the run's.
+    `stride`: tokens that each window predicts; default: all of its model.sequence_length. `linear_precision`: another
+    train.linear_precision than that of training. DataError if the file's tokens are another tokenizer's than the run's.
     """
     from megascale.data.dataset import tokenizer_agreement
     from megascale.train.evaluation import evaluate_file
@@ -154,7 +155,7 @@ def evaluate(
     # Before the model, which may take a while to read.
     own = tokenizer_agreement.check_run(Path(run), config)
     tokenizer_agreement.check_tokens(named, prefix, own, config.model.vocab_size)
-    engine, config = restore(Path(run), step=step, device=device)
+    engine, config = restore(Path(run), step=step, device=device, linear_precision=linear_precision)
     return evaluate_file(engine, config, prefix, stride=stride, named=named)
 
 

@@ -22,6 +22,10 @@ def register(app: typer.Typer) -> None:
         ),
         step: int | None = typer.Option(None, help="Checkpoint to use; default: the newest."),
         device: str = typer.Option("auto", help="auto, cpu or cuda."),
+        linear_precision: str | None = typer.Option(
+            None,
+            help="Linear layers' train.linear_precision; default: as trained. The value `default`: without float8.",
+        ),
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     ) -> None:
         """Loss of a trained model on a token file, and bits per byte where the file's text size is known.
@@ -33,11 +37,13 @@ def register(app: typer.Typer) -> None:
           megascale evaluate runs/stdlib --file datasets/stdlib/valid
 
           megascale evaluate runs/stdlib --stride 64
+
+          megascale evaluate runs/float8 --linear-precision default
         """
         from megascale import api
         from megascale.cli.summary import print_evaluation
 
-        found = api.evaluate(run, file, stride=stride, step=step, device=device)
+        found = api.evaluate(run, file, stride=stride, step=step, device=device, linear_precision=linear_precision)
         if as_json:
             typer.echo(strict_json.dumps(asdict(found)))
         else:

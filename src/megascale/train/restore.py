@@ -8,7 +8,9 @@ import torch
 
 from megascale import checkpoint
 from megascale.config import Config, ParallelConfig
+from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.layout import lay_out
+from megascale.errors import ConfigError
 from megascale.model.transformer import Chunk
 from megascale.ops.dispatch import Kernels
 from megascale.parallel.collectives import Axis
@@ -19,15 +21,23 @@ from megascale.train.resume import trained_config
 from megascale.train.run_folder import checkpoint_folder
 
 
-def restore(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Engine, Config]:
+def restore(
+    run: Path, *, step: int | None = None, device: str = "auto", linear_precision: str | None = None
+) -> tuple[Engine, Config]:
     """The engine with the weights of a committed checkpoint (default: the newest), and the configuration it was
-    trained with.
+    trained with, but for `linear_precision` where it is given.
 
-    Raises DataError if `run` is no run folder or has no committed checkpoint.
+    Raises DataError if `run` is no run folder or has no committed checkpoint, ConfigError for no `linear_precision`.
     """
     config, same = trained_config(run, step)
     parallel = ParallelConfig()
-    train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
+    update: dict[str, object] = {"global_batch": config.train.micro_batch}
+    if linear_precision is not None:
+        try:
+            update["linear_precision"] = LINEAR_PRECISIONS.check(linear_precision)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    train = config.train.model_copy(update=update)
     config = config.model_copy(update={"parallel": parallel, "train": train})
     engine = Engine(lay_out(config, 1), None, _device(device))
     shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]

@@ -12,21 +12,22 @@ import pytest
 from typer.testing import CliRunner
 
 from megascale.bench.training import convergence as bench
+from megascale.bench.training import convergence_report as report
 from megascale.bench.training import plain
 from megascale.cli.main import app
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 from tests.forked import Forked
 
 
-def outcome(variant: str, losses: list[float], seed: int = 0) -> bench.ConvergenceOutcome:
-    return bench.ConvergenceOutcome(variant, seed, "", [100 * (i + 1) for i in range(len(losses))], losses, 10.0)
+def outcome(variant: str, losses: list[float], seed: int = 0) -> report.ConvergenceOutcome:
+    return report.ConvergenceOutcome(variant, seed, "", [100 * (i + 1) for i in range(len(losses))], losses, 10.0)
 
 
 def test_tokens_to_a_loss_lie_between_evaluations():
     run = outcome("serial", [5.0, 4.0, 3.5, 3.0])
-    assert bench.tokens_to(run, 5.0) == 100
-    assert bench.tokens_to(run, 3.75) == pytest.approx(250)
-    assert bench.tokens_to(run, 2.0) is None
+    assert report.tokens_to(run, 5.0) == 100
+    assert report.tokens_to(run, 3.75) == pytest.approx(250)
+    assert report.tokens_to(run, 2.0) is None
 
 
 def test_lamb_trains_the_same_tokens_in_larger_batches(tmp_path):
@@ -89,6 +90,9 @@ def test_a_tiny_comparison(tmp_path, tokens, megascale):
     record = json.loads((tmp_path / "c.json").read_text())
     assert [run["variant"] for run in record["runs"]] == ["serial", "lamb 0.01", "lamb 0.03", "float8"]
     float8 = record["runs"][-1]["held_out"][-1]
+    plain = record["runs"][-1]["unquantised"]  # of the same weights
+    assert float8 != plain == pytest.approx(float8, rel=0.01)
+    assert "its weights without" in " ".join(done.stdout.split())
     assert float8 != runs["serial"]["held_out"][-1]
     assert float8 == pytest.approx(runs["serial"]["held_out"][-1], rel=0.01)
 
@@ -96,10 +100,13 @@ def test_a_tiny_comparison(tmp_path, tokens, megascale):
 def test_differences_are_taken_seed_by_seed():
     runs = [outcome("serial", [losses], seed) for seed, losses in enumerate([4.0, 5.0, 6.0, 9.0])]
     runs += [outcome("float8", [losses], seed) for seed, losses in enumerate([4.1, 5.3, 6.2])]
-    mean, error, count = bench.paired(runs, "float8", "serial")
+    mean, error, count = report.paired(runs, "float8", "serial")
     assert (mean, error, count) == (pytest.approx(0.2), pytest.approx(0.1 / 3**0.5), 3)
-    assert bench.paired(runs[:5], "float8", "serial")[1] is None
-    assert bench.paired(runs[:4], "float8", "serial") is None
+    assert report.paired(runs[:5], "float8", "serial")[1] is None
+    assert report.paired(runs[:4], "float8", "serial") is None
+    assert report.paired(runs, "float8", "serial", unquantised=True) is None
+    plain = [replace(run, unquantised=run.last - 0.05) if run.variant == "float8" else run for run in runs]
+    assert report.paired(plain, "float8", "serial", unquantised=True)[0] == pytest.approx(0.15)
 
 
 def test_what_is_no_record_of_earlier_runs_is_refused(tmp_path):

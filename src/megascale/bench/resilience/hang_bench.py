@@ -73,7 +73,7 @@ faults = true
 
 @dataclass(frozen=True)
 class HangOutcome:
-    """One hang. right: whether kind, rank and collective were named. seconds: that the verdict took, with `evidence`."""
+    """One hang. right: whether kind, rank and collective were named. seconds: the verdict's, with `evidence`."""
 
     case: str
     layout: str

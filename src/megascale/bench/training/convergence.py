@@ -23,12 +23,15 @@ from typing import Any
 
 import typer
 
+from megascale.bench.training.convergence_report import ConvergenceOutcome, draw, show
 from megascale.core import strict_json
 
 VARIANTS = ("serial", "parallel", "window", "lamb")
 # AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
 # samples: tells what the model does from what we do. Float8: its recipes, against serial.
-ON_REQUEST = ("large", "plain", "plain-parallel", "float8", "float8_rowwise")
+FLOAT8 = ("float8", "float8_rowwise")
+ON_REQUEST = ("large", "plain", "plain-parallel", *FLOAT8)
+PLAIN = "evaluated-without-float8.json"
 
 
 @dataclass(frozen=True)
@@ -48,24 +51,6 @@ class Variant:
     peak: float
     batch: int
     settings: tuple[str, ...]
-
-
-@dataclass
-class ConvergenceOutcome:
-    """What a run came to: held-out losses by tokens trained, in nats a token."""
-
-    variant: str
-    seed: int
-    folder: str
-    tokens: list[int]
-    held_out: list[float]
-    tokens_per_second: float
-    key: str = ""  # of all that decides its losses but the device
-
-    @property
-    def last(self) -> float:
-        """The held-out loss at the end."""
-        return self.held_out[-1]
 
 
 def register(app: typer.Typer) -> None:
@@ -163,7 +148,7 @@ def convergence(
     devices = [str(i) for i in range(api.visible_gpus())] or [""]
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
-        "device": _device(),
+        "device": ", ".join(sorted({o.device or _device() for o in before} | ({_device()} if work else set()))),
         "versions": _versions(),
         "data": str(data),
         "preset": preset,
@@ -289,7 +274,8 @@ def _read_earlier(
     found: dict[str, ConvergenceOutcome] = {}
     for file in files:
         try:
-            outcomes = [ConvergenceOutcome(**run) for run in strict_json.loads(file.read_text())["runs"]]
+            record = strict_json.loads(file.read_text())
+            outcomes = [ConvergenceOutcome(**({"device": record.get("device", "")} | run)) for run in record["runs"]]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"--earlier={file} holds no metrics of bench convergence: {error}") from None
         for outcome in outcomes:
@@ -337,6 +323,7 @@ def _run_all(
 
     waiting = list(range(len(work)))
     running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+    evaluated: set[int] = set()
     # Runs that share cores must not each have threads for all of them.
     threads = max(1, (os.cpu_count() or 1) // max(1, min(len(devices), len(work))))
     with Progress(console=console, transient=True) as progress:
@@ -358,6 +345,10 @@ def _run_all(
                             f"{run.name} ended with exit code {process.returncode}: " + "\n  ".join(said)
                         )
                     variant, seed, command, key = work[number]
+                    if variant.kind in FLOAT8 and number not in evaluated:
+                        evaluated.add(number)
+                        running[place] = _evaluate(command, device, threads), number
+                        continue
                     yield read(variant.name, seed, _folder(command), key)
                 time.sleep(0.1)
         finally:
@@ -373,6 +364,19 @@ def _start(command: list[str], device: str, threads: int) -> subprocess.Popen[by
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     with open(run.parent / f"{run.name}.log", "wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def _evaluate(command: list[str], device: str, threads: int) -> subprocess.Popen[bytes]:
+    """The held-out loss of a float8 run's weights without float8, which tells learning from evaluating in float8."""
+    run = _folder(command)
+    given = [word for word in command if word.startswith("--train.device=")]
+    where = [f"--device={word.partition('=')[2]}" for word in given[-1:]]
+    words = ["evaluate", str(run), "--linear-precision=default", "--json", *where]
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
+    with open(run / PLAIN, "wb") as out, open(run.parent / f"{run.name}.log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megascale.cli.main", *words], stdout=out, stderr=log, env=environment
+        )
 
 
 def _value(command: list[str], key: str) -> str:
@@ -398,102 +402,9 @@ def read(variant: str, seed: int, run: Path, key: str = "") -> ConvergenceOutcom
     at = {r["step"]: r["tokens"] for r in steps}
     held = [(at[r["step"]], r["valid_loss"]) for r in records if "valid_loss" in r and r["step"] in at]
     rate = statistics.median(r["tokens_per_second"] for r in steps)
-    return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in held], [loss for _, loss in held], rate, key)
-
-
-def tokens_to(outcome: ConvergenceOutcome, loss: float) -> float | None:
-    """Tokens after which the held-out loss is first at most `loss`, between evaluations by a straight line."""
-    before: tuple[int, float] | None = None
-    for place, value in zip(outcome.tokens, outcome.held_out, strict=True):
-        if value <= loss:
-            if before is None or before[1] <= loss:
-                return float(place)
-            share = (before[1] - loss) / (before[1] - value)
-            return before[0] + share * (place - before[0])
-        before = (place, value)
-    return None
-
-
-def paired(
-    outcomes: Sequence[ConvergenceOutcome], variant: str, against: str
-) -> tuple[float, float | None, int] | None:
-    """Held-out loss at the end, variant - against, over the seeds that both have: mean, its standard error (None for
-    one pair), pairs. None without a pair."""
-    of = {(o.variant, o.seed): o.last for o in outcomes}
-    found = [loss - of[against, seed] for (name, seed), loss in of.items() if name == variant and (against, seed) in of]
-    if not found:
-        return None
-    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
-    return statistics.mean(found), error, len(found)
-
-
-def _in_words(pair: tuple[float, float | None, int] | None) -> str:
-    if pair is None:
-        return "no pair"
-    mean, error, count = pair
-    return f"{mean:+.4f}" + (f" ± {error:.4f} ({count} pairs)" if error is not None else " (one pair)")
-
-
-def show(outcomes: list[ConvergenceOutcome], console: Any) -> None:
-    """The table: losses at the end, their spread over seeds, and how far from the first variant, seed by seed."""
-    from rich.table import Table
-
-    names = list(dict.fromkeys(o.variant for o in outcomes))
-    means = {n: statistics.mean(o.last for o in outcomes if o.variant == n) for n in names}
-    table = Table("variant", "held-out loss", "seeds apart", f"against {names[0]}", "tokens to its loss", "tokens/s")
-    for name in names:
-        mine = [o for o in outcomes if o.variant == name]
-        needed = [tokens_to(o, means[names[0]]) for o in mine]
-        reached = [n for n in needed if n is not None]
-        table.add_row(
-            name,
-            f"{means[name]:.4f}",
-            f"{max(o.last for o in mine) - min(o.last for o in mine):.4f}",
-            "" if name == names[0] else _in_words(paired(outcomes, name, names[0])),
-            f"{statistics.mean(reached) / 1e6:,.1f} M" if len(reached) == len(mine) else "not reached",
-            f"{statistics.mean(o.tokens_per_second for o in mine):,.0f}",
-        )
-    console.print(table)
-
-
-STYLES = ("-", "--", ":", "-.")
-
-
-def seeds_in_words(seeds: list[int]) -> str:
-    """Which style of line is which seed."""
-    shapes = ("solid", "dashed", "dotted", "dash-dotted")
-    return ", ".join(f"seed {seed} {shapes[i % len(shapes)]}" for i, seed in enumerate(seeds))
-
-
-def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
-    """Held-out loss over tokens: a colour a variant, a style of line a seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    names, seeds = (list(dict.fromkeys(getattr(o, what) for o in outcomes)) for what in ("variant", "seed"))
-    for o in outcomes:
-        number = names.index(o.variant)
-        first = o is next(p for p in outcomes if p.variant == o.variant)
-        mean = statistics.mean(p.last for p in outcomes if p.variant == o.variant)
-        label = f"{o.variant}: {mean:.3f}" if first else None
-        places = [t / 1e6 for t in o.tokens]
-        style = STYLES[seeds.index(o.seed) % len(STYLES)]
-        axes.plot(places, o.held_out, style, color=f"C{number}", linewidth=1.2, label=label)
-    low = min(o.last for o in outcomes)
-    tops = [o.held_out[min(2, len(o.held_out) - 1)] for o in outcomes]
-    axes.set_ylim(low * 0.98, max(*tops, low * 1.05) * 1.02)
-    axes.set_xlabel("Tokens (millions)")
-    axes.set_ylabel("Held-out loss (nats per token)")
-    axes.set_title(title, fontsize=10)
-    axes.legend(title="Held-out loss at the end\n" + seeds_in_words(seeds), frameon=False)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
-    plt.close(figure)
+    plain = strict_json.loads((run / PLAIN).read_text())["loss"] if (run / PLAIN).exists() else None
+    losses = [loss for _, loss in held]
+    return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in held], losses, rate, key, plain, _device())
 
 
 def _device() -> str:
