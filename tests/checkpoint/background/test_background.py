@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -25,7 +26,7 @@ from megascale.checkpoint.background import pending_saves, replica_address, repl
 from megascale.checkpoint.background.last_snapshot import LastSnapshot
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.replica import partners
-from megascale.checkpoint.background.service_protocol import COPIES, Fill, ListHeld, Register, Staged
+from megascale.checkpoint.background.service_protocol import COPIES, AwaitPages, Fill, ListHeld, Register, Staged
 from megascale.checkpoint.background.staging import Copy, SaveOutcome, Staging
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
@@ -457,6 +458,53 @@ def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
     assert len(outcomes) == sum(begun)
     assert all(o.committed for o in outcomes)
     assert not all(begun), "five saves of 33 MB began within their own copying"
+
+
+def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays in memory is left out till then, what is to be written waits; the end does not."""
+    there, real = threading.Event(), Staging.prepare
+
+    def prepare(slot: Staging, sock: Conversation, question: AwaitPages, stop: threading.Event) -> None:
+        while not there.wait(0.01) and not stop.is_set():
+            pass
+        real(slot, sock, question, stop)
+
+    monkeypatch.setattr(Staging, "prepare", prepare)
+    monkeypatch.setattr("megascale.checkpoint.background.snapshot._AT_ONCE", 0)
+    config = _config(memory_interval=1)
+    checkpointer = Checkpointer(config, run, whole(logical_state(1)))
+    assert not checkpointer.save(1, {"step": 1}, persist=False)
+    timer = threading.Timer(0.1, there.set)
+    timer.start()
+    assert checkpointer.save(2, {"step": 2})
+    assert there.is_set()
+    checkpointer.before_update()
+    assert checkpointer.save(3, {"step": 3}, persist=False, wait=True)
+    assert [o.why for o in checkpointer.finish(over=False)] == [""] * 2
+    there.clear()
+    again = Checkpointer(config, run, whole(logical_state(2)))
+    assert again.load() == {"step": 3}
+    again.prepare()
+    assert not again.finish()  # at once, with nothing in place
+
+
+def test_memory_that_does_not_come_into_place_is_asked_for_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not written to, which a signal might answer; whether it is small, and had before the first step, or not."""
+
+    def prepare(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    for at_once in (1 << 30, 0):
+        monkeypatch.setattr("megascale.checkpoint.background.snapshot._AT_ONCE", at_once)
+        checkpointer = Checkpointer(_config(), run, whole(logical_state(1)))
+        with monkeypatch.context() as patched:
+            patched.setattr(Staging, "prepare", prepare)
+            checkpointer.prepare()
+            assert checkpointer.snapshots is not None
+            assert not checkpointer.snapshots.pinned
+            assert checkpointer.snapshots._choose(wait=True) is None
+        assert checkpointer.save(1, {"step": 1})
+        assert [(o.committed, o.why) for o in checkpointer.finish(over=False)] == [(True, "")]
 
 
 def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -> None:

@@ -8,13 +8,14 @@ import mmap
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megascale.checkpoint.format import mapping
-from megascale.checkpoint.format.mapping import map_shared
+from megascale.checkpoint.format.mapping import Filling, fill_pages, map_shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
@@ -35,14 +36,20 @@ def resident(mapped: mmap.mmap) -> int:
 
 @pytest.mark.parametrize("writable", [True, False])
 @pytest.mark.parametrize("pages", [1, 3, 257])
-@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("threads", [1, 2, 6])
 def test_every_page_is_there(handle, monkeypatch, threads, pages, writable):
     monkeypatch.setattr(mapping, "_PIECE", 2 * mmap.PAGESIZE)
-    monkeypatch.setattr(mapping, "usable_cores", lambda: threads or 1)
+    monkeypatch.setattr(mapping, "usable_cores", lambda: threads)
     size = pages * mmap.PAGESIZE + 5
     data = os.urandom(size)
     os.write(handle, data)
-    mapped = map_shared(handle, size, new=threads > 0, writable=writable)
+    told: list[int] = []
+    if writable:
+        mapped = mmap.mmap(handle, size)
+        fill_pages(mapped, new=True, told=told.append)
+        assert sum(told) == size
+    else:
+        mapped = map_shared(handle, size, writable=False)
     assert resident(mapped) == (pages + 1) * mmap.PAGESIZE
     assert mapped[:] == data
     if writable:
@@ -66,7 +73,7 @@ def test_a_kernel_without_the_advice_maps_it_too(handle, monkeypatch):
 
     monkeypatch.setattr(mapping, "_madvise", lambda: refuse)
     os.ftruncate(handle, 64 * mmap.PAGESIZE)
-    mapped = map_shared(handle, 64 * mmap.PAGESIZE, new=True)
+    mapped = map_shared(handle, 64 * mmap.PAGESIZE)
     assert asked
     assert resident(mapped) == 64 * mmap.PAGESIZE
 
@@ -77,4 +84,42 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
     whole = mmap.mmap(handle, 64 * mmap.PAGESIZE)
     os.ftruncate(handle, 8 * mmap.PAGESIZE)
     with pytest.raises(OSError, match="Bad address"):
-        mapping._populate(mapping._madvise(), whole, 4, mapping._WRITE)
+        fill_pages(whole)
+    filling = Filling(whole)
+    with pytest.raises(OSError, match="Bad address"):
+        filling.wait(30.0)
+    assert not filling.left
+
+
+def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
+    """What was not touched yet is cleared when somebody touches it."""
+    monkeypatch.setattr(mapping, "_PIECE", mmap.PAGESIZE)
+    monkeypatch.setattr(mapping, "_CLEARING", 1)
+    begun, goes_on, real = threading.Semaphore(0), threading.Semaphore(3), mapping._madvise()
+
+    def slow(begin: int, length: int, advice: int) -> int:
+        begun.release()
+        goes_on.acquire()
+        return real(begin, length, advice)
+
+    monkeypatch.setattr(mapping, "_madvise", lambda: slow)
+    os.ftruncate(handle, 64 * mmap.PAGESIZE)
+    mapped = mmap.mmap(handle, 64 * mmap.PAGESIZE)
+    filling = Filling(mapped)
+    for _ in range(4):
+        begun.acquire()
+    assert not filling.wait(0.0)
+    assert filling.left == 61 * mmap.PAGESIZE
+    mapped[-1:] = b"x"
+    with pytest.raises(BufferError):
+        mapped.close()
+    goes_on.release()
+    stopper = threading.Thread(target=filling.stop)
+    stopper.start()
+    while stopper.is_alive():
+        goes_on.release()
+        stopper.join(0.01)
+    assert filling.wait(0.0)
+    assert not filling.left
+    mapped.close()
+    assert os.pread(handle, 1, 64 * mmap.PAGESIZE - 1) == b"x"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,27 +16,46 @@ from hypothesis import strategies as st
 from megascale.checkpoint.background.replica import Replicas
 from megascale.checkpoint.background.service_protocol import Replicate
 from megascale.checkpoint.background.staging import next_slot
+from megascale.checkpoint.format import mapping, staged_file
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.staged_file import Slot, make_slots
+from megascale.core.capacity import Capacity
+
+NOTHING = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
 
 def test_memory_that_lacks_leaves_nothing_behind(monkeypatch):
     """A service stays when a start fails: the next one, with fewer slots, needs that memory."""
-    real, asked = os.posix_fallocate, []
+    real, asked = os.ftruncate, []
 
-    def reserve(handle: int, start: int, size: int) -> None:
+    def truncate(handle: int, size: int) -> None:
         asked.append(handle)
         if len(asked) == 3:
             raise OSError(errno.ENOSPC, "no room")
-        real(handle, start, size)
+        real(handle, size)
 
-    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    monkeypatch.setattr(os, "ftruncate", truncate)
     with pytest.raises(OSError, match="no room"):
-        make_slots(4, 4096, CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)}))
+        make_slots(4, 4096, NOTHING)
     assert len(asked) == 3
     for handle in asked:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(handle)
+
+
+def test_memory_is_promised_once(monkeypatch):
+    """Pages come into place later, and not by the signal that a host without the room would send then."""
+    monkeypatch.setattr(
+        staged_file, "Capacity", SimpleNamespace(here=lambda: Capacity(memory=10 << 12, memory_from="X"))
+    )
+    monkeypatch.setattr(mapping, "fill_pages", lambda *args, stop, **more: stop.wait())  # nothing comes into place
+    slots = make_slots(2, 4 << 12, NOTHING)
+    with pytest.raises(OSError, match=r"8,192 of 12,288 bytes are free \(X\)"):
+        make_slots(3, 1 << 12, NOTHING)
+    more = make_slots(2, 1 << 12, NOTHING)
+    slots[0].memory.close()
+    for slot in [slots[1], *more, *make_slots(1, 4 << 12, NOTHING)]:
+        slot.memory.close()
 
 
 class Hosts:

@@ -28,6 +28,7 @@ from megascale.checkpoint.background.service_protocol import (
     TO_SERVICE,
     Allocate,
     Allocated,
+    AwaitPages,
     Fill,
     Goodbye,
     HeldSnapshot,
@@ -35,6 +36,7 @@ from megascale.checkpoint.background.service_protocol import (
     ListHeld,
     Open,
     Opened,
+    PagesReady,
     Plan,
     Pruned,
     Register,
@@ -54,6 +56,7 @@ from megascale.services.reception import Reception
 log = logging.getLogger("megascale.checkpoint.background.service")
 
 _COME_UP = 30.0  # seconds
+_A_MOMENT = 0.5
 
 
 class CheckpointService:
@@ -128,6 +131,12 @@ class CheckpointService:
         with self.changed:
             self.slots[rank], self.layouts[rank] = slots, index
         sock.send(Allocated(tuple(s.generation for s in slots)), files=[slot.memory.handle for slot in slots])
+
+    def on_awaitpages(self, sock: Conversation, message: AwaitPages) -> None:
+        """Whether a slot's pages are in place; until then whoever touched them would clear them, one by one."""
+        with self.changed:
+            memory = self.slots[message.rank][message.slot].memory
+        sock.send(PagesReady(memory.filling.wait(_A_MOMENT)))
 
     def on_fill(self, sock: Conversation, message: Fill) -> None:
         """The trainer is about to overwrite a slot: from here on its snapshot is not complete."""

@@ -51,6 +51,13 @@ class Allocate(Message, frozen=True):
     slots: Annotated[int, Meta(ge=1, le=64)]
 
 
+class AwaitPages(Message, frozen=True):
+    """Are the pages of a slot's memory in place? Answered at once if so, else after a moment."""
+
+    rank: Count
+    slot: Count
+
+
 class Fill(Message, frozen=True):
     """The trainer is about to overwrite a slot."""
 
@@ -144,6 +151,12 @@ class Allocated(Message, frozen=True):
     held: Annotated[tuple[Name, ...], Meta(max_length=64)]
 
 
+class PagesReady(Message, frozen=True):
+    """Whether they are."""
+
+    ready: bool
+
+
 class Released(Message, frozen=True):
     """The slot may be filled anew. replica: what went wrong with the copy."""
 
@@ -211,8 +224,12 @@ class Replicated(Message, frozen=True):
     whole: bool
 
 
-TO_SERVICE = Schema(Register, Goodbye, Allocate, Fill, Staged, Rows, Plan, Pruned, Wait, ListHeld, Open, limit=LIMIT)
-FROM_SERVICE = Schema(Done, ErrorReply, Registered, Allocated, Released, Outcome, HeldSnapshots, Opened, limit=LIMIT)
+TO_SERVICE = Schema(
+    Register, Goodbye, Allocate, AwaitPages, Fill, Staged, Rows, Plan, Pruned, Wait, ListHeld, Open, limit=LIMIT
+)
+FROM_SERVICE = Schema(
+    Done, ErrorReply, Registered, Allocated, PagesReady, Released, Outcome, HeldSnapshots, Opened, limit=LIMIT
+)
 COPIES = Schema(Replicate, Replicated, limit=LIMIT)
 
 

@@ -26,6 +26,7 @@ from megascale.checkpoint.background.pending_saves import BLANK
 from megascale.checkpoint.background.replica_address import own_address, tell_open
 from megascale.checkpoint.background.service_protocol import (
     Allocate,
+    AwaitPages,
     Fill,
     Goodbye,
     Plan,
@@ -47,10 +48,9 @@ from megascale.errors import FitError, TrainingError
 from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
-# Seconds within which the service answers short questions; else it counts as gone.
-_GRACE_PERIOD = 30.0
-# More of them for each gigabyte of memory that all processes of the host ask for: the kernel clears every page.
-_GRACE_PERIOD_PER_GB = 3.0
+_GRACE_PERIOD = 30.0  # seconds within which the service answers short questions; else it counts as gone
+_GRACE_PERIOD_PER_GB = 3.0  # more of all processes' memory: a dead trainer's snapshot may be on its way to the disk
+_AT_ONCE = 1 << 30  # bytes of a process that are waited for at the start; more come into place beside the first steps
 
 
 class Snapshots:
@@ -113,6 +113,7 @@ class Snapshots:
         self._replicas, self._listen, self._domain = replicas, address, domain
         self._watches: queue.SimpleQueue[tuple[Copy, str] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._slots: list[Staging] = []
         if problem := self._open():
@@ -125,8 +126,8 @@ class Snapshots:
 
     @property
     def pinned(self) -> bool:
-        """Whether that memory is page-locked, so that a device copies into it by itself."""
-        return all(slot.pinned for slot in self._slots)
+        """Whether that memory is page-locked, so that a device copies into it by itself; waits until it is prepared."""
+        return all(slot.prepared.wait() and slot.pinned for slot in self._slots)
 
     def start(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
         """Begin a save of the shards as they are now; False if it was skipped because memory is still in use.
@@ -134,7 +135,8 @@ class Snapshots:
         The shards must not change before `before_update` has returned. Collective: all start or all skip.
 
         Args:
-            persist: also write it to storage; else it stays in memory (and in the peer's).
+            persist: also write it to storage, for which memory that is not in place yet is waited for; else it stays in
+                memory (and in the peer's).
             wait: wait for memory to come free instead of skipping.
         """
         begun = time.monotonic()
@@ -143,7 +145,7 @@ class Snapshots:
             self._broken = True
             self._outcomes.put(SaveOutcome(step, why=problem, stall=time.monotonic() - begun))
             return False
-        number = self._choose(wait)
+        number = self._choose(wait, persist)
         if number is None:
             return False
         slot = self._slots[number]
@@ -189,10 +191,13 @@ class Snapshots:
         copy.outcome.stall += time.monotonic() - begun
         return True
 
-    def _choose(self, wait: bool) -> int | None:
+    def _choose(self, wait: bool, persist: bool = False) -> int | None:
         """The slot of the next snapshot, the same on all; None if memory is in use. `wait`: until it is not."""
-        for slot in self._slots if wait else ():
-            slot.free.wait()
+        for slot in self._slots:
+            if wait or persist:  # what is to be written may not come again for many steps
+                slot.prepared.wait()
+            if wait and not slot.failed:
+                slot.free.wait()
         slots, origin = self._slots, f"{self._above:08d}-"
         free, whole = [s.free.is_set() for s in slots], [s.whole for s in slots]
         flags = self.peers.each([*free, *whole, *(not (s.whole and s.filled.startswith(origin)) for s in slots)])
@@ -272,24 +277,25 @@ class Snapshots:
             self._peer = (address, port)
         if problem := self._allocate():
             return problem
-        self._threads = [self._spawn(self._look_after, slot) for slot in self._slots]
-        self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
+        self._closing.clear()
         self._broken = False
+        self._threads = [self._spawn(self._look_after, number, slot) for number, slot in enumerate(self._slots)]
+        for slot in self._slots if self.memory <= _AT_ONCE else ():
+            slot.prepared.wait()
+        self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
         return None
 
     def _allocate(self) -> str | None:
         """Memory for this process's snapshots, and on the first process the plan's way to the service."""
         size = max(self.part.size, PAGE)
-        question = Allocate(self.peers.rank, size, self.slots_wanted)
         self._plan_name = secrets.token_hex(4)
         problem = None
         try:
             if self._plan is not None:
                 plan, metadata = self._plan
                 self._sock.ask(Plan(self._plan_name, len(plan)), plan + metadata)
-            everyone = size * self.slots_wanted * len(self._local)
-            self._sock.timeout = _GRACE_PERIOD + _GRACE_PERIOD_PER_GB * everyone / 1e9
-            answer = self._sock.ask(question, self._index.to_bytes())
+            self._sock.timeout = _GRACE_PERIOD + _GRACE_PERIOD_PER_GB * self.memory * len(self._local) / 1e9
+            answer = self._sock.ask(Allocate(self.peers.rank, size, self.slots_wanted), self._index.to_bytes())
             self._sock.timeout = _GRACE_PERIOD
             self._slots = [
                 Staging(handle, self.part.size, self._index, self._chunks, self._device, held)
@@ -314,6 +320,7 @@ class Snapshots:
 
     def _join(self) -> None:
         """Let the threads end: first those of the slots, which hand saves on to the one that watches."""
+        self._closing.set()
         for slot in self._slots:
             slot.work.put(None)
         for thread in self._threads:
@@ -328,9 +335,16 @@ class Snapshots:
         thread.start()
         return thread
 
-    def _look_after(self, slot: Staging) -> None:
-        """Copy (on the CPU), then tell the service and wait until it has done with the slot."""
+    def _look_after(self, number: int, slot: Staging) -> None:
+        """Prepare it; copy (on the CPU), then tell the service and wait until it has done with the slot."""
         sock: Conversation | None = None
+        try:
+            sock = service.connect(self._place, self._linger, self._log)
+            slot.prepare(sock, AwaitPages(self.peers.rank, number), self._closing)
+        except (OSError, TrainingError) as error:
+            log.warning("staging memory for checkpoints could not be prepared: %s", error)
+            self._broken = slot.failed = True
+        slot.is_prepared()
         while (copy := slot.work.get()) is not None:
             try:
                 if sock is None:

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megascale.checkpoint.background.service_protocol import Staged
+from megascale.checkpoint.background.service_protocol import AwaitPages, Staged
 from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.mapping import map_shared
+from megascale.checkpoint.format.mapping import fill_pages
 from megascale.checkpoint.format.write_plan import RankPart, data_file, make_offer
 from megascale.checkpoint.saver import Slice, dtype_name
 from megascale.checkpoint.storage.base import PAGE
+from megascale.services.conversation import Conversation
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,10 @@ class Staging:
     """One snapshot in shared memory, seen from the trainer, with the thread that looks after it.
 
     held: generation of a complete snapshot that is in it already.
+
+    Attributes:
+        prepared: set once `prepare` is over; failed: it did not succeed.
+        free: nobody works on it.
     """
 
     def __init__(
@@ -85,9 +90,10 @@ class Staging:
         device: torch.device,
         held: str = "",
     ) -> None:
-        self.map = map_shared(handle, max(size, PAGE))
+        self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED)
         os.close(handle)
-        self.pinned = device.type == "cuda" and _pin(self.map, max(size, PAGE))
+        self._device, self.pinned = device, False
+        self.prepared, self.failed = threading.Event(), False
         memory = torch.frombuffer(self.map, dtype=torch.uint8)
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for row, chunk in enumerate(chunks):
@@ -96,10 +102,25 @@ class Staging:
             target = memory[at : at + count].view(getattr(torch, info.dtype)).reshape(chunk.box.sizes)
             self.pairs.append((target, chunk.view()))
         self.free = threading.Event()
-        self.free.set()
         self.filled = held  # generation of the snapshot
         self.whole = bool(held)  # whether the service has all of it
         self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+
+    def prepare(self, service: Conversation, question: AwaitPages, stop: threading.Event) -> None:
+        """Once the service has cleared the pages, map all and page-lock them for a device; of tens of gigabytes this
+        takes many seconds, beside training. Raises OSError where memory lacks."""
+        while not stop.is_set() and not service.ask(question).ready:
+            pass
+        fill_pages(self.map, stop=stop)
+        if self._device.type == "cuda" and not stop.is_set():
+            with torch.cuda.device(self._device):  # a new thread's is the first GPU
+                self.pinned = _pin(self.map, len(self.map))
+
+    def is_prepared(self) -> None:
+        """From now on it may be filled, unless that failed."""
+        if not self.failed:
+            self.free.set()
+        self.prepared.set()
 
     def copy(self) -> Iterator[int]:
         """Copy all chunks, in file order; now and then, and at last, how many are in place."""

@@ -1,7 +1,7 @@
-"""Shared memory mapped with every page in place, without the interpreter's lock, which Python's own mmap would keep.
+"""Shared memory whose pages are put in place by several threads, without the interpreter's lock.
 
-New memory is cleared by several threads: one clears 3 GB/s at best, and snapshots are tens of GB. Memory that is clear
-already maps at 20 GB/s, which more threads would not speed up.
+The kernel clears new pages where they are first touched: 2 GB/s by one thread, 5 by four, and snapshots are tens of GB.
+Python's own mmap would do it in one, and let no other thread run meanwhile.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -20,39 +20,108 @@ from megascale.core.capacity import usable_cores
 
 _READ, _WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, since Linux 5.14
 _PIECE = 64 << 20  # bytes a call: the process can change its mappings between two; less is not worth a thread
-_THREADS = 16  # beyond, the memory's bandwidth bounds it
+_CLEARING, _MAPPING = 16, 8  # threads at most: beyond, the memory's bandwidth bounds it
 
 
-def map_shared(handle: int, size: int, new: bool = False, writable: bool = True) -> mmap.mmap:
-    """`size` bytes of an open file in memory, mapped; no later access has to clear or map a page.
+def map_shared(handle: int, size: int, writable: bool = True) -> mmap.mmap:
+    """`size` bytes of an open file in memory, mapped; no later access has to map a page.
 
-    new: its pages have not been cleared. Raises OSError where memory lacks.
+    Raises OSError where memory lacks.
     """
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    madvise = _madvise()
-    if size >= _PIECE and madvise is not None:
-        mapped = mmap.mmap(handle, size, mmap.MAP_SHARED, protection)
-        threads = min(_THREADS, usable_cores(), size // _PIECE) if new else 1
-        if _populate(madvise, mapped, threads, _WRITE if writable else _READ):
-            return mapped
-        mapped.close()
-    return mmap.mmap(handle, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
+    mapped = mmap.mmap(handle, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    fill_pages(mapped, writable=writable)
+    return mapped
 
 
-def _populate(madvise: Callable[[int, int, int], int], mapped: mmap.mmap, threads: int, advice: int) -> bool:
-    """False where the kernel knows no such advice. Raises OSError where memory lacks."""
-    begin, size = np.frombuffer(mapped, np.uint8).ctypes.data, len(mapped)
+def fill_pages(
+    mapped: mmap.mmap,
+    *,
+    new: bool = False,
+    writable: bool = True,
+    stop: threading.Event | None = None,
+    told: Callable[[int], None] | None = None,
+) -> None:
+    """Put every page of a shared mapping in place; nothing of what it holds changes.
 
-    def work(start: int) -> int:
-        return ctypes.get_errno() if madvise(begin + start, min(_PIECE, size - start), advice) else 0
+    Args:
+        new: most pages have never been touched, and are cleared.
+        stop: ends it early once it is set.
+        told: hears of every piece how many bytes it had, from several threads.
 
-    with ThreadPoolExecutor(threads) as pool:
-        failed = [code for code in pool.map(work, range(0, size, _PIECE)) if code]
-    if not failed:
-        return True
-    if failed[0] == errno.EINVAL:
-        return False
-    raise OSError(failed[0], os.strerror(failed[0]))
+    Raises OSError where memory lacks.
+    """
+    memory = np.frombuffer(mapped, np.uint8)  # while it lives the mapping cannot be closed
+    begin, size, madvise = memory.ctypes.data, len(mapped), _madvise()
+    failed: list[int] = []
+    stop, turn = stop or threading.Event(), threading.Lock()
+    pieces = iter(range(0, size, _PIECE))
+
+    def work() -> None:
+        while not stop.is_set() and not failed:
+            with turn:
+                start = next(pieces, None)
+            if start is None:
+                return
+            length = min(_PIECE, size - start)
+            code = madvise(begin + start, length, _WRITE if writable else _READ) if madvise is not None else 0
+            if code and ctypes.get_errno() != errno.EINVAL:
+                failed.append(ctypes.get_errno())
+            elif code or madvise is None:  # a kernel before 5.14: a page is in place once it has been read
+                memory[start : start + length : mmap.PAGESIZE].max()
+            if told is not None:
+                told(length)
+
+    # Not a pool's: those are waited for when the process ends.
+    count = min(_CLEARING, usable_cores()) if new else min(_MAPPING, usable_cores() // 2)
+    others = [threading.Thread(target=work, daemon=True) for _ in range(min(count, -(-size // _PIECE)) - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if failed:
+        raise OSError(failed[0], os.strerror(failed[0]))
+
+
+class Filling:
+    """The pages of a new shared mapping, put in place in the background.
+
+    Attributes:
+        left: bytes still to come.
+        problem: why it ended early, None as long as all is well.
+    """
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self.left = len(mapped)
+        self.problem: OSError | None = None
+        self._lock, self._stop, self._done = threading.Lock(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(mapped,), name="megascale-pages", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether every page is in place, after so many seconds at most. Raises OSError where memory lacks."""
+        done = self._done.wait(seconds)
+        if self.problem is not None:
+            raise self.problem
+        return done
+
+    def stop(self) -> None:
+        """End it now; the mapping may be closed then."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self, mapped: mmap.mmap) -> None:
+        try:
+            fill_pages(mapped, new=True, stop=self._stop, told=self._tell)
+        except OSError as error:
+            self.problem = error
+        with self._lock:
+            self.left = 0
+        self._done.set()
+
+    def _tell(self, length: int) -> None:
+        with self._lock:
+            self.left = max(0, self.left - length)
 
 
 @cache

@@ -7,8 +7,11 @@ around them. After that the memory holds byte for byte what the file will.
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,22 +21,27 @@ import numpy as np
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.mapping import map_shared
+from megascale.checkpoint.format.mapping import Filling
+from megascale.core.capacity import Capacity
 
 
 class StagingMemory:
-    """Shared memory without a name: gone when the last process that has it is, whatever killed it."""
+    """Shared memory without a name: gone when the last process that has it is, whatever killed it.
+
+    It may be used at once; its pages come into place in the background (`filling`).
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.handle = os.memfd_create("megascale-checkpoint", os.MFD_CLOEXEC)
         try:
-            # Reserves the pages now: a host without the room says so here, not by a signal in mid-training.
-            os.posix_fallocate(self.handle, 0, size)
-            self.map = map_shared(self.handle, size, new=True)
+            os.ftruncate(self.handle, size)
+            self.map = mmap.mmap(self.handle, size, mmap.MAP_SHARED)
         except OSError:
             os.close(self.handle)
             raise
+        self.filling = Filling(self.map)
+        _MEMORIES.add(self)
 
     @property
     def view(self) -> memoryview:
@@ -42,12 +50,17 @@ class StagingMemory:
 
     def close(self) -> None:
         """Let go of it here."""
+        self.filling.stop()
         # A view may still be in use somewhere in this process; then the memory goes with it.
         with contextlib.suppress(BufferError):
             self.map.close()
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
+
+
+_MEMORIES: weakref.WeakSet[StagingMemory] = weakref.WeakSet()
+_reserving = threading.Lock()
 
 
 class Label(Protocol):
@@ -87,8 +100,14 @@ class Slot:
 
 
 def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
-    """Memory for so many snapshots of `size` bytes. Raises OSError, and keeps none, where it lacks."""
-    with contextlib.ExitStack() as made:
+    """Memory for so many snapshots of `size` bytes. Raises OSError, and keeps none, where it lacks: now, and not by a
+    signal when its pages are touched."""
+    with _reserving, contextlib.ExitStack() as made:
+        room = Capacity.here()
+        promised = sum(memory.filling.left for memory in _MEMORIES)
+        if room.memory is not None and count * size > room.memory - promised:
+            left = f"{max(0, room.memory - promised):,} of {count * size:,} bytes are free ({room.memory_from})"
+            raise OSError(errno.ENOMEM, left)
         slots = []
         for _ in range(count):
             slots.append(Slot(StagingMemory(size), index))
