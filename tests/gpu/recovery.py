@@ -137,6 +137,12 @@ def run(
         record["start_stacks"] = stacks.since(begun)
         keep()
         print(f"{layers} layers, launch to first step {first.time - begun:.1f} s", flush=True)
+        while not has_snapshot(job) and not job.over() and time.monotonic() < until - ENDING:
+            time.sleep(0.05)
+        copied = next((e["time"] for e in job.trainer_events() if e["event"] == "first_snapshot"), None)
+        record.setdefault("snapshots", []).append(copied and copied - begun)
+        print(f"first snapshot in memory {f'{copied - begun:.1f} s' if copied else 'none'} after launch", flush=True)
+        keep()
         for kind, number in missing:
             took = [row["total"] for row in record["kills"] if row["total"]]
             if until - ENDING - time.monotonic() < 1.3 * max(took, default=30.0):
@@ -156,12 +162,12 @@ def run(
 
 
 def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
-    """Kill once the job has trained a little; seconds by phase. None where no time is left to see it through."""
+    """Kill once the job has a snapshot and trained a little more; seconds by phase. None where no time is left."""
     from megascale.resilience.agent.services import end_services
     from megascale.resilience.faults.inject import Options, inject
 
     before = job.step()
-    while job.step() < before + STEPS:
+    while job.step() < before + STEPS or not has_snapshot(job):
         if time.monotonic() > until or job.over():
             return None
         time.sleep(0.02)
@@ -198,6 +204,12 @@ def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
     if again is None:
         row["failed"] = "no new step: " + end_of(job)
     return row
+
+
+def has_snapshot(job: Launched) -> bool:
+    """Whether the attempt that runs has a snapshot in memory. A new one begins with none of its own."""
+    kinds = [e["event"] for e in job.trainer_events() if e["event"] in ("run_started", "resumed", "first_snapshot")]
+    return kinds[-1:] == ["first_snapshot"]
 
 
 class Stacks:

@@ -15,6 +15,7 @@ class Event(StrEnum):
     ACTIVE = "active"
     LOADER_RESTARTED = "loader_restarted"
     LOADER_SLOW = "loader_slow"
+    FIRST_SNAPSHOT = "first_snapshot"  # from here on an attempt can be begun again from its hosts' memory
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_SKIPPED = "checkpoint_skipped"

@@ -23,7 +23,7 @@ class CheckpointPolicy:
 
     def __init__(self, config: CheckpointConfig, checkpointer: checkpoint.Checkpointer, reporter: Reporter) -> None:
         self.config, self.checkpointer, self._reporter = config, checkpointer, reporter
-        self._last_saved = -1
+        self._last_saved, self._snapshots = -1, 0
 
     def begin(self, step: int) -> None:
         """Training goes on after `step`."""
@@ -81,6 +81,11 @@ class CheckpointPolicy:
     def _tell(self, outcomes: Sequence[checkpoint.SaveOutcome]) -> None:
         """A save in the background that failed is told and training goes on."""
         for outcome in outcomes:
+            if self.config.memory_interval and not outcome.why and not outcome.replica:
+                self._snapshots += 1
+                if self._snapshots == 1:
+                    about = {"seconds": outcome.seconds, "bytes": outcome.bytes}
+                    self._reporter.event(Event.FIRST_SNAPSHOT, step=outcome.step, **about)
             if outcome.committed:
                 took = {"seconds": outcome.seconds, "stall": outcome.stall, "bytes": outcome.bytes}
                 self._reporter.event(Event.CHECKPOINT_SAVED, step=outcome.step, path=f"step-{outcome.step}", **took)
