@@ -103,11 +103,9 @@ def _arguments(job: PeerJob) -> list[str]:
     if job.pipeline > 1:
         words["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B" if job.virtual > 1 else "1F1B"
     if job.float8:
-        words |= {
-            "model.converters": "quantize.linear.float8",
-            "quantize.linear.float8.recipe_name": job.float8,
-            "quantize.linear.float8.filter_fqns": "output",
-        }
+        words |= {"model.converters": "quantize.linear.float8", "quantize.linear.float8.filter_fqns": "output"}
+        if job.float8 != "tensorwise":  # that one has no name where parameters are gathered in float8
+            words["quantize.linear.float8.recipe_name"] = job.float8
     flags = ["--compile.enable"] if torch.cuda.is_available() else []
     if job.tensor > 1 and torch.cuda.is_available():
         flags.append("--parallelism.enable_async_tensor_parallel")
