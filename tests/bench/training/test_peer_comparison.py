@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from megascale.bench.training import peer_comparison, peer_torchtitan
+from megascale.bench.training import peer_comparison, peer_megatron, peer_torchtitan
 from megascale.config import load_command_line
 from megascale.core.flops import mfu
 from megascale.errors import ConfigError
@@ -77,6 +78,21 @@ def test_peers_run_in_float8_where_ours_does(installed, tmp_path):
     assert "--quantize.linear.float8.filter_fqns=output" in words
     assert "--quantize.linear.float8.enable_fsdp_float8_all_gather" in words
     assert not any("float8" in word for word in peer_torchtitan._arguments(job))
+
+
+def test_megatron_adds_weight_gradients_inside_gemms_where_it_can(monkeypatch):
+    """Without apex the logits' layer alone gets what apex's kernel does."""
+    there: set[str] = set()
+    monkeypatch.setattr(peer_megatron.importlib.util, "find_spec", lambda name: name if name in there else None)
+    peer_megatron.fuse_gradients()
+    assert peer_megatron._FUSED not in sys.modules
+    there.add("transformer_engine")
+    monkeypatch.delitem(sys.modules, peer_megatron._FUSED, raising=False)
+    peer_megatron.fuse_gradients()
+    made = sys.modules.pop(peer_megatron._FUSED)
+    total, into, gradient = torch.ones(3, 2), torch.randn(5, 2), torch.randn(5, 3)
+    made.wgrad_gemm_accum_fp32(into, gradient, total)
+    torch.testing.assert_close(total, 1 + gradient.T @ into)
 
 
 def test_float8_of_a_peer_needs_its_package(monkeypatch):

@@ -7,7 +7,9 @@ without it Megatron's own, given torch's fused attention and a norm that sequenc
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import types
 from typing import Any
 
 import torch
@@ -15,6 +17,28 @@ from torch import Tensor, nn
 
 from megascale.bench.training.peer_comparison import PeerJob, Timed, connect, run_child
 from megascale.train.garbage_collection import Garbage
+
+_FUSED = "fused_weight_gradient_mlp_cuda"
+
+
+def fuse_gradients() -> None:
+    """Let TransformerEngine's GEMMs add weight gradients in float32. To be called before Megatron is imported.
+
+    Megatron's switch for it also asks for a kernel of apex, which only the logits' layer then uses; where apex is not
+    installed, that layer's gradient takes two passes, as without the switch.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    if importlib.util.find_spec(_FUSED) is not None:
+        importlib.import_module(_FUSED)
+        return
+
+    def add(into: Tensor, gradient: Tensor, total: Tensor) -> None:
+        total.add_(gradient.t() @ into)
+
+    made = types.ModuleType(_FUSED)
+    made.wgrad_gemm_accum_fp32 = made.wgrad_gemm_accum_fp16 = add  # type: ignore[attr-defined]
+    sys.modules[_FUSED] = made
 
 
 class Attention(nn.Module):
@@ -86,7 +110,7 @@ def shape_of(job: PeerJob) -> Any:
         bias_activation_fusion=shape["bias"] or swiglu,
         bias_dropout_fusion=True,
         cross_entropy_loss_fusion=True,
-        gradient_accumulation_fusion=False,  # wants a kernel of apex
+        gradient_accumulation_fusion=_FUSED in sys.modules,
         tensor_model_parallel_size=job.tensor,
         pipeline_model_parallel_size=job.pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
@@ -152,6 +176,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
     """Model, optimizer and a function that makes one step."""
     from importlib.metadata import version
 
+    fuse_gradients()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -219,7 +244,8 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
     return Timed(
         step,
         {"megatron-core": version("megatron-core")},
-        f"{words}, {precision}, distributed optimizer, all overlaps, planned collection",
+        f"{words}, {precision}, distributed optimizer, all overlaps, planned collection"
+        + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion,
     )
 
 
