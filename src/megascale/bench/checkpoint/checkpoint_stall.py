@@ -53,6 +53,7 @@ def stalls(folder: Path, gigabytes: float, step_seconds: float, saves: int, pers
         "staging_bytes": sum(g["staging"] for g in got),
         "pinned": all(g["pinned"] for g in got),
         "prepare_s": max(g["prepare"] for g in got),
+        "in_place_s": max(g["settle"] for g in got),
         "plain_step_s": plain,
         "save_step_s": under,
         "slower": statistics.median(under) / plain - 1,
@@ -93,6 +94,9 @@ def _measure(
     begun = time.perf_counter()
     checkpointer.prepare()
     prepare = time.perf_counter() - begun
+    assert checkpointer.snapshots is not None
+    pinned = checkpointer.snapshots.settle()
+    settle = time.perf_counter() - begun
     work = _Step(device, state, checkpointer)
     work.calibrate(step_seconds)
     plain: list[float] = []
@@ -119,8 +123,9 @@ def _measure(
     return {
         "bytes": state.nbytes,
         "staging": work.staging,
-        "pinned": work.pinned,
+        "pinned": pinned,
         "prepare": prepare,
+        "settle": settle,
         "plain": plain,
         "under": under,
         "stalls": [o.stall for o in outcomes],
@@ -136,7 +141,7 @@ class _Step:
         self.device, self.state, self.checkpointer = device, state, checkpointer
         snapshots = checkpointer.snapshots
         assert snapshots is not None
-        self.staging, self.pinned = snapshots.memory, snapshots.pinned
+        self.staging = snapshots.memory
         n = 8192 if device.type == "cuda" else 512
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.a = torch.randn(n, n, device=device, dtype=dtype)

@@ -50,7 +50,7 @@ from megascale.services.conversation import Conversation
 log = logging.getLogger(__name__)
 _GRACE_PERIOD = 30.0  # seconds within which the service answers short questions; else it counts as gone
 _GRACE_PERIOD_PER_GB = 3.0  # more of all processes' memory: a dead trainer's snapshot may be on its way to the disk
-_AT_ONCE = 1 << 30  # bytes of a process that are waited for at the start; more come into place beside the first steps
+_AT_ONCE = 256 << 20  # bytes of a process that are waited for at the start; more come into place beside the first steps
 
 
 class Snapshots:
@@ -124,10 +124,10 @@ class Snapshots:
         """Bytes of host memory this process stages into, allocated once."""
         return max(self.part.size, PAGE) * self.slots_wanted
 
-    @property
-    def pinned(self) -> bool:
-        """Whether that memory is page-locked, so that a device copies into it by itself; waits until it is prepared."""
-        return all(slot.prepared.wait() and slot.pinned for slot in self._slots)
+    def settle(self) -> bool:
+        """Wait until all memory is in place; whether it is page-locked, so that a device copies into it by itself."""
+        locked = [slot.prepared.wait() and slot.page_lock() for slot in self._slots]
+        return all(locked)
 
     def start(self, step: int, state: dict[str, Any], *, persist: bool = True, wait: bool = False) -> bool:
         """Begin a save of the shards as they are now; False if it was skipped because memory is still in use.
@@ -135,8 +135,7 @@ class Snapshots:
         The shards must not change before `before_update` has returned. Collective: all start or all skip.
 
         Args:
-            persist: also write it to storage, for which memory that is not in place yet is waited for; else it stays in
-                memory (and in the peer's).
+            persist: also write it to storage, waiting for memory that is not in place yet; else it stays in memory.
             wait: wait for memory to come free instead of skipping.
         """
         begun = time.monotonic()
@@ -149,6 +148,7 @@ class Snapshots:
         if number is None:
             return False
         slot = self._slots[number]
+        slot.page_lock()
         slot.whole = False
         try:
             self._sock.ask(Fill(self.peers.rank, number))
@@ -280,8 +280,8 @@ class Snapshots:
         self._closing.clear()
         self._broken = False
         self._threads = [self._spawn(self._look_after, number, slot) for number, slot in enumerate(self._slots)]
-        for slot in self._slots if self.memory <= _AT_ONCE else ():
-            slot.prepared.wait()
+        if self.memory <= _AT_ONCE:
+            self.settle()
         self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
         return None
 

@@ -92,7 +92,7 @@ class Staging:
     ) -> None:
         self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED)
         os.close(handle)
-        self._device, self.pinned = device, False
+        self._device, self.pinned, self._tried = device, False, False
         self.prepared, self.failed = threading.Event(), False
         memory = torch.frombuffer(self.map, dtype=torch.uint8)
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -107,20 +107,24 @@ class Staging:
         self.work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
 
     def prepare(self, service: Conversation, question: AwaitPages, stop: threading.Event) -> None:
-        """Once the service has cleared the pages, map all and page-lock them for a device; of tens of gigabytes this
-        takes many seconds, beside training. Raises OSError where memory lacks."""
+        """Once the service has cleared the pages, map them; of tens of gigabytes this takes many seconds, beside
+        training. Raises OSError where memory lacks."""
         while not stop.is_set() and not service.ask(question).ready:
             pass
         fill_pages(self.map, stop=stop)
-        if self._device.type == "cuda" and not stop.is_set():
-            with torch.cuda.device(self._device):  # a new thread's is the first GPU
-                self.pinned = _pin(self.map, len(self.map))
 
     def is_prepared(self) -> None:
         """From now on it may be filled, unless that failed."""
         if not self.failed:
             self.free.set()
         self.prepared.set()
+
+    def page_lock(self) -> bool:
+        """Whether it is, for a device's copies; tried once. The driver launches nothing meanwhile, and ranks wait for
+        each other's kernels: they do it together between steps."""
+        if self._device.type == "cuda" and not self._tried:
+            self.pinned, self._tried = _pin(self.map, len(self.map)), True
+        return self.pinned
 
     def copy(self) -> Iterator[int]:
         """Copy all chunks, in file order; now and then, and at last, how many are in place."""
