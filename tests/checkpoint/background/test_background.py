@@ -501,7 +501,7 @@ def test_memory_that_does_not_come_into_place_is_asked_for_again(run: Path, monk
             patched.setattr(Staging, "prepare", prepare)
             checkpointer.prepare()
             assert checkpointer.snapshots is not None
-            assert not checkpointer.snapshots.settle()
+            assert not checkpointer.snapshots.wait_for_memory()
             assert checkpointer.snapshots._choose(wait=True) is None
         assert checkpointer.save(1, {"step": 1})
         assert [(o.committed, o.why) for o in checkpointer.finish(over=False)] == [(True, "")]

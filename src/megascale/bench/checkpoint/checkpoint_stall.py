@@ -53,7 +53,7 @@ def stalls(folder: Path, gigabytes: float, step_seconds: float, saves: int, pers
         "staging_bytes": sum(g["staging"] for g in got),
         "pinned": all(g["pinned"] for g in got),
         "prepare_s": max(g["prepare"] for g in got),
-        "in_place_s": max(g["settle"] for g in got),
+        "in_place_s": max(g["in_place"] for g in got),
         "plain_step_s": plain,
         "save_step_s": under,
         "slower": statistics.median(under) / plain - 1,
@@ -95,8 +95,8 @@ def _measure(
     checkpointer.prepare()
     prepare = time.perf_counter() - begun
     assert checkpointer.snapshots is not None
-    pinned = checkpointer.snapshots.settle()
-    settle = time.perf_counter() - begun
+    pinned = checkpointer.snapshots.wait_for_memory()
+    in_place = time.perf_counter() - begun
     work = _Step(device, state, checkpointer)
     work.calibrate(step_seconds)
     plain: list[float] = []
@@ -125,7 +125,7 @@ def _measure(
         "staging": work.staging,
         "pinned": pinned,
         "prepare": prepare,
-        "settle": settle,
+        "in_place": in_place,
         "plain": plain,
         "under": under,
         "stalls": [o.stall for o in outcomes],

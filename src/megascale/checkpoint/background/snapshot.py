@@ -124,7 +124,7 @@ class Snapshots:
         """Bytes of host memory this process stages into, allocated once."""
         return max(self.part.size, PAGE) * self.slots_wanted
 
-    def settle(self) -> bool:
+    def wait_for_memory(self) -> bool:
         """Wait until all memory is in place; whether it is page-locked, so that a device copies into it by itself."""
         locked = [slot.prepared.wait() and slot.page_lock() for slot in self._slots]
         return all(locked)
@@ -281,7 +281,7 @@ class Snapshots:
         self._broken = False
         self._threads = [self._spawn(self._look_after, number, slot) for number, slot in enumerate(self._slots)]
         if self.memory <= _AT_ONCE:
-            self.settle()
+            self.wait_for_memory()
         self._watcher = self._spawn(self._watch) if self.peers.rank == 0 else None
         return None
 
