@@ -123,3 +123,27 @@ def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
     assert not filling.left
     mapped.close()
     assert os.pread(handle, 1, 64 * mmap.PAGESIZE - 1) == b"x"
+
+
+def test_one_mapping_is_filled_after_the_other_by_turn(monkeypatch):
+    """A host's processes need the cores too, and each of them its first snapshot's memory before any its second's."""
+    order: list[int] = []
+    running, goes_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def fill(mapped: list[int], stop: threading.Event, **_: object) -> None:
+        order.append(mapped[0])
+        running.release()
+        if not stop.is_set():
+            goes_on.acquire()
+
+    monkeypatch.setattr(mapping, "fill_pages", fill)
+    fillings = [Filling([number], turn) for number, turn in enumerate((0, 1, 0, 1, 0))]
+    running.acquire()
+    fillings[4].stop()  # while it waits: it need not any more
+    running.acquire()
+    for _ in range(3):
+        goes_on.release()
+        assert running.acquire(timeout=30)
+    goes_on.release()
+    assert all(filling.wait(30) for filling in fillings)
+    assert order == [0, 4, 2, 1, 3]

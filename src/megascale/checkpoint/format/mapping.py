@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -72,7 +74,7 @@ def fill_pages(
                 told(length)
 
     # Not a pool's: those are waited for when the process ends.
-    count = min(_CLEARING, usable_cores()) if new else min(_MAPPING, usable_cores() // 2)
+    count = min(_CLEARING if new else _MAPPING, usable_cores() // 2)
     others = [threading.Thread(target=work, daemon=True) for _ in range(min(count, -(-size // _PIECE)) - 1)]
     for thread in others:
         thread.start()
@@ -84,17 +86,25 @@ def fill_pages(
 
 
 class Filling:
-    """The pages of a new shared mapping, put in place in the background.
+    """The pages of a new shared mapping, put in place in the background: of a process's one after the other, those with
+    the lowest `turn` first, since training needs the cores too.
 
     Attributes:
         left: bytes still to come.
         problem: why it ended early, None as long as all is well.
     """
 
-    def __init__(self, mapped: mmap.mmap) -> None:
+    _waiting: ClassVar[list[tuple[int, int]]] = []  # whose turn comes next: the least
+    _next: ClassVar[threading.Condition] = threading.Condition()
+    _number: ClassVar[Iterator[int]] = itertools.count()
+
+    def __init__(self, mapped: mmap.mmap, turn: int = 0) -> None:
         self.left = len(mapped)
         self.problem: OSError | None = None
         self._lock, self._stop, self._done = threading.Lock(), threading.Event(), threading.Event()
+        self._turn = (turn, next(self._number))
+        with self._next:
+            self._waiting.append(self._turn)
         self._thread = threading.Thread(target=self._run, args=(mapped,), name="megascale-pages", daemon=True)
         self._thread.start()
 
@@ -108,13 +118,20 @@ class Filling:
     def stop(self) -> None:
         """End it now; the mapping may be closed then."""
         self._stop.set()
+        with self._next:
+            self._next.notify_all()
         self._thread.join()
 
     def _run(self, mapped: mmap.mmap) -> None:
+        with self._next:
+            self._next.wait_for(lambda: self._stop.is_set() or min(self._waiting) == self._turn)
         try:
             fill_pages(mapped, new=True, stop=self._stop, told=self._tell)
         except OSError as error:
             self.problem = error
+        with self._next:
+            self._waiting.remove(self._turn)
+            self._next.notify_all()
         with self._lock:
             self.left = 0
         self._done.set()

@@ -31,7 +31,7 @@ class StagingMemory:
     It may be used at once; its pages come into place in the background (`filling`).
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, turn: int = 0) -> None:
         self.size = size
         self.handle = os.memfd_create("megascale-checkpoint", os.MFD_CLOEXEC)
         try:
@@ -40,7 +40,7 @@ class StagingMemory:
         except OSError:
             os.close(self.handle)
             raise
-        self.filling = Filling(self.map)
+        self.filling = Filling(self.map, turn)
         _MEMORIES.add(self)
 
     @property
@@ -109,8 +109,8 @@ def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
             left = f"{max(0, room.memory - promised):,} of {count * size:,} bytes are free ({room.memory_from})"
             raise OSError(errno.ENOMEM, left)
         slots = []
-        for _ in range(count):
-            slots.append(Slot(StagingMemory(size), index))
+        for number in range(count):
+            slots.append(Slot(StagingMemory(size, turn=number), index))  # of all processes the first, then the second
             made.callback(slots[-1].memory.close)
         made.pop_all()
     return slots
