@@ -8,6 +8,7 @@ ahead of sending.
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from megascale.checkpoint.format.step_folders import Commit, Damaged
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.core.capacity import usable_cores
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
+_COPIERS = 4  # threads
 
 # Reads bytes `start .. stop` of a data file, given its name.
 Read = Callable[[str, int, int], "memoryview | bytes | bytearray"]
@@ -226,7 +229,7 @@ def fill(
         by_name.setdefault(shard.name, []).append(shard)
     reader = assign_readers(index, wants, holders)
     schedule, moved = rounds(index, reader, wants), moves(reader, wants)
-    with ThreadPoolExecutor(1) as ahead:
+    with ThreadPoolExecutor(1) as ahead, Copies(shards) as copies:
         pending: Future | None = None
         for number, parts in enumerate(schedule):
             data = (pending or ahead.submit(fetch, index, parts[peers.rank], read, report)).result()
@@ -236,9 +239,57 @@ def fill(
             moving = any(moved[rows].any() for rows in parts)
             for row, box, tensor in _trade(index, parts, wants, data, peers, report, moving):
                 for shard in by_name[index.name(row)]:
-                    _copy(box, tensor, shard)
+                    copies.begin(box, tensor, shard)
+            copies.end_round()
     found, report.damage = report.damage, []
     return next((d[0] for d in peers.exchange(found[:1], list[str]) if d), None)
+
+
+class Copies:
+    """Copies into the memory of shards by a few threads: one moves 5 to 10 GB/s from memory that is not page-locked. On
+    devices each has a stream of its own. Two rounds are under way at most.
+
+    To be entered by the thread that made the shards; when it is left all is copied, and what went wrong is raised.
+    """
+
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._devices = {shard.tensor.device for shard in shards if shard.tensor.is_cuda}
+        self._pool = ThreadPoolExecutor(min(_COPIERS, usable_cores()))
+        self._own = threading.local()
+        self._before: list[Future[None]] = []
+        self._round: list[Future[None]] = []
+
+    def __enter__(self) -> Copies:
+        for device in self._devices:  # what makes their memory may be under way on this thread's stream
+            torch.cuda.current_stream(device).synchronize()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown()
+        if kind is None:
+            self.end_round()
+            self.end_round()
+
+    def begin(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
+        """Copy what a part of a chunk and a shard share."""
+        self._round.append(self._pool.submit(self._copy, box, tensor, shard))
+
+    def end_round(self) -> None:
+        """Wait for the round before."""
+        for one in self._before:
+            one.result()
+        self._before, self._round = self._round, []
+
+    def _copy(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
+        if not shard.tensor.is_cuda:
+            return _copy(box, tensor, shard)
+        streams = self._own.__dict__.setdefault("streams", {})
+        device = shard.tensor.device
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(streams[device]):
+            _copy(box, tensor, shard)
+            streams[device].synchronize()
 
 
 def fetch(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:
