@@ -28,6 +28,14 @@ def test_every_name_is_there(name: str) -> None:
     assert isinstance(torch_private.flight_records(), str)
 
 
+def test_flight_records_are_nccls_where_there_are_any_else_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"_dump_nccl_trace_json": b'{"pg_config":{}}', "_dump_fr_trace_json": '{"entries":[]}'}
+    monkeypatch.setattr(torch_private, "lookup", lambda _, first, second: lambda: said[first])
+    assert torch_private.flight_records() == said["_dump_fr_trace_json"]
+    said["_dump_nccl_trace_json"] = b'{"entries":[1]}'
+    assert torch_private.flight_records() == '{"entries":[1]}'
+
+
 def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(torch_private), "scaled_mm", raising=False)
     monkeypatch.delattr(torch, "_scaled_mm")

@@ -94,9 +94,15 @@ def called_directly(operator: Operator) -> Operator:
 
 
 def flight_records() -> str:
-    """What torch's flight recorder holds, as JSON; CUDA builds keep NCCL's calls in a recorder of their own."""
-    text = lookup("torch._C._distributed_c10d", "_dump_nccl_trace_json", "_dump_fr_trace_json")()
-    return text.decode() if isinstance(text, bytes) else text
+    """What torch's flight recorder holds, as JSON: NCCL's calls where there are any, else gloo's, of which CUDA builds
+    have another recorder."""
+    text = ""
+    for names in (("_dump_nccl_trace_json", "_dump_fr_trace_json"), ("_dump_fr_trace_json", "_dump_nccl_trace_json")):
+        found = lookup("torch._C._distributed_c10d", *names)()
+        text = found.decode() if isinstance(found, bytes) else found
+        if '"entries"' in text:
+            break
+    return text
 
 
 def nccl_options(timeout: timedelta, channels: int) -> Any:

@@ -6,6 +6,7 @@ this host are also asked for their stacks; one that does not answer is told apar
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from megascale.errors import DataError
 from megascale.observe.hang.flight import read_flight
 from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene
 from megascale.observe.hang.sent_evidence import read_sent
+
+log = logging.getLogger(__name__)
 
 _ANSWER = 3.0  # seconds that the ranks of this host have to answer: inside a driver's call a signal may have to wait
 _FRAMES = 8
@@ -60,7 +63,12 @@ def collect(folder: Path, ask: bool = True, watch_seconds: float = 0.5, only: fr
     for rank, what in found.items():
         file = next((f for f in _flight_files(flight_folder, rank) if f.exists()), None)
         if file is not None and what.answered is not False:
-            found[rank] = replace(what, flight=read_flight(file))
+            try:
+                found[rank] = replace(what, flight=read_flight(file))
+            except DataError as error:
+                if what.record is None:
+                    raise
+                log.warning("%s; the rank's own record of its calls is used", error)
     found = {rank: replace(what, moving=rank in moving) for rank, what in found.items()}
     return Scene(found, _world(found), moving, time.time_ns())
 

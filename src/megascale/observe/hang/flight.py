@@ -70,7 +70,8 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     finished: dict[str, int] = {}
     pending: list[tuple[int, Call]] = []
     device = False
-    for entry in dump["entries"]:
+    # A recorder that has seen no call leaves them out.
+    for entry in dump["entries"] if "pg_config" not in dump else dump.get("entries", ()):
         raw, description = entry["process_group"]
         group = "world" if description == "default_pg" else str(raw)
         backend, _, op = str(entry["profiling_name"]).partition(":")
