@@ -510,8 +510,8 @@ def test_torchs_own_dumps_are_explained(tmp_path, form):
 def test_a_recorder_that_saw_no_call_hides_nothing(tmp_path):
     """NCCL's, in a build with CUDA whose ranks talk by gloo; nor one of another version, beside a rank's own record."""
     ranks = [Calls(tmp_path, rank, 2) for rank in range(2)]
-    for calls in ranks:
-        calls.register("world", 2)
+    for rank in ranks:
+        rank.register("world", 2)
     ranks[0].wait(ranks[0].begin("world", "all_reduce", 4))
     (tmp_path / "rank-0.json").write_text('{"nccl_comm_state":{},"pg_config":{},"pg_status":{}}')
     (tmp_path / "rank-1.json").write_text('{"new": 1}')
@@ -520,8 +520,8 @@ def test_a_recorder_that_saw_no_call_hides_nothing(tmp_path):
         read_flight(tmp_path / "rank-1.json")
     _, hang = examine(tmp_path, ask=False, watch_seconds=0)
     assert (hang.kind, hang.ranks, hang.op) == ("busy", (1,), "all_reduce")
-    for calls in ranks:
-        calls.close()
+    for rank in ranks:
+        rank.close()
 
 
 def test_a_dump_that_would_run_code_is_refused(tmp_path):
