@@ -31,8 +31,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lint_imports(tree: Path) -> tuple[int, str]:
+    program = Path(sys.executable).with_name("lint-imports")
+    if not program.exists():
+        pytest.skip("import-linter is not installed (extra: dev)")
     found = subprocess.run(
-        [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache", "--config", CONTRACTS],
+        [program, "--no-logo", "--no-cache", "--config", CONTRACTS],
         cwd=tree,
         env=os.environ | {"PYTHONPATH": str(tree), "COLUMNS": "200"},
         capture_output=True,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from tests.ops import interpreted  # noqa: F401
 
 # isort: split
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -98,4 +100,4 @@ def test_other_packages_have_columns_and_a_wrong_one_says_so(tmp_path, monkeypat
     shown = capsys.readouterr().out
     assert "layer norm, torch: " in shown
     assert "torch us" in shown
-    assert result["others"]["torch"] == f"torch {torch.__version__}"
+    assert result["others"]["torch"] == f"torch {version('torch')}"

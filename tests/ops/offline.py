@@ -18,6 +18,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from megascale.ops import dispatch
+from megascale.ops.launch import Kernel
 
 
 class _Hopper(DriverBase):
@@ -78,9 +79,13 @@ def compile_for_hopper() -> Iterator[Compiled]:
         compiled.kernels.append((self.__name__, kernel))
         return kernel
 
+    def as_triton(self: Kernel, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
+        self.run(*arguments, grid=grid, warmup=False, **meta)  # by key, a build with CUDA asks for the GPU's stream
+
     with (
         mock.patch.object(triton.runtime.driver, "_active", _Hopper()),
         mock.patch.object(JITFunction, "run", only_compile),
+        mock.patch.object(Kernel, "launch", as_triton),
         mock.patch.object(dispatch, "INTERPRET", True),
         dispatch.Kernels("fused").in_force(),
     ):

@@ -48,7 +48,8 @@ def _scale_of(amax, old, largest: tl.constexpr, margin: tl.constexpr, smallest: 
     """`scale_from_amax` within a kernel."""
     scale = tl.maximum(amax * (margin / largest), smallest)
     if POWER_OF_2:
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        # Unsigned: a NaN's bits and these are more than int32 holds.
+        scale = ((scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     usable = (amax > 0.0) & (amax < float("inf")) & (scale < float("inf"))  # a NaN compares as false
     return tl.where(usable, scale, old)
 
