@@ -68,8 +68,11 @@ class Compiled:
 
 
 @contextmanager
-def compile_for_hopper() -> Iterator[Compiled]:
-    """Within, fused operators on CPU tensors compile their kernels for sm_90 and run none of them."""
+def compile_for_hopper(by_key: bool = False) -> Iterator[Compiled]:
+    """Within, fused operators on CPU tensors compile their kernels for sm_90 and run none of them.
+
+    by_key: launches go by key as on a GPU, whose stream a build with CUDA asks for.
+    """
     compiled = Compiled()
     run = JITFunction.run
 
@@ -80,12 +83,12 @@ def compile_for_hopper() -> Iterator[Compiled]:
         return kernel
 
     def as_triton(self: Kernel, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
-        self.run(*arguments, grid=grid, warmup=False, **meta)  # by key, a build with CUDA asks for the GPU's stream
+        self.run(*arguments, grid=grid, warmup=False, **meta)
 
     with (
         mock.patch.object(triton.runtime.driver, "_active", _Hopper()),
         mock.patch.object(JITFunction, "run", only_compile),
-        mock.patch.object(Kernel, "launch", as_triton),
+        mock.patch.object(Kernel, "launch", Kernel.launch if by_key else as_triton),
         mock.patch.object(dispatch, "INTERPRET", True),
         dispatch.Kernels("fused").in_force(),
     ):

@@ -234,7 +234,7 @@ def kernels() -> list[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_operator_is_launched_by_key_the_second_time(name):
     """And passes what Triton would: each kernel's arguments can be keyed, and do not change from call to call."""
-    with compile_for_hopper(), by_key(*kernels()) as asked:
+    with compile_for_hopper(by_key=True), by_key(*kernels()) as asked:
         CASES[name]()
         first = list(asked.asked)
         assert first
