@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,15 @@ from megascale.checkpoint.background import pending_saves, replica_address, repl
 from megascale.checkpoint.background.last_snapshot import LastSnapshot
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.replica import partners
-from megascale.checkpoint.background.service_protocol import COPIES, AwaitPages, Fill, ListHeld, Register, Staged
+from megascale.checkpoint.background.service_protocol import (
+    COPIES,
+    Allocate,
+    AwaitPages,
+    Fill,
+    ListHeld,
+    Register,
+    Staged,
+)
 from megascale.checkpoint.background.staging import Copy, SaveOutcome, Staging
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
@@ -505,6 +514,25 @@ def test_memory_that_does_not_come_into_place_is_asked_for_again(run: Path, monk
             assert checkpointer.snapshots._choose(wait=True) is None
         assert checkpointer.save(1, {"step": 1})
         assert [(o.committed, o.why) for o in checkpointer.finish(over=False)] == [(True, "")]
+
+
+def test_memory_that_did_not_come_into_place_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for anew it is refused where it lacks, which a save then tells, instead of failing in silence each time."""
+    monkeypatch.setattr(service, "CheckpointIndex", SimpleNamespace(from_bytes=lambda _: None))
+    ours = service.CheckpointService(1.0)
+    sock: Any = SimpleNamespace(body=b"", send=lambda *_, **__: None)
+    try:
+        ours.on_allocate(sock, Allocate(0, 4096, 2))
+        first = ours.slots[0]
+        ours.on_allocate(sock, Allocate(0, 4096, 2))
+        assert ours.slots[0] is first
+        first[1].memory.filling.problem = OSError(errno.ENOMEM, "Cannot allocate memory")
+        ours.on_allocate(sock, Allocate(0, 4096, 2))
+        assert ours.slots[0] is not first
+        assert all(slot.memory.filling.wait(30) for slot in ours.slots[0])
+    finally:
+        for slot in ours.slots.get(0, []):
+            slot.memory.close()
 
 
 def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -> None:

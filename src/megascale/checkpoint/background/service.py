@@ -114,7 +114,7 @@ class CheckpointService:
         sock.send(Done())
 
     def on_allocate(self, sock: Conversation, message: Allocate) -> None:
-        """Memory for one process's snapshots; the same memory again if its size has not changed."""
+        """Memory for one process's snapshots; the same memory again if it came into place and has that size."""
         rank, size, count = message.rank, message.size, message.slots
         index = CheckpointIndex.from_bytes(bytes(sock.body))
         with self.changed:
@@ -122,7 +122,8 @@ class CheckpointService:
         for slot in slots:
             slot.busy.acquire()  # a dead trainer's snapshot may still be on its way to the disk
             slot.busy.release()
-        if [slot.memory.size for slot in slots] != [size] * count:
+        lacking = any(slot.memory.filling.problem for slot in slots)
+        if lacking or [slot.memory.size for slot in slots] != [size] * count:
             with self.changed:
                 self.slots.pop(rank, None)
             for slot in slots:
