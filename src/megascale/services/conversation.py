@@ -81,12 +81,11 @@ class Conversation:
         with self._sending:
             seal = self._seal.make(data) if self._seal is not None else b""
             frame = head(len(data), len(body), len(files)) + seal + data
-            self._limit()
             if files:
+                self._limit()
                 frame = frame[socket.send_fds(self.sock, [frame], list(files)) :]
-            self.sock.sendall(frame)
-            if len(body):
-                self.sock.sendall(body)
+            self._all(memoryview(frame))
+            self._all(memoryview(body))
 
     def receive(self, attached: int = 0) -> Any:
         """The next message; EOFError at the end of the conversation, ProtocolError if it is not as it should be.
@@ -128,8 +127,7 @@ class Conversation:
 
     def send_bytes(self, view: memoryview) -> None:
         """Bytes that belong to no message."""
-        self._limit()
-        self.sock.sendall(view)
+        self._all(view)
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view` with what `send_bytes` sent; EOFError if the other side ends before."""
@@ -178,6 +176,12 @@ class Conversation:
             for file in files:
                 os.close(file)
             raise
+
+    def _all(self, view: memoryview) -> None:
+        """Send it. Not by `sendall`, whose time limit is for all of it: tens of gigabytes take longer than any pause."""
+        while len(view):
+            self._limit()
+            view = view[self.sock.send(view) :]
 
     def _exactly(self, count: int) -> bytearray:
         data = bytearray()

@@ -52,6 +52,7 @@ class PeerJob:
         tensor, pipeline, virtual, world: the layout; data parallelism is what is left.
         recompute: of RECOMPUTE, in the peer's own meaning.
         float8: its recipe for linear layers, of FLOAT8; "" for bfloat16.
+        graphs: with CUDA graphs, where it has them.
         steps, warmup: timed ones, and those before.
         out: where rank 0 writes its figures.
     """
@@ -68,6 +69,7 @@ class PeerJob:
     warmup: int
     out: str
     float8: str = ""
+    graphs: bool = False
 
     def rows(self, data_rank: int, device: torch.device, count: int | None = None) -> torch.Tensor:
         """Random tokens of a data-parallel rank, int64 [sequence + 1, count or micro_batch]."""
@@ -122,6 +124,9 @@ def peers(
         help="Recipe of the peers' linear layers: tensorwise, rowwise, delayed or none; auto: where "
         "train.linear_precision is one of float8, the fastest that was found for each.",
     ),
+    peer_graphs: bool = typer.Option(
+        False, "--peer-graphs", help="Megatron-Core captures its layers as CUDA graphs; where the host bounds it."
+    ),
     out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the metrics."),
 ) -> None:
     """Train a model here and in peers, turn by turn on the same GPUs, and compare step times.
@@ -136,6 +141,8 @@ def peers(
       megascale bench peers gpt-13b --peer megatron-core --parallel.tensor=2 --parallel.pipeline=2 --turns 3
 
       megascale bench peers llama-8b --model.layers=12 --train.micro_batch=1 --train.linear_precision=float8
+
+      megascale bench peers gpt-13b --peer megatron-core --parallel.tensor=2 --train.micro_batch=1 --peer-graphs
     """
     from rich.progress import Progress
 
@@ -175,7 +182,8 @@ def peers(
                     result = _ours(preset, settings, steps, warmup, place)
                 else:
                     job = make_job(config, world, steps, warmup, place, peer_micro_batch, peer_recompute)
-                    result = _theirs(name, replace(job, float8=recipe(name, config, peer_float8)))
+                    job = replace(job, float8=recipe(name, config, peer_float8), graphs=peer_graphs)
+                    result = _theirs(name, job)
                 result.turn = turn
                 results.append(result)
                 # After each turn: whoever stops the bench keeps what it has measured.
