@@ -178,7 +178,7 @@ class Conversation:
             raise
 
     def _all(self, view: memoryview) -> None:
-        """Send it. Not by `sendall`, whose time limit is for the whole: tens of gigabytes take longer than any pause."""
+        """Send it. Not by `sendall`, whose time limit is for the whole: gigabytes take longer than a pause."""
         while len(view):
             self._limit()
             view = view[self.sock.send(view) :]
