@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -438,19 +439,27 @@ while True:
     assert json.loads(after.stdout)["by_rank"][0]["process"] == "gone"
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["another thread takes the signal", "none takes it"])
-def test_an_answer_may_come_from_any_thread(tmp_path, monkeypatch, deaf):
-    """The kernel gives a signal to whichever thread does not block it; where all do, its own word is shown."""
+def wait_for(tmp_path: Path, events: int) -> None:
+    """Until the child's record of calls says so many."""
+    deadline = time.monotonic() + 30
+    while not ((found := read_calls(tmp_path / "rank-0.calls", history=False)) and found.events >= events):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["main thread", "nobody"])
+def test_the_main_thread_answers_or_else_the_kernel(tmp_path, monkeypatch, deaf):
+    """A thread of a library's would take the signal too, and has nothing to show."""
     code = f"""
 import ctypes, faulthandler, signal, time
 from pathlib import Path
 from megascale.core.calls import Calls
-faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!r}, "w"), all_threads=True)
+faulthandler.register(signal.SIGUSR2, file=open({str(tmp_path / "rank-0.stack")!r}, "w"), all_threads=False)
 libc = ctypes.CDLL(None)
-if not {deaf}:
-    thread = ctypes.c_ulong()
-    assert libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.pause, ctypes.c_void_p), None) == 0
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+thread = ctypes.c_ulong()
+assert libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.pause, ctypes.c_void_p), None) == 0
+if {deaf}:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 log = Calls(Path({str(tmp_path)!r}), 0, 1)
 log.register("world", 1)
 log.begin("world", "all_reduce", 4)
@@ -461,14 +470,50 @@ stands_here()
     monkeypatch.setattr("megascale.observe.hang.evidence._ANSWER", 0.3 if deaf else 30.0)
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 30
-        while not ((found := read_calls(tmp_path / "rank-0.calls", history=False)) and found.events):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(tmp_path, 1)
         scene, _ = examine(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered is not deaf
         said = scene.ranks[0].stack[0]
         assert said.startswith("state S") if deaf else said.startswith("stands_here")
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_rank_survives_being_asked_while_its_threads_work(tmp_path):
+    """Stacks of threads that run cannot be read from outside them: who tried crashed after some ten times."""
+    code = f"""
+import threading
+from pathlib import Path
+from megascale.parallel.runtime import Runtime
+from megascale.train.telemetry import Telemetry
+folder = Path({str(tmp_path)!r})
+telemetry = Telemetry(folder, folder, 0, 1, None, Runtime())
+def deep(depth):
+    return depth and deep(depth - 1)
+def work():
+    while True:  # threads that begin and end, as those of a pool
+        short = [threading.Thread(target=deep, args=(5,)) for _ in range(4)]
+        for thread in short:
+            thread.start()
+        for thread in short:
+            thread.join()
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+telemetry.step_begins(1)
+telemetry._calls.begin("world", "all_reduce", 4)
+work()
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
+    try:
+        wait_for(tmp_path, 1)
+        for _ in range(3000):
+            os.kill(child.pid, signal.SIGUSR2)
+            time.sleep(0.0005)  # so that each is taken: one that waits swallows the next
+        scene, _ = examine(tmp_path, watch_seconds=0.0)
+        assert scene.ranks[0].answered
+        assert any(frame.startswith("work (<string>:") for frame in scene.ranks[0].stack)
         assert child.poll() is None
     finally:
         child.kill()

@@ -1,6 +1,6 @@
 """What a rank leaves for those who look at it from outside: status, record of calls, stacks, flight recorder.
 
-All of it works while the rank hangs. SIGUSR2 makes the interpreter write the stacks of all threads, even inside a call
+All of it works while the rank hangs. SIGUSR2 makes the interpreter write the main thread's stack, even inside a call
 that never returns. A thread that sleeps in a named pipe answers each writer with a dump of torch's flight recorder.
 A stopped process answers neither, which is a finding of its own.
 """
@@ -37,7 +37,9 @@ class Telemetry:
         self.status = StatusFile(status, rank)
         self._stacks = open(status / f"rank-{rank}.stack", "w")  # noqa: SIM115 - held while the process lives
         if hasattr(signal, "SIGUSR2"):
-            faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+            # Of the thread that takes the signal only: others run meanwhile, and whoever walks their frames reads
+            # what is being changed. A rank that was asked for all crashed after some ten times.
+            faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
         if not faulthandler.is_enabled():
             faulthandler.enable()  # a crash in native code leaves its stack on stderr
         self._calls = calls.Calls(status, rank, world)

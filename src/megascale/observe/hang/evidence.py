@@ -6,6 +6,7 @@ this host are also asked for their stacks; one that does not answer is told apar
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -152,7 +153,7 @@ def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int
             os.truncate(stack, 0)
             record = found[rank].record
             assert record is not None
-            os.kill(record.pid, signal.SIGUSR2)
+            _signal_main_thread(record.pid)
         with suppress(OSError):  # no reader at the other end: the rank has ended or keeps no recorder
             os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
             dumping.add(rank)
@@ -162,12 +163,12 @@ def _ask(status: Path, flight: Path, found: dict[int, RankEvidence]) -> dict[int
         time.sleep(0.02)
         before = said
         said = {r: _text(status / f"rank-{r}.stack") for r in waiting}
-        waiting -= {r for r in waiting if _complete(said[r], before[r])}
+        waiting -= {r for r in waiting if said[r] and said[r] == before[r]}  # nothing follows any more
         dumping -= {r for r in dumping if (flight / f"rank-{r}.json").exists()}
     for rank, what in found.items():
         if rank in asked:
             answered = rank not in waiting
-            frames = _main_thread(_text(status / f"rank-{rank}.stack")) if answered else _py_spy(what) or _kernel(what)
+            frames = _frames_of(_text(status / f"rank-{rank}.stack")) if answered else _py_spy(what) or _kernel(what)
             found[rank] = replace(what, answered=answered, stack=frames)
         elif what.process == "stopped":
             found[rank] = replace(what, answered=False, stack=_py_spy(what))
@@ -181,17 +182,22 @@ def _text(stack: Path) -> str:
         return ""
 
 
-def _complete(text: str, before: str) -> bool:
-    """Whether a dump of all threads is whole. Its last is the thread that took the signal or, where that is none of
-    Python's (the kernel may choose one of a library's), nothing follows any more."""
-    return "Current thread" in text or ("Thread 0x" in text and text == before)
+def _signal_main_thread(pid: int) -> None:
+    """Ask it for its stack. OSError if the process is gone.
+
+    A signal to the process would go to any thread that may take it while the main one is inside the kernel, and that
+    may be a library's, which has no stack of Python's to show.
+    """
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # Linux, since glibc 2.30
+    if tgkill is None:
+        os.kill(pid, signal.SIGUSR2)
+    elif tgkill(pid, pid, int(signal.SIGUSR2)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _main_thread(text: str) -> tuple[str, ...]:
-    """Frames of the thread that took the signal, else of the oldest, innermost first, as `function (file:line)`."""
-    blocks = re.split(r"^(?:Current thread|Thread) 0x", text, flags=re.MULTILINE)
-    current = text.partition("Current thread")[2].partition("\n\n")[0].partition("\nThread ")[0]
-    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', current or blocks[-1])
+def _frames_of(text: str) -> tuple[str, ...]:
+    """The frames of a stack as the interpreter writes it, innermost first, as `function (file:line)`."""
+    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
     return tuple(f"{function} ({_short(file)}:{line})" for file, line, function in frames[:_FRAMES])
 
 
