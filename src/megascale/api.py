@@ -79,10 +79,11 @@ def resolve(config: Config) -> Config:
 
 
 def with_precision(config: Config, bfloat16: bool) -> Config:
-    """train.precision as it is where somebody set it, else bfloat16 where the devices have that."""
-    if "precision" in config.train.model_fields_set or not bfloat16:
+    """train.precision as it is where somebody set it, else bfloat16 where the devices have that; set in either case."""
+    if "precision" in config.train.model_fields_set:
         return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": "bfloat16"})})
+    precision = "bfloat16" if bfloat16 else config.train.precision
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def describe(config: Config) -> RunDescription:

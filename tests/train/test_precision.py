@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megascale.api import load_config, train, with_precision
-from megascale.config import Config, load
+from megascale.config import Config, from_tree, load
 from megascale.train import rank_info
 from megascale.train.loop import Trainer
 from tests.conftest import lines
@@ -24,6 +25,20 @@ def test_what_is_set_is_kept():
     for said in ("fp32", "float32", "float64"):
         config = load(overrides=[f"--train.precision={said}"])
         assert with_precision(config, True) is config
+
+
+def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
+    """As a driver does for its trainers: float32 once came out of this for every launched job."""
+    passed_on = from_tree(tomllib.loads(load(overrides=["--train.steps=3"]).to_toml()))
+    assert with_precision(passed_on, True).train.precision == "bfloat16"
+    for said in ("float32", "bfloat16"):
+        passed_on = from_tree(tomllib.loads(load(overrides=[f"--train.precision={said}"]).to_toml()))
+        assert (
+            with_precision(passed_on, True).train.precision == with_precision(passed_on, False).train.precision == said
+        )
+    # And what was decided for want of bfloat16 stays, wherever it is read.
+    decided = from_tree(tomllib.loads(with_precision(Config(), False).to_toml()))
+    assert with_precision(decided, True).train.precision == "float32"
 
 
 def test_a_device_with_bfloat16_trains_in_it(tiny, monkeypatch):

@@ -112,8 +112,12 @@ class Config(Section):
         return self.train.global_batch // per_micro
 
     def to_toml(self) -> str:
-        """The resolved tree as TOML, which `load` reads again whatever its strings hold; unset keys are left out."""
-        return tomli_w.dumps(self.model_dump(exclude_none=True))
+        """The resolved tree as TOML, which `load` reads again whatever its strings hold; unset keys are left out, and
+        train.precision unless somebody set it: it is decided where the devices are, not by who passes the file on."""
+        tree = self.model_dump(exclude_none=True)
+        if "precision" not in self.train.model_fields_set:
+            del tree["train"]["precision"]
+        return tomli_w.dumps(tree)
 
     def write(self, file: Path) -> None:
         """Write `to_toml` to a file, in the encoding that `load` reads wherever it runs."""

@@ -12,7 +12,7 @@ import torch
 from megascale.bench.training import peer_comparison, peer_megatron, peer_torchtitan
 from megascale.config import load_command_line
 from megascale.core.flops import mfu
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, TrainingError
 
 
 def config(preset: str, *words: str):
@@ -138,3 +138,9 @@ def test_without_a_gpu_there_is_nothing_to_compare(megascale, tmp_path):
     found = megascale("bench", "peers", "llama-8b", env={"CUDA_VISIBLE_DEVICES": ""})
     assert found.returncode == 2
     assert "GPU" in found.stderr
+
+
+def test_a_peer_that_hangs_is_given_up_with_what_it_said():
+    code = "import time; print('building the model', flush=True); time.sleep(1000)"
+    with pytest.raises(TrainingError, match="megatron-core had not ended after 2 s:\n  building the model"):
+        peer_comparison._run([sys.executable, "-c", code], "megatron-core", 2)

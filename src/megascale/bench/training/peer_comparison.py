@@ -52,7 +52,6 @@ class PeerJob:
         tensor, pipeline, virtual, world: the layout; data parallelism is what is left.
         recompute: of RECOMPUTE, in the peer's own meaning.
         float8: its recipe for linear layers, of FLOAT8; "" for bfloat16.
-        graphs: with CUDA graphs, where it has them.
         steps, warmup: timed ones, and those before.
         out: where rank 0 writes its figures.
     """
@@ -69,7 +68,6 @@ class PeerJob:
     warmup: int
     out: str
     float8: str = ""
-    graphs: bool = False
 
     def rows(self, data_rank: int, device: torch.device, count: int | None = None) -> torch.Tensor:
         """Random tokens of a data-parallel rank, int64 [sequence + 1, count or micro_batch]."""
@@ -124,8 +122,8 @@ def peers(
         help="Recipe of the peers' linear layers: tensorwise, rowwise, delayed or none; auto: where "
         "train.linear_precision is one of float8, the fastest that was found for each.",
     ),
-    peer_graphs: bool = typer.Option(
-        False, "--peer-graphs", help="Megatron-Core captures its layers as CUDA graphs; where the host bounds it."
+    peer_seconds: float = typer.Option(
+        600, min=1, help="Seconds that a turn of a peer may take before the bench gives it up."
     ),
     out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the metrics."),
 ) -> None:
@@ -141,8 +139,6 @@ def peers(
       megascale bench peers gpt-13b --peer megatron-core --parallel.tensor=2 --parallel.pipeline=2 --turns 3
 
       megascale bench peers llama-8b --model.layers=12 --train.micro_batch=1 --train.linear_precision=float8
-
-      megascale bench peers gpt-13b --peer megatron-core --parallel.tensor=2 --train.micro_batch=1 --peer-graphs
     """
     from rich.progress import Progress
 
@@ -182,8 +178,8 @@ def peers(
                     result = _ours(preset, settings, steps, warmup, place)
                 else:
                     job = make_job(config, world, steps, warmup, place, peer_micro_batch, peer_recompute)
-                    job = replace(job, float8=recipe(name, config, peer_float8), graphs=peer_graphs)
-                    result = _theirs(name, job)
+                    job = replace(job, float8=recipe(name, config, peer_float8))
+                    result = _theirs(name, job, peer_seconds)
                 result.turn = turn
                 results.append(result)
                 # After each turn: whoever stops the bench keeps what it has measured.
@@ -350,11 +346,11 @@ def _ours(preset: str, settings: list[str], steps: int, warmup: int, out: Path) 
     return PeerResult(OURS, 0, seconds, told["peak_memory_gib"], told["versions"], active, rate, told["losses"])
 
 
-def _theirs(name: str, job: PeerJob) -> PeerResult:
+def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
     file = Path(job.out).with_suffix(".job.json")
     file.write_text(strict_json.dumps(asdict(job)))
     words = ["--nproc-per-node", str(job.world), "--master-port", str(_free_port()), "-m", PEERS[name][1], str(file)]
-    _run([sys.executable, "-m", "torch.distributed.run", *words], name)
+    _run([sys.executable, "-m", "torch.distributed.run", *words], name, limit)
     return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
 
 
@@ -364,18 +360,26 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(command: list[str], name: str) -> None:
+def _run(command: list[str], name: str, limit: float | None = None) -> None:
+    """TrainingError with the end of what it said if it fails or takes longer than `limit` seconds."""
     from megascale.errors import TrainingError
 
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ended = ""
     try:
+        said, _ = process.communicate(timeout=limit)
+        if process.returncode:
+            ended = f"ended with exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
         said, _ = process.communicate()
+        ended = f"had not ended after {limit:g} s"
     finally:
         process.terminate()
         process.wait()
-    if process.returncode:
+    if ended:
         last = said.decode(errors="replace").strip().splitlines()[-12:]
-        raise TrainingError(f"{name} ended with exit code {process.returncode}:\n  " + "\n  ".join(last))
+        raise TrainingError(f"{name} {ended}:\n  " + "\n  ".join(last))
 
 
 def _device() -> str:

@@ -94,11 +94,8 @@ def shape_of(job: PeerJob) -> Any:
         float8 = {"fp8": "hybrid", "fp8_recipe": job.float8}
         if job.float8 == "delayed":
             float8 |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-    # A graph a layer; of whole iterations it has one too, but not with gradients reduced beside them.
-    graphs: dict[str, Any] = {"cuda_graph_impl": "local"} if job.graphs else {}
     return TransformerConfig(
         **float8,
-        **graphs,
         num_layers=shape["layers"],
         hidden_size=shape["hidden"],
         num_attention_heads=shape["heads"],
@@ -191,8 +188,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         pipeline_model_parallel_size=job.pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
     )
-    # Graphs need a generator whose state is captured with them.
-    tensor_parallel.model_parallel_cuda_manual_seed(1234, **{"te_rng_tracker": True} if job.graphs else {})
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
     config, (spec, words) = shape_of(job), layers(job)
     data = parallel_state.get_data_parallel_world_size()
     chunks = chunks_of(job, config, spec, data, device)
@@ -249,7 +245,6 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         step,
         {"megatron-core": version("megatron-core")},
         f"{words}, {precision}, distributed optimizer, all overlaps, planned collection"
-        + ", a CUDA graph a layer" * job.graphs
         + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion,
     )
 
