@@ -13,7 +13,8 @@ in the memory of both nodes. It has half of the preset's layers, or fewer if GPU
     lost-node  the same, and the machine does not come back: --resilience.spares=1, on GPUs of its own
 
 Called again with the same --out, only what is missing is done; after --seconds the job is ended and what came is kept.
-What rank 0 did from second to second is kept in the file ("stacks"). Any setting can follow as --section.key=value;
+What rank 0 did from second to second is kept in the file ("stacks"), and so is what went wrong that no kill of this
+script explains ("unasked"), of which there should be nothing. Any setting can follow as --section.key=value;
 `--preset tiny --train.device=cpu` tries it without a GPU.
 """
 
@@ -74,7 +75,7 @@ progress = false
 
 
 def main(words: list[str] | None = None) -> int:
-    """0: all recovered, or out of time; 1: a kill did not lead to a new step."""
+    """0: all recovered, or out of time; 1: a kill did not lead to a new step, or something else went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", default="gpt-13b")
     parser.add_argument("--layers", type=int, help="default: half of the preset's, or as many as fit")
@@ -101,10 +102,12 @@ def main(words: list[str] | None = None) -> int:
             run(Path(name), given, settings, record, missing, until)
     if record["kills"]:
         show(record)
+    for line in record.get("unasked", ()):
+        print(f"not of this script's doing: {line}")
     done = {(row["kind"], row["number"]) for row in record["kills"] if row["total"]}
     if left := [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]:
         print(f"missing: {', '.join(left)}; call again with the same --out")
-    return 1 if any(not row["total"] for row in record["kills"]) else 0
+    return 1 if record.get("unasked") or any(not row["total"] for row in record["kills"]) else 0
 
 
 def run(
@@ -158,7 +161,19 @@ def run(
             if not row["total"]:
                 return
     finally:
+        record.setdefault("unasked", []).extend(unasked(job, record["kills"]))
+        keep()
         finish(job)
+
+
+def unasked(job: Launched, kills: list[dict[str, Any]]) -> list[str]:
+    """What the driver found and did between the kills."""
+    spans = [(row["injected"], row["injected"] + (row["total"] or LIMIT)) for row in kills]
+    return [
+        f"{e.kind} of attempt {e.attempt}: {'; '.join(e.evidence)[:300]}"
+        for e in job.events()
+        if e.action in ("recover", "diagnose", "stop") and not any(a <= e.time <= b for a, b in spans)
+    ]
 
 
 def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
@@ -194,7 +209,11 @@ def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
         verdict = first(verdicts)
     row: dict[str, Any] = dict(phases(job, injected, verdict, again, steps))
     fresh = [e for e in job.events() if e.id > after]
-    row |= {"verdict": verdict.kind if verdict else None, "target": node if kind != "rank" else f"rank {ranks[-1]}"}
+    row |= {
+        "injected": injected,
+        "verdict": verdict.kind if verdict else None,
+        "target": node if kind != "rank" else f"rank {ranks[-1]}",
+    }
     row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
     row["loaded_from"] = next(
         (e.get("loaded_from") for e in reversed(job.trainer_events()) if e["event"] == "resumed"), None
