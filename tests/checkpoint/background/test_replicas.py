@@ -1,0 +1,200 @@
+"""Copies in a peer's memory: a lost host is replaced by them, updates wait for them, a token is asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.checkpoint import Checkpointer, object_collectives
+from megascale.checkpoint.background import replica_address, replica_token, service, service_protocol
+from megascale.checkpoint.background.last_snapshot import LastSnapshot
+from megascale.checkpoint.background.replica import partners
+from megascale.checkpoint.background.service_protocol import (
+    COPIES,
+    ListHeld,
+    Staged,
+)
+from megascale.checkpoint.background.staging import Copy, SaveOutcome
+from megascale.core.secrets import REPLICA_VARIABLE
+from megascale.errors import TrainingError
+from megascale.services.conversation import Conversation, prove
+from tests.checkpoint.background.conftest import background, service_pid
+from tests.checkpoint.conftest import blank, cut, logical_state, run_group, whole
+
+
+def _on_two_hosts(rank: int, size: int, run: Path, save_it: bool) -> Any:
+    """Ranks 0, 1 on one host, 2, 3 on another: each host is a run folder, hence a service, of its own."""
+    tensors = logical_state(5) if save_it else blank(logical_state())
+    config = background(replicas=True, location=str(run / "checkpoints"))
+    host = run / f"host-{rank // 2}"
+    host.mkdir(exist_ok=True)
+    checkpointer = Checkpointer(config, host, cut(tensors, "flat", rank, size))
+    state = checkpointer.load()
+    if save_it:
+        checkpointer.save(4, {"step": 4})
+        checkpointer.save(5, {"step": 5}, persist=False, wait=True)
+        outcomes = checkpointer.finish(over=False)
+        return sorted((o.step, o.committed, o.why, o.replica) for o in outcomes)
+    for a, b in zip(cut(tensors, "flat", rank, size), cut(logical_state(5), "flat", rank, size), strict=True):
+        assert torch.equal(a.tensor, b.tensor)
+    return checkpointer.loaded_from, state
+
+
+def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
+    outcomes = run_group(4, _on_two_hosts, run, True)
+    assert outcomes[0] == [(4, True, "", None), (5, False, "", None)]
+    assert outcomes[3] == [(4, False, "", None), (5, False, "", None)]
+    assert run_group(4, _on_two_hosts, run, False) == [("memory", {"step": 5})] * 4
+    os.kill(service_pid(run / "host-1"), signal.SIGKILL)
+    assert run_group(4, _on_two_hosts, run, False) == [("a peer's memory", {"step": 5})] * 4
+    for host in ("host-0", "host-1"):
+        os.kill(service_pid(run / host), signal.SIGKILL)
+    # Both gone: only step 4 was written.
+    got = blank(logical_state())
+    checkpointer = Checkpointer(background(location=str(run / "checkpoints")), run / "host-0", whole(got))
+    assert checkpointer.load() == {"step": 4}
+    assert checkpointer.loaded_from == "storage"
+
+
+def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
+    """Of each update whether the peer's service held the copy of the step before it, complete."""
+    tensors = logical_state(1)
+    config = background(replicas=True, memory_interval=1, location=str(run / "checkpoints"))
+    checkpointer = Checkpointer(config, run / f"host-{rank}", cut(tensors, "flat", rank, size))
+    checkpointer.prepare()
+    assert checkpointer.snapshots is not None
+    checkpointer.snapshots._last = LastSnapshot(60.0)  # a busy machine is no reason to go on without
+    peer = service.connect(service_protocol.private_folder(run / f"host-{1 - rank}"))
+    kept = []
+    for step in range(1, 13):
+        assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
+        checkpointer.before_update(step + 1)
+        held = peer.ask(ListHeld()).held
+        kept.append(any(each.replica and each.rank == rank and each.step == step for each in held))
+    peer.close()
+    checkpointer.finish(over=False)
+    return kept
+
+
+def test_an_update_waits_for_the_last_snapshot_at_the_peer(run: Path) -> None:
+    """So that a host that is lost costs one step: the state after it is not made before the state before it is safe."""
+    assert run_group(2, _kept_at_each_update, run) == [[True] * 12] * 2
+
+
+def test_a_peer_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    def copy(step: int) -> Copy:
+        return Copy(SaveOutcome(step), _staged(step), 0.0)
+
+    last = LastSnapshot(most=0.01)
+    last.wait()  # there is none
+    late = copy(1)
+    last.begins(late)
+    last.wait()
+    assert "the snapshot of step 1 is not at the peer" in caplog.text
+    last.begins(copy(2))
+    last.wait()
+    assert "step 2" not in caplog.text
+    late.kept.set()
+    last.wait()
+    assert "the snapshot of step 2 is not at the peer" in caplog.text
+
+
+def _staged(step: int) -> Staged:
+    return Staged(
+        rank=0, slot=0, step=step, generation="", identity="", state="", ranks=1, size=0, persist=False, storage="",
+        needed=0, keep=1, above=0, local=(0,), leader=True, plan="", peer=("10.0.0.1", 1), token="",
+    )  # fmt: skip
+
+
+def _spoken(rank: int, size: int, run: Path, token: str) -> tuple[str, bytes]:
+    """(what a start with replicas failed of, all that this process said to the others)."""
+    if token:
+        os.environ[REPLICA_VARIABLE] = token * (rank + 1)
+    said, dump = bytearray(), object_collectives.dump
+
+    def heard(value: Any) -> bytes:
+        data = dump(value)
+        said.extend(data)
+        return data
+
+    object_collectives.dump = heard  # type: ignore[assignment]
+    config = background(replicas=True, location=str(run / "checkpoints"))
+    checkpointer = Checkpointer(config, run / f"host-{rank}", cut(logical_state(1), "flat", rank, size))
+    try:
+        checkpointer.prepare()
+    except TrainingError as error:
+        return str(error), bytes(said)
+    checkpointer.finish()
+    return "", bytes(said)
+
+
+def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> None:
+    for host in ("host-0", "host-1"):
+        (run / host).mkdir()
+    told = run_group(2, _spoken, run, "")
+    file = run / "checkpoints" / replica_token.FILE
+    token = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [error for error, _ in told] == ["", ""]
+    assert all(len(said) > 100 for _, said in told)
+    for secret in (token.encode(), bytes.fromhex(token), token.encode().hex().encode()):
+        assert all(secret not in said for _, said in told)
+    for error, _ in run_group(2, _spoken, run, "x" * 32):
+        assert "ranks [1] have another token than rank 0" in error
+    file.chmod(0o644)
+    for error, _ in run_group(2, _spoken, run, ""):
+        assert "chmod 600" in error
+
+
+def test_addresses_that_other_machines_reach_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    replica_address.tell_open([("127.0.0.1", 1), ("::1", 2)])
+    assert not caplog.records
+    replica_address.tell_open([(f"10.0.0.{n}", 7) for n in range(6)] * 2)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "10.0.0.0:7, 10.0.0.1:7, 10.0.0.2:7, 10.0.0.3:7 and 2 more" in said
+    assert "checkpoint.replica_address" in said
+    assert "set checkpoint.replicas=false" in said
+
+
+def test_the_token_is_asked_for() -> None:
+    here, there = socket.socketpair()
+    errors: list[Exception] = []
+
+    def other(token: bytes) -> None:
+        try:
+            prove(Conversation(there, COPIES, COPIES), token, "replicas", "server")
+        except ConnectionError as error:
+            errors.append(error)
+
+    for token, good in ((b"right", True), (b"wrong", False)):
+        thread = threading.Thread(target=other, args=(token,))
+        thread.start()
+        if good:
+            prove(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
+        else:
+            with pytest.raises(ConnectionError, match="token"):
+                prove(Conversation(here, COPIES, COPIES), b"right", "replicas", "client")
+        thread.join()
+    assert len(errors) == 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=40))
+def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> None:
+    found = partners(domains)
+    assert sorted(found) == list(range(len(domains)))
+    assert all(host != other for host, other in enumerate(found))
+    largest = max(domains.count(d) for d in domains)
+    same = sum(domains[host] == domains[other] for host, other in enumerate(found))
+    # Of a domain with more than half of the hosts, some must pair among themselves.
+    assert same <= max(0, 2 * largest - len(domains))
