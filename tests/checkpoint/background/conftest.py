@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from megascale.checkpoint.background import service, service_protocol
-from megascale.checkpoint.background.service_protocol import (
-    Register,
-)
+from megascale.checkpoint.background.service_protocol import Register
 from megascale.config import CheckpointConfig
 
 
