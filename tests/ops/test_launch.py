@@ -302,3 +302,16 @@ def test_what_stands_in_the_way_is_said(monkeypatch):
     assert launch.describe() == "by key, of what Triton compiled, round its launcher"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "interpreter" in launch.describe()
+
+
+def test_what_a_process_works_out_before_its_first_kernel_can_be_had_before_it_is_forked(monkeypatch):
+    from triton.runtime.cache import triton_key
+
+    triton_key.cache_clear()
+    monkeypatch.setattr(launch, "_why_not", lambda: "no device")
+    launch.prepare_forks()
+    assert not triton_key.cache_info().currsize
+    monkeypatch.setattr(launch, "_why_not", lambda: "")
+    launch.prepare_forks()
+    triton_key()
+    assert (triton_key.cache_info().misses, triton_key.cache_info().hits) == (1, 1)

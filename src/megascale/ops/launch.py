@@ -49,6 +49,15 @@ def describe() -> str:
     )
 
 
+def prepare_forks() -> None:
+    """Have Triton work out now what each process would before its first kernel, for processes that are forked from this
+    one: the hash of all of its files, half a second and more."""
+    if not _why_not():
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 def _why_not() -> str:
     """Why this process leaves launches to Triton; "" if it does not."""
     if knobs is None:

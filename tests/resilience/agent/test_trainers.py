@@ -8,7 +8,9 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections import deque
 from pathlib import Path
 
@@ -21,7 +23,17 @@ from megascale.resilience import rules
 from megascale.resilience.agent import trainers
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
-from megascale.resilience.protocol.fork_messages import FROM_CHILD, TO_FORK_SERVER, Forked, Frames
+from megascale.resilience.protocol.fork_messages import (
+    FROM_CHILD,
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    Ended,
+    Fork,
+    Forked,
+    ForkServerReady,
+    Frames,
+    framed,
+)
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.verdicts import Verdict
 from megascale.resilience.rules.view import RankView, View
@@ -124,6 +136,49 @@ def test_agents_of_a_job_give_the_replicas_one_token_that_is_not_the_jobs(tmp_pa
     assert secret.decode() not in token
     monkeypatch.setenv(REPLICA_VARIABLE, "m" * 32)  # a person's own goes first
     assert [env[REPLICA_VARIABLE] for env in given_environments(tmp_path / "n4", "a", secret)] == ["m" * 32] * 2
+
+
+def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
+    marker, failed = tmp_path / "marker", tmp_path / "failed"
+    (tmp_path / "early.py").write_text(
+        "import os\n"
+        f"def fail():\n    open({str(failed)!r}, 'w').close()\n    raise OSError('no')\n"
+        f"def work():\n    with open({str(marker)!r}, 'w') as out:\n        out.write(str(os.getpid()))\n"
+    )
+    mine, theirs = socket.socketpair()
+    with mine, theirs, open(tmp_path / "out", "wb") as out:
+        names = [str(theirs.fileno()), str(os.getpid()), "early:fail", "early:work"]
+        server = subprocess.Popen(
+            [sys.executable, "-m", "megascale.resilience.agent.fork_server", *names],
+            pass_fds=[theirs.fileno()],
+            stdout=out,
+            stderr=out,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        )
+        theirs.close()
+        try:
+            mine.settimeout(60)
+            frames, said = Frames(FROM_FORK_SERVER), []
+
+            def hear(kind):
+                while not any(isinstance(message, kind) for message in said):
+                    said.extend(frames.feed(mine.recv(65536)))
+                return next(message for message in said if isinstance(message, kind))
+
+            assert hear(ForkServerReady).pid == server.pid
+            deadline = time.monotonic() + 30
+            while not (marker.exists() and marker.read_text()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert marker.read_text() == str(server.pid)
+            assert failed.exists()
+            mine.sendall(framed(TO_FORK_SERVER, Fork(0, 1, {}, ("--version",), str(tmp_path / "log"))))
+            assert hear(Ended).status == 0
+            assert hear(Forked).pid == hear(Ended).pid
+        finally:
+            server.kill()
+            server.wait()
+    assert "no" in (tmp_path / "out").read_text()
 
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):

@@ -4,7 +4,9 @@ It takes orders from a socket that its agent hands it (protocol/fork_messages.py
 that ends with an exception tells its number and words through a pipe, which needs no disk. It holds no thread and no
 device, so that a fork is safe, and it ends (and its children with it) when the agent does.
 
-Run as `python -m megascale.resilience.agent.fork_server FD MODULE...` by the agent, never by people.
+Run as `python -m megascale.resilience.agent.fork_server FD AGENT NAME...` by the agent, never by people. A name is a
+module, imported before the first order, or MODULE:FUNCTION, called once there is nothing else to do: what it works out
+is there in processes that are forked later, those of a recovery above all.
 """
 
 from __future__ import annotations
@@ -37,13 +39,15 @@ from megascale.services.messages import Message
 
 ENTRY = "megascale.cli.main"
 COMMAND = "megascale.cli.train"  # which it loads
+_IDLE = 1.0  # seconds without an order: none is on its way
 
 
-def serve(sock: socket.socket, modules: list[str]) -> None:
-    """Import `modules`, then fork on demand until the agent closes its end."""
+def serve(sock: socket.socket, names: list[str]) -> None:
+    """Import what is named, then fork on demand until the agent closes its end."""
+    later = [name for name in names if ":" in name]
     try:
-        for name in [ENTRY, COMMAND, *modules]:
-            importlib.import_module(name)
+        for name in [ENTRY, COMMAND, *names]:
+            importlib.import_module(name.partition(":")[0])
     except BaseException as error:
         import traceback
 
@@ -60,7 +64,9 @@ def serve(sock: socket.socket, modules: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     _say(sock, ForkServerReady(os.getpid()))
     while True:
-        readable, _, _ = select.select([sock.fileno(), wake_read], [], [])
+        readable, _, _ = select.select([sock.fileno(), wake_read], [], [], _IDLE if later else None)
+        if not readable:
+            _call_early(later.pop(0))
         if wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
@@ -71,6 +77,17 @@ def serve(sock: socket.socket, modules: list[str]) -> None:
                 return
             for order in orders.feed(data):
                 _fork(sock, order, (wake_read, wake_write, report_read), report_write)
+
+
+def _call_early(name: str) -> None:
+    """Call MODULE:FUNCTION; what fails here would fail or be done later by the children themselves."""
+    module, _, function = name.partition(":")
+    try:
+        getattr(sys.modules[module], function)()
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
 
 
 def _say(sock: socket.socket, message: Message) -> None:

@@ -40,7 +40,13 @@ from megascale.services.shared_token import derive
 
 log = logging.getLogger("megascale.agent")
 # Imported once by the fork server; by name, as this package does not know the trainer's.
-PRELOAD = ("megascale.api", "megascale.cli.summary", "megascale.train.loop", "megascale.train.rank_info")
+PRELOAD = (
+    "megascale.api",
+    "megascale.cli.summary",
+    "megascale.train.loop",
+    "megascale.train.rank_info",
+    "megascale.ops.launch:prepare_forks",
+)
 
 
 @dataclass
