@@ -160,12 +160,12 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
             mine.settimeout(60)
             frames, said = Frames(FROM_FORK_SERVER), []
 
-            def hear(kind):
+            def wait_for(kind):
                 while not any(isinstance(message, kind) for message in said):
                     said.extend(frames.feed(mine.recv(65536)))
                 return next(message for message in said if isinstance(message, kind))
 
-            assert hear(ForkServerReady).pid == server.pid
+            assert wait_for(ForkServerReady).pid == server.pid
             deadline = time.monotonic() + 30
             while not (marker.exists() and marker.read_text()):
                 assert time.monotonic() < deadline
@@ -173,8 +173,8 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
             assert marker.read_text() == str(server.pid)
             assert failed.exists()
             mine.sendall(framed(TO_FORK_SERVER, Fork(0, 1, {}, ("--version",), str(tmp_path / "log"))))
-            assert hear(Ended).status == 0
-            assert hear(Forked).pid == hear(Ended).pid
+            assert wait_for(Ended).status == 0
+            assert wait_for(Forked).pid == wait_for(Ended).pid
         finally:
             server.kill()
             server.wait()
