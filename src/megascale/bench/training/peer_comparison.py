@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -350,7 +350,10 @@ def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
     file = Path(job.out).with_suffix(".job.json")
     file.write_text(strict_json.dumps(asdict(job)))
     words = ["--nproc-per-node", str(job.world), "--master-port", str(_free_port()), "-m", PEERS[name][1], str(file)]
-    _run([sys.executable, "-m", "torch.distributed.run", *words], name, limit)
+    # With one queue to the device Megatron's collectives start before the GEMMs that are launched after them; its own
+    # training script insists on it.
+    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if name == "megatron-core" and job.tensor > 1 else {}
+    _run([sys.executable, "-m", "torch.distributed.run", *words], name, limit, one_queue | os.environ)
     return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
 
 
@@ -360,11 +363,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(command: list[str], name: str, limit: float | None = None) -> None:
+def _run(
+    command: list[str], name: str, limit: float | None = None, environment: Mapping[str, str] | None = None
+) -> None:
     """TrainingError with the end of what it said if it fails or takes longer than `limit` seconds."""
     from megascale.errors import TrainingError
 
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
     ended = ""
     try:
         said, _ = process.communicate(timeout=limit)

@@ -8,6 +8,7 @@ without it Megatron's own, given torch's fused attention and a norm that sequenc
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
 from typing import Any
@@ -245,7 +246,8 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         step,
         {"megatron-core": version("megatron-core")},
         f"{words}, {precision}, distributed optimizer, all overlaps, planned collection"
-        + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion,
+        + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
+        + "".join(f", {key}={os.environ[key]}" for key in ("CUDA_DEVICE_MAX_CONNECTIONS",) if key in os.environ),
     )
 
 
