@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascale.config import Config
+from megascale.config import Config, with_precision
 from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
@@ -76,14 +76,6 @@ def resolve(config: Config) -> Config:
             f"drop the key or set --model.vocab_size={size}"
         )
     return config
-
-
-def with_precision(config: Config, bfloat16: bool) -> Config:
-    """train.precision as it is where somebody set it, else bfloat16 where the devices have that; set in either case."""
-    if "precision" in config.train.model_fields_set:
-        return config
-    precision = "bfloat16" if bfloat16 else config.train.precision
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
 
 
 def describe(config: Config) -> RunDescription:

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from megascale.api import load_config, train, with_precision
-from megascale.config import Config, from_tree, load
+from megascale.api import load_config, train
+from megascale.cli.main import app
+from megascale.config import Config, from_tree, load, with_precision
 from megascale.train import rank_info
 from megascale.train.loop import Trainer
 from tests.conftest import lines
@@ -33,12 +35,25 @@ def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
     assert with_precision(passed_on, True).train.precision == "bfloat16"
     for said in ("float32", "bfloat16"):
         passed_on = from_tree(tomllib.loads(load(overrides=[f"--train.precision={said}"]).to_toml()))
-        assert (
-            with_precision(passed_on, True).train.precision == with_precision(passed_on, False).train.precision == said
-        )
+        assert {with_precision(passed_on, has).train.precision for has in (True, False)} == {said}
     # And what was decided for want of bfloat16 stays, wherever it is read.
     decided = from_tree(tomllib.loads(with_precision(Config(), False).to_toml()))
     assert with_precision(decided, True).train.precision == "float32"
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate step", "network placement"])
+def test_what_is_said_of_gpus_is_said_of_bfloat16(command, tmp_path):
+    """Of a machine without any: memory and traffic in float32 would be twice theirs."""
+    model = ["--model.preset=gpt-13b", "--model.vocab_size=50304", "--train.global_batch=64", "--parallel.tensor=8"]
+    file = tmp_path / "job.toml"
+    file.write_text("")
+    said = {}
+    for precision in ("", "--train.precision=bfloat16", "--train.precision=float32"):
+        words = [*command.split(), *([str(file)] * command.startswith("network")), "--gpus", "16", "--json", *model]
+        result = CliRunner().invoke(app, [*words, *([precision] if precision else [])])
+        assert result.exit_code == 0, result.output
+        said[precision] = result.stdout
+    assert said[""] == said["--train.precision=bfloat16"] != said["--train.precision=float32"]
 
 
 def test_a_device_with_bfloat16_trains_in_it(tiny, monkeypatch):

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megascale.errors import ConfigError, remedy
+
+if TYPE_CHECKING:
+    from megascale.config import Config
 
 # Commands that take overrides let typer pass unknown options through to `config.load_command_line`.
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 # The machine that `plan` and `simulate` plan for where none is named: the MegaScale paper's, A100 80 GB.
 DEFAULT_CLUSTER, DEFAULT_DEVICE = "a100-roce", "A100"
+
+
+def load_for_gpus(file: Path | None, words: list[str]) -> Config:
+    """Settings of what GPUs would do, asked of a machine that may have none: bfloat16 where nobody says otherwise."""
+    from megascale.config import load_command_line, with_precision
+
+    return with_precision(load_command_line(file, words), bfloat16=True)
 
 
 def need(module: str, extra: str) -> None:

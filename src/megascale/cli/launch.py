@@ -70,7 +70,7 @@ def register(app: typer.Typer) -> None:
         extra += [f"--resilience.spares={spares}"] * (spares is not None)
         extra += [f"--resilience.cluster={cluster}"] * (cluster is not None)
         extra += [f"--resilience.hosts={hosts}"] * (hosts is not None)
-        from megascale.config import load_command_line
+        from megascale.config import load_command_line, with_precision
 
         config = load_command_line(file, extra)
         if dry_run:
@@ -94,7 +94,7 @@ def register(app: typer.Typer) -> None:
 
         config, size = start_driver.prepare(config)
         check_timeouts(config)  # with what the cluster chose
-        resolved = api.with_precision(api.resolve(config), bool(size.devices))
+        resolved = with_precision(api.resolve(config), bool(size.devices))
         lay_out(resolved, size.world)  # what does not divide is said once, before any process starts
         console = Console(highlight=False, soft_wrap=True)
 

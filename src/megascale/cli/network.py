@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import OVERRIDES
+from megascale.cli.common import OVERRIDES, load_for_gpus
 from megascale.cli.network_packets import packets, tune, validate
 from megascale.core import strict_json
 
@@ -130,10 +130,9 @@ def topology(
 
 
 def _traffic(context: typer.Context, file: Path, gpus: int) -> StepTraffic:
-    from megascale.config import load_command_line
     from megascale.simulate.fabric.step_traffic import step_traffic
 
-    return step_traffic(load_command_line(file, list(context.args)), gpus)
+    return step_traffic(load_for_gpus(file, list(context.args)), gpus)
 
 
 def _names(file: Path, hosts: int) -> list[str]:
@@ -321,9 +320,7 @@ def flows(
             raise ConfigError(f"--vary={vary!r} must be KEY=A,B, such as leaf_oversubscription=1,2")
         variants = {value: base.with_key(key, value) for value in values.split(",")}
         varied = f", by {key}"
-    from megascale.config import load_command_line
-
-    config = load_command_line(file, list(context.args))
+    config = load_for_gpus(file, list(context.args))
     rows = vary_network(config, gpus, variants)
     whose = "rank 0's" if alone else "all"
     if as_json:

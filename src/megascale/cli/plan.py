@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megascale.cli.common import DEFAULT_DEVICE, OVERRIDES
+from megascale.cli.common import DEFAULT_DEVICE, OVERRIDES, load_for_gpus
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ def plan(
     memory = device_gib or next((gib for name, gib in DEVICES.items() if name.lower() in device.lower()), None)
     if memory is None:
         raise ConfigError(f"--device={device!r} is not known ({', '.join(DEVICES)}); give its memory with --device-gib")
-    from megascale.config import load_command_line
-
-    made = make_plan(load_command_line(file, extra), gpus, memory)
+    made = make_plan(load_for_gpus(file, extra), gpus, memory)
     if as_json:
         typer.echo(strict_json.dumps(made.to_dict(), indent=2))
     else:

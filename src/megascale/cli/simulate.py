@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.cli import simulate_network
-from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES
+from megascale.cli.common import DEFAULT_CLUSTER, OVERRIDES, load_for_gpus
 from megascale.cli.simulate_measured import CALIBRATION, JSON, SOFTWARE, calibrate, compare, measure, predict, validate
 from megascale.core import strict_json
 
@@ -73,9 +73,7 @@ def _config(context: typer.Context, file: Path | None) -> Config:
         # Without FILE the first override lands in its place.
         extra.insert(0, str(file))
         file = None
-    from megascale.config import load_command_line
-
-    return load_command_line(file, extra)
+    return load_for_gpus(file, extra)
 
 
 def _scenario(config: Config, gpus: int, cluster: str, calibration: str | None, software: str | None) -> Scenario:

@@ -14,7 +14,7 @@ from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, 
 from megascale.config.resilience_section import ResilienceConfig
 from megascale.config.run_sections import ACCEPTABLE, CheckpointConfig, ObserveConfig, RendezvousConfig, split_password
 from megascale.config.training_sections import KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
-from megascale.config.tree import Config
+from megascale.config.tree import Config, with_precision
 
 __all__ = [
     "ACCEPTABLE",
@@ -44,4 +44,5 @@ __all__ = [
     "preset",
     "presets",
     "split_password",
+    "with_precision",
 ]

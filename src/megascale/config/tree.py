@@ -122,3 +122,11 @@ class Config(Section):
     def write(self, file: Path) -> None:
         """Write `to_toml` to a file, in the encoding that `load` reads wherever it runs."""
         file.write_text(self.to_toml(), encoding="utf-8")
+
+
+def with_precision(config: Config, bfloat16: bool) -> Config:
+    """train.precision as it is where somebody set it, else bfloat16 where the devices have that; set in either case."""
+    if "precision" in config.train.model_fields_set:
+        return config
+    precision = "bfloat16" if bfloat16 else config.train.precision
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
