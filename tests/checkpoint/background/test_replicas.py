@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,17 +19,21 @@ from hypothesis import strategies as st
 from megascale.checkpoint import Checkpointer, object_collectives
 from megascale.checkpoint.background import replica_address, replica_token, service, service_protocol
 from megascale.checkpoint.background.last_snapshot import LastSnapshot
-from megascale.checkpoint.background.replica import partners
+from megascale.checkpoint.background.replica import Copying, Replicas, partners
 from megascale.checkpoint.background.service_protocol import (
     COPIES,
     ListHeld,
     Staged,
 )
-from megascale.checkpoint.background.staging import Copy, SaveOutcome
+from megascale.checkpoint.background.staging import Copy, SaveOutcome, own_index
+from megascale.checkpoint.format.chunks import TensorShard
+from megascale.checkpoint.format.staged_file import Progress, frame, make_slots
+from megascale.checkpoint.format.write_plan import make_offer, make_plan
+from megascale.checkpoint.saver import dtype_name
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.errors import TrainingError
 from megascale.services.conversation import Conversation, prove
-from tests.checkpoint.background.conftest import background, service_pid
+from tests.checkpoint.background.conftest import await_other, background, service_pid
 from tests.checkpoint.conftest import blank, cut, logical_state, run_group, whole
 
 
@@ -198,3 +204,70 @@ def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> 
     same = sum(domains[host] == domains[other] for host, other in enumerate(found))
     # Of a domain with more than half of the hosts, some must pair among themselves.
     assert same <= max(0, 2 * largest - len(domains))
+
+
+@pytest.fixture
+def snapshot() -> Any:
+    """(its slot, what its trainer says of it, a peer's copies), of several chunks whose elements are in place."""
+    copies, token = Replicas(), b"t" * 16
+    values = torch.arange(1 << 16, dtype=torch.float32)
+    shards = [TensorShard(name, tuple(values.shape), (0,), values) for name in "abcd"]
+    (part,) = make_plan([make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)]).parts
+    index = own_index(shards, part, 0)
+    (slot,) = make_slots(1, part.size, index)
+    assert slot.memory.filling.wait(60)
+    for row in range(len(index)):
+        at = int(index.columns["data"][row])
+        slot.memory.view[at : at + index.nbytes(row)] = values.numpy().tobytes()
+    peer = ("127.0.0.1", copies.listen("127.0.0.1", token))
+    staged = msgspec.structs.replace(
+        _staged(3), size=part.size, generation="00000003-a", state="{}", peer=peer, token=token.hex()
+    )
+    yield slot, staged, copies
+    for one in [slot, *(copy for slots in copies._slots.values() for copy in slots)]:
+        one.memory.close()
+
+
+def test_a_copy_is_sent_while_its_snapshot_is_completed(snapshot: Any) -> None:
+    slot, staged, copies = snapshot
+    progress, view = Progress(), slot.memory.view
+    copying = Copying(staged, 2, slot, progress)
+
+    def rows() -> Iterator[int]:
+        """Half of the chunks; the others once the peer has the first half."""
+        yield 2
+        end = int(slot.index.columns["start"][2])
+        await_other(lambda: copies._slots.get(0) and bytes(copies._slots[0][0].memory.view[:end]) == bytes(view[:end]))
+        assert not copies.held()
+        yield 4
+
+    crcs, _ = frame(view[: staged.size], slot.index, rows(), progress)
+    assert copying.finish(crcs.tolist()) is None
+    assert copying.finish(None) is None  # as a service says it in any case
+    ((rank, copy),) = copies.held()
+    assert (rank, copy.step, copy.generation, copy.crcs) == (0, 3, "00000003-a", crcs.tolist())
+    assert bytes(copy.memory.view[: staged.size]) == bytes(view[: staged.size])
+
+
+def test_a_snapshot_that_is_never_completed_leaves_no_copy(snapshot: Any) -> None:
+    slot, staged, copies = snapshot
+    progress = Progress()
+    copying = Copying(staged, 2, slot, progress)
+    await_other(lambda: copies._slots.get(0))
+    progress.reach(int(slot.index.columns["start"][2]))
+    assert "ended before its state was copied" in str(copying.finish(None))
+    await_other(lambda: not copies._slots[0][0].busy.locked())
+    assert not copies.held()
+    # The memory is free for the next.
+    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    assert Copying(staged, 2, slot, progress).finish(crcs.tolist()) is None
+    assert len(copies.held()) == 1
+
+
+def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -> None:
+    slot, staged, copies = snapshot
+    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    wrong = [*crcs.tolist()[:-1], 1]
+    for said in (wrong, crcs.tolist()[:-1]):
+        assert "arrived damaged" in str(Copying(staged, 2, slot, progress).finish(said))
+        assert not copies.held()

@@ -73,9 +73,7 @@ class Hosts:
 
     def room(self, rank: int, slot: int, generation: str) -> Slot:
         slots = self.free.shape[1]
-        return self.copies._room(
-            Replicate(rank, slot, slots, 1, self.above, 0, generation, "", "", 1, ()), self.nothing
-        )
+        return self.copies._room(Replicate(rank, slot, slots, 1, self.above, 0, generation, "", "", 1), self.nothing)
 
     def copy(self, rank: int, slot: int, generation: str) -> None:
         """A copy that was there before."""
@@ -105,14 +103,18 @@ class Hosts:
 
     def _go_on(self, rank: int, slot: int, event: str, room: Any) -> None:
         generation = self.filled[rank][slot]
-        if event == "frame":
-            self.own[rank][slot] = generation
-            self.under_way.append((rank, slot, "push", None))
-        elif event == "push":
+        if event == "begin":  # a copy is sent while its image is completed
             try:
-                self.under_way.append((rank, slot, "pushed", self.room(rank, slot, generation)))
-            except BlockingIOError:  # told as a problem of the copy; the image is whole here
+                room = self.room(rank, slot, generation)
+            except BlockingIOError:  # told as a problem of the copy
+                room = None
+            self.under_way.append((rank, slot, "frame", room))
+        elif event == "frame":
+            self.own[rank][slot] = generation
+            if room is None:  # the image is whole here
                 self.whole[rank, slot] = self.free[rank, slot] = True
+            else:
+                self.under_way.append((rank, slot, "pushed", room))
         elif event == "pushed":
             room.generation = generation
             room.busy.release()
@@ -133,7 +135,7 @@ class Hosts:
         for rank, filled in enumerate(self.filled):
             self.own[rank][slot], filled[slot] = "", f"{self.number:08d}-b"
             self.free[rank, slot] = self.whole[rank, slot] = False
-            self.under_way.append((rank, slot, "frame", None))
+            self.under_way.append((rank, slot, "begin", None))
             check()
 
 
@@ -187,7 +189,7 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
     copies, index = Replicas(), CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
     def room(slots: int, slot: int, generation: str, above: int = 0) -> Slot:
-        return copies._room(Replicate(slots, slot, slots, 8, above, 0, generation, "", "", 1, ()), index)
+        return copies._room(Replicate(slots, slot, slots, 8, above, 0, generation, "", "", 1), index)
 
     for slots in (1, 2):
         first = room(slots, 0, "00000001-a")

@@ -1,7 +1,8 @@
 """Copies of staged snapshots in another host's memory, over TCP with a shared token. No torch.
 
 A copy is received into memory of its own and counts only when all of it is there and its checksums hold, so a sender
-that dies in the middle leaves nothing that could be taken for a checkpoint.
+that dies in the middle leaves nothing that could be taken for a checkpoint. It is sent while its snapshot is completed,
+and checked while it comes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megascale.checkpoint.background.service_protocol import COPIES, INDEX, Replicate, Replicated, Staged
+from megascale.checkpoint.background.service_protocol import COPIES, INDEX, Checksums, Replicate, Replicated, Staged
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.format.staged_file import Slot, make_slots
+from megascale.checkpoint.format.staged_file import Progress, Slot, make_slots
 from megascale.services.conversation import Conversation, prove
 from megascale.services.reception import PROOF_SECONDS, Reception
 from megascale.services.silence import notice_silence
@@ -27,6 +29,7 @@ _TIMEOUT = 60.0
 # A peer that acknowledges nothing for so long is gone. Whoever starts in its place waits for the memory that is being
 # copied, and a driver takes as long to call a node lost.
 _SILENCE = 5.0
+_RUN = 32 << 20  # bytes that are sent, and that have come, before the other thread hears of it
 
 
 def partners(domains: Sequence[Any]) -> list[int]:
@@ -87,11 +90,11 @@ class Replicas:
             message = sender.receive(attached=INDEX)
             if not isinstance(message, Replicate):
                 return
-            index, crcs = CheckpointIndex.from_bytes(bytes(sender.body)), list(message.crcs)
-            slot = self._room(message, index)
+            slot = self._room(message, CheckpointIndex.from_bytes(bytes(sender.body)))
             try:
-                sender.receive_into(slot.memory.view[: message.size])
-                whole = _checked(slot, crcs)
+                crcs = _receive(sender, slot, message.size)
+                told = sender.receive()
+                whole = isinstance(told, Checksums) and list(told.crcs) == crcs
                 if whole:
                     slot.become(message, crcs)
             finally:
@@ -126,41 +129,108 @@ class Replicas:
             return slot
 
 
-def _checked(slot: Slot, crcs: Sequence[int]) -> bool:
-    index, view = slot.index, slot.memory.view
-    for row, crc in enumerate(crcs):
-        at = int(index.columns["data"][row])
-        if crc32(view[at : at + index.nbytes(row)]) != crc:
-            return False
-    return len(crcs) == len(index)
+def _receive(sender: Conversation, slot: Slot, size: int) -> list[int]:
+    """Fill a slot with what comes; the checksum of each chunk."""
+    arrived = Progress()
+    with ThreadPoolExecutor(1) as pool:
+        checking = pool.submit(_checksums, slot, arrived)
+        try:
+            for start in range(0, size, _RUN):
+                sender.receive_into(slot.memory.view[start : min(start + _RUN, size)])
+                arrived.reach(min(start + _RUN, size))
+        finally:
+            arrived.fail()
+        return checking.result()
 
 
-def push(host: str, port: int, token: bytes, staged: Staged, slots: int, slot: Slot) -> None:
-    """Copy a snapshot to a peer; OSError if it did not arrive complete.
+def _checksums(slot: Slot, arrived: Progress) -> list[int]:
+    index, view, found = slot.index, slot.memory.view, []
+    for row in range(len(index)):
+        start = int(index.columns["data"][row])
+        end = start + index.nbytes(row)
+        arrived.wait(end)
+        found.append(crc32(view[start:end]))
+    return found
+
+
+class Copying:
+    """A snapshot on its way to its process's peer, sent as far as it is complete; `progress` says how far that is.
 
     staged: where it lies in this host's service; slots: how many its process has there.
+    """
+
+    def __init__(self, staged: Staged, slots: int, slot: Slot, progress: Progress) -> None:
+        self._staged, self._slots, self._slot, self._progress = staged, slots, slot, progress
+        self._crcs: list[int] | None = None
+        self._problem: str | None = None
+        self._complete = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def finish(self, crcs: Sequence[int] | None) -> str | None:
+        """Wait until it is there; what went wrong, None if nothing did. crcs: of each chunk, None where the snapshot
+        will never be complete. What is said first counts."""
+        if not self._complete.is_set():
+            self._crcs = None if crcs is None else list(crcs)
+            self._complete.set()
+        self._progress.fail()  # harmless where all is complete
+        self._thread.join()
+        return self._problem
+
+    def _run(self) -> None:
+        assert self._staged.peer is not None
+        host, port = self._staged.peer
+        try:
+            push(host, port, self._staged, self._slots, self._slot, self._progress, self._checksums)
+        except OSError as error:
+            log.warning("the copy of process %s to %s:%s failed: %s", self._staged.rank, host, port, error)
+            self._problem = f"{host}:{port}: {error}"[:2000]
+
+    def _checksums(self) -> list[int]:
+        self._complete.wait()
+        if self._crcs is None:
+            raise OSError("the process ended before its state was copied")
+        return self._crcs
+
+
+def push(
+    host: str,
+    port: int,
+    staged: Staged,
+    slots: int,
+    slot: Slot,
+    progress: Progress,
+    checksums: Callable[[], Sequence[int]],
+) -> None:
+    """Copy a snapshot to a peer as it is completed; OSError if it did not arrive complete.
+
+    checksums: waits for those of its chunks.
     """
     with Conversation(socket.create_connection((host, port), timeout=_SILENCE), COPIES, COPIES) as peer:
         notice_silence(peer.sock, _SILENCE)
         peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.timeout = _TIMEOUT
-        prove(peer, token, "replicas", "client")
+        prove(peer, bytes.fromhex(staged.token), "replicas", "client")
         message = Replicate(
             staged.rank,
             staged.slot,
             slots,
             staged.size,
             staged.above,
-            slot.step,
-            slot.generation,
-            slot.identity,
-            slot.state,
-            slot.ranks,
-            tuple(slot.crcs),
+            staged.step,
+            staged.generation,
+            staged.identity,
+            staged.state,
+            staged.ranks,
         )
         try:
             peer.send(message, slot.index.to_bytes())
-            peer.send_bytes(slot.memory.view[: staged.size])
+            at = 0
+            while at < staged.size:
+                stop = min(progress.wait(at + 1), at + _RUN)
+                peer.send_bytes(slot.memory.view[at:stop])
+                at = stop
+            peer.send(Checksums(tuple(checksums())))
             answer = peer.answer(attached=0)
         except EOFError:
             raise ConnectionError("the peer hung up") from None

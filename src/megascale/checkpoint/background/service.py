@@ -158,6 +158,7 @@ class CheckpointService:
             staged = _staged(sock, len(slot.index), message.follow)
             writing = self.writer.start(message, slot) if message.persist else None
             progress = writing.progress if writing else Progress()
+            copying = replica.Copying(message, len(self.slots[rank]), slot, progress) if message.peer else None
             crc = problem = None
             try:
                 try:
@@ -166,24 +167,16 @@ class CheckpointService:
                     for _ in staged:  # the trainer's next question comes after these
                         pass
                 slot.become(message, crcs.tolist())
-                if message.peer:
-                    problem = self._replicate(message, slot)
+                if copying:
+                    problem = copying.finish(slot.crcs)
                 with contextlib.suppress(OSError):  # copies and files are made without the trainer too
                     sock.send(Done())
             finally:
+                if copying:
+                    copying.finish(None)  # where it has not ended
                 if writing:
                     writing.finish(crc)
         sock.send(Released(time.monotonic() - started, problem))
-
-    def _replicate(self, message: Staged, slot: Slot) -> str | None:
-        assert message.peer is not None
-        host, port = message.peer
-        try:
-            replica.push(host, port, bytes.fromhex(message.token), message, len(self.slots[message.rank]), slot)
-        except OSError as error:
-            log.warning("the copy of process %s to %s:%s failed: %s", message.rank, host, port, error)
-            return f"{host}:{port}: {error}"[:2000]
-        return None
 
     def on_plan(self, sock: Conversation, message: Plan) -> None:
         """The whole plan and torch's form of it, from the first process: sent once, used for every save."""

@@ -203,7 +203,8 @@ class Opened(Message, frozen=True):
 
 
 class Replicate(Message, frozen=True):
-    """A copy of a snapshot comes: beside this its index, after it `size` bytes. slots: how many its process has."""
+    """A copy of a snapshot comes: beside this its index, after it `size` bytes, which may still be completed while they
+    are sent, and `Checksums`. slots: how many its process has."""
 
     rank: Count
     slot: Count
@@ -215,6 +216,11 @@ class Replicate(Message, frozen=True):
     identity: Name
     state: State
     ranks: Count
+
+
+class Checksums(Message, frozen=True):
+    """Of each chunk of a copy, once all of it is sent."""
+
     crcs: Crcs
 
 
@@ -230,7 +236,7 @@ TO_SERVICE = Schema(
 FROM_SERVICE = Schema(
     Done, ErrorReply, Registered, Allocated, PagesReady, Released, Outcome, HeldSnapshots, Opened, limit=LIMIT
 )
-COPIES = Schema(Replicate, Replicated, limit=LIMIT)
+COPIES = Schema(Replicate, Checksums, Replicated, limit=LIMIT)
 
 
 def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.Path:
