@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> 
 def snapshot() -> Any:
     """(its slot, what its trainer says of it, a peer's copies), of several chunks whose elements are in place."""
     copies, token = Replicas(), b"t" * 16
-    values = torch.arange(1 << 16, dtype=torch.float32)
+    values = torch.arange(1 << 21, dtype=torch.float32)  # in all more than sockets hold
     shards = [TensorShard(name, tuple(values.shape), (0,), values) for name in "abcd"]
     (part,) = make_plan([make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)]).parts
     index = own_index(shards, part, 0)
@@ -271,3 +272,37 @@ def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -
     for said in (wrong, crcs.tolist()[:-1]):
         assert "arrived damaged" in str(Copying(staged, 2, slot, progress).finish(said))
         assert not copies.held()
+
+
+@pytest.mark.parametrize("token", ["", "74" * 16, "no hexadecimal"])
+def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: Any, token: str) -> None:
+    """Never taken for one that is there: a peer that hangs up at once, or what nobody foresaw."""
+    slot, staged, _ = snapshot
+    crcs, _ = frame(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = ("127.0.0.1", server.getsockname()[1])
+        copying = Copying(msgspec.structs.replace(staged, peer=peer, token=token), 2, slot, progress)
+        server.accept()[0].close()
+        assert copying.finish(crcs.tolist())
+
+
+def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(snapshot: Any) -> None:
+    """Whoever starts in the place of a trainer that died waits for its memory."""
+    slot, staged, copies = snapshot
+    begun, ended, real = threading.Event(), threading.Event(), copies._room
+
+    def room(*arguments: Any) -> Any:
+        begun.set()
+        ended.wait(60)
+        return real(*arguments)
+
+    copies._room = room
+    progress = Progress()
+    progress.reach(staged.size)
+    copying = Copying(staged, 2, slot, progress)
+    assert begun.wait(30)
+    before = time.monotonic()
+    assert "ended before its state was copied" in str(copying.finish(None))
+    assert time.monotonic() - before < 3
+    ended.set()
+    await_other(lambda: copies._slots.get(0) and not copies._slots[0][0].busy.locked())

@@ -247,7 +247,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         {"megatron-core": version("megatron-core")},
         f"{words}, {precision}, distributed optimizer, all overlaps, planned collection"
         + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
-        + "".join(f", {key}={os.environ[key]}" for key in ("CUDA_DEVICE_MAX_CONNECTIONS",) if key in os.environ),
+        + f", CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'not set')}",
     )
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +29,7 @@ _TIMEOUT = 60.0
 # A peer that acknowledges nothing for so long is gone. Whoever starts in its place waits for the memory that is being
 # copied, and a driver takes as long to call a node lost.
 _SILENCE = 5.0
+_ENDED = "the process ended before its state was copied"
 _RUN = 32 << 20  # bytes that are sent, and that have come, before the other thread hears of it
 
 
@@ -161,19 +162,22 @@ class Copying:
 
     def __init__(self, staged: Staged, slots: int, slot: Slot, progress: Progress) -> None:
         self._staged, self._slots, self._slot, self._progress = staged, slots, slot, progress
-        self._crcs: list[int] | None = None
-        self._problem: str | None = None
-        self._complete = threading.Event()
+        self._crcs: tuple[int, ...] | None = None
+        self._problem: str | None = "it did not come to an end"
+        self._peer: Conversation | None = None
+        self._told = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def finish(self, crcs: Sequence[int] | None) -> str | None:
         """Wait until it is there; what went wrong, None if nothing did. crcs: of each chunk, None where the snapshot
         will never be complete. What is said first counts."""
-        if not self._complete.is_set():
-            self._crcs = None if crcs is None else list(crcs)
-            self._complete.set()
-        self._progress.fail()  # harmless where all is complete
+        if not self._told.is_set():
+            self._crcs = None if crcs is None else tuple(crcs)
+            self._told.set()
+            self._progress.fail()  # harmless where all is complete
+            if crcs is None and self._peer is not None:
+                self._peer.hang_up()  # it may be slow to take what is of no use any more
         self._thread.join()
         return self._problem
 
@@ -181,32 +185,28 @@ class Copying:
         assert self._staged.peer is not None
         host, port = self._staged.peer
         try:
-            push(host, port, self._staged, self._slots, self._slot, self._progress, self._checksums)
+            with Conversation(socket.create_connection((host, port), timeout=_SILENCE), COPIES, COPIES) as self._peer:
+                self._send(self._peer)
+            self._problem = None
+            return
+        except EOFError:
+            why = "the peer hung up"
         except OSError as error:
-            log.warning("the copy of process %s to %s:%s failed: %s", self._staged.rank, host, port, error)
-            self._problem = f"{host}:{port}: {error}"[:2000]
+            why = str(error)
+        except Exception as error:
+            log.exception("copying failed")
+            why = repr(error)
+        if self._given_up():
+            why = _ENDED
+        log.warning("the copy of process %s to %s:%s failed: %s", self._staged.rank, host, port, why)
+        self._problem = f"{host}:{port}: {why}"[:2000]
 
-    def _checksums(self) -> list[int]:
-        self._complete.wait()
-        if self._crcs is None:
-            raise OSError("the process ended before its state was copied")
-        return self._crcs
+    def _given_up(self) -> bool:
+        return self._told.is_set() and self._crcs is None
 
-
-def push(
-    host: str,
-    port: int,
-    staged: Staged,
-    slots: int,
-    slot: Slot,
-    progress: Progress,
-    checksums: Callable[[], Sequence[int]],
-) -> None:
-    """Copy a snapshot to a peer as it is completed; OSError if it did not arrive complete.
-
-    checksums: waits for those of its chunks.
-    """
-    with Conversation(socket.create_connection((host, port), timeout=_SILENCE), COPIES, COPIES) as peer:
+    def _send(self, peer: Conversation) -> None:
+        """OSError or EOFError if it did not arrive complete."""
+        staged, slot = self._staged, self._slot
         notice_silence(peer.sock, _SILENCE)
         peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.timeout = _TIMEOUT
@@ -214,7 +214,7 @@ def push(
         message = Replicate(
             staged.rank,
             staged.slot,
-            slots,
+            self._slots,
             staged.size,
             staged.above,
             staged.step,
@@ -223,16 +223,16 @@ def push(
             staged.state,
             staged.ranks,
         )
-        try:
-            peer.send(message, slot.index.to_bytes())
-            at = 0
-            while at < staged.size:
-                stop = min(progress.wait(at + 1), at + _RUN)
-                peer.send_bytes(slot.memory.view[at:stop])
-                at = stop
-            peer.send(Checksums(tuple(checksums())))
-            answer = peer.answer(attached=0)
-        except EOFError:
-            raise ConnectionError("the peer hung up") from None
+        peer.send(message, slot.index.to_bytes())
+        at = 0
+        while at < staged.size and not self._given_up():
+            stop = min(self._progress.wait(at + 1), at + _RUN)
+            peer.send_bytes(slot.memory.view[at:stop])
+            at = stop
+        self._told.wait()
+        if self._crcs is None:
+            raise OSError(_ENDED)
+        peer.send(Checksums(self._crcs))
+        answer = peer.answer(attached=0)
         if not isinstance(answer, Replicated) or not answer.whole:
             raise ConnectionError("the copy arrived damaged")
