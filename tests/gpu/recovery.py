@@ -126,7 +126,7 @@ def run(
     def keep() -> None:
         given.out.write_text(json.dumps(record, indent=1) + "\n")
 
-    begun = time.time()
+    begun, injected = time.time(), []
     job = Launched(file, "recovery", [*settings, f"--model.layers={layers}"], pace=0)
     try:
         with Stacks(job.run) as stacks:
@@ -150,7 +150,7 @@ def run(
             took = [row["total"] for row in record["kills"] if row["total"]]
             if until - ENDING - time.monotonic() < 1.3 * max(took, default=30.0):
                 return
-            row = kill(job, kind, until - ENDING)
+            row = kill(job, kind, until - ENDING, injected)
             if row is None:
                 return
             rows = [one for one in record["kills"] if (one["kind"], one["number"]) != (kind, number)]
@@ -161,23 +161,26 @@ def run(
             if not row["total"]:
                 return
     finally:
-        record.setdefault("unasked", []).extend(unasked(job, record["kills"]))
+        record.setdefault("unasked", []).extend(unasked(job, injected))
         keep()
         finish(job)
 
 
-def unasked(job: Launched, kills: list[dict[str, Any]]) -> list[str]:
-    """What the driver found and did between the kills."""
-    spans = [(row["injected"], row["injected"] + (row["total"] or LIMIT)) for row in kills]
+def unasked(job: Launched, injected: list[float]) -> list[str]:
+    """What the driver found and did but between a kill and the next first step."""
+    events = job.events()
+    steps = [e.time for e in events if e.kind == "first_step"]
+    spans = [(begin, next((end for end in steps if end > begin), float("inf"))) for begin in injected]
     return [
         f"{e.kind} of attempt {e.attempt}: {'; '.join(e.evidence)[:300]}"
-        for e in job.events()
+        for e in events
         if e.action in ("recover", "diagnose", "stop") and not any(a <= e.time <= b for a, b in spans)
     ]
 
 
-def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
-    """Kill once the job has a snapshot and trained a little more; seconds by phase. None where no time is left."""
+def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str, Any] | None:
+    """Kill once the job has a snapshot and trained a little more; seconds by phase. None where no time is left. When it
+    killed is added to `kills`."""
     from megascale.resilience.agent.services import end_services
     from megascale.resilience.faults.inject import Options, inject
 
@@ -191,6 +194,7 @@ def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
     node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
     with Steps(job) as steps, Stacks(job.run) as stacks:
         injected = time.time()
+        kills.append(injected)
         if kind == "rank":
             inject(job.run, KINDS[kind], Options(rank=ranks[-1]))
         else:
@@ -210,7 +214,6 @@ def kill(job: Launched, kind: str, until: float) -> dict[str, Any] | None:
     row: dict[str, Any] = dict(phases(job, injected, verdict, again, steps))
     fresh = [e for e in job.events() if e.id > after]
     row |= {
-        "injected": injected,
         "verdict": verdict.kind if verdict else None,
         "target": node if kind != "rank" else f"rank {ranks[-1]}",
     }

@@ -421,12 +421,7 @@ while True:
 """
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            found = read_calls(tmp_path / "rank-0.calls", history=False)
-            if found is not None and found.events > 3:
-                break
-            time.sleep(0.02)
+        wait_for(tmp_path, 4)
         scene, hang = examine(tmp_path, watch_seconds=30.0)
         assert hang.kind == "none"
         assert scene.ranks[0].answered
