@@ -30,7 +30,7 @@ def devices(cluster: LocalCluster, name: str) -> str:
 
 
 def test_a_node_that_replaces_another_gets_its_gpus(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, [[0, 1], [2, 3]])
+    cluster = LocalCluster(tmp_path, [["0", "1"], ["2", "3"]])
     assert [devices(cluster, "n0"), devices(cluster, "n1")] == ["0,1", "2,3"]
     node(cluster, "n0", "0,1", lives=True)
     node(cluster, "n1", "2,3", lives=False)
@@ -43,7 +43,7 @@ def test_a_node_that_replaces_another_gets_its_gpus(tmp_path: Path) -> None:
 
 
 def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = LocalCluster(tmp_path, [[0], [1]])
+    cluster = LocalCluster(tmp_path, [["0"], ["1"]])
     for number in range(2):
         node(cluster, f"n{number}", None, lives=True)
     monkeypatch.setattr(local, "UNTIL_FREE", 0.0)

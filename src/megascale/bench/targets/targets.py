@@ -6,7 +6,6 @@ their own. Every run is kept as soon as it is done, so that a call goes on where
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import typer
 
 from megascale.bench.targets.targets_cases import TargetCase, load
+from megascale.core.gpu_names import gpu_names
 
 
 def register(app: typer.Typer) -> None:
@@ -131,9 +131,7 @@ def _devices(wanted: int | None, cases: Sequence[TargetCase]) -> list[str]:
         there = api.visible_gpus()
     if wanted is not None and wanted > there:
         raise ConfigError(f"--gpus={wanted}: this process sees {there}; leave it out to use all")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(i) for i in range(there)] if visible is None else [part.strip() for part in visible.split(",")]
-    return names[: there if wanted is None else wanted]
+    return gpu_names(there if wanted is None else wanted)
 
 
 def _tell(case: TargetCase) -> None:

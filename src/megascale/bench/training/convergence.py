@@ -25,6 +25,7 @@ import typer
 
 from megascale.bench.training.convergence_report import ConvergenceOutcome, draw, show
 from megascale.core import strict_json
+from megascale.core.gpu_names import gpu_names
 
 VARIANTS = ("serial", "parallel", "window", "lamb")
 # AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
@@ -145,7 +146,7 @@ def convergence(
     _refuse_mixed_data(before, [(seed, key) for _, seed, _, key in work])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.toml").touch()
-    devices = [str(i) for i in range(api.visible_gpus())] or [""]
+    devices = gpu_names(api.visible_gpus()) or [""]
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "device": ", ".join(sorted({o.device or _device() for o in before} | ({_device()} if work else set()))),

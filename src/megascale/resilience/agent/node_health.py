@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megascale.core.gpu_names import gpu_names
 from megascale.resilience.protocol.heartbeat import NetworkTraffic
 
 PERIOD = 0.01  # seconds between samples
@@ -158,8 +159,4 @@ def _memory_bytes() -> int:
 
 def gpu_count() -> int:
     """NVIDIA devices that this process may use, without torch: CUDA_VISIBLE_DEVICES, else the device files."""
-    import os
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
-    return there if visible is None else min(there, len([part for part in visible.split(",") if part]))
+    return len(gpu_names(len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])))

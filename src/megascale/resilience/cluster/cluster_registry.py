@@ -20,13 +20,14 @@ class ClusterRequest:
     Attributes:
         run: the run folder, absolute.
         config: resolved.
-        devices: GPUs of this machine to be shared out, one group a node in order of creation; empty on CPU.
+        devices: GPUs of this machine to be shared out, as CUDA_VISIBLE_DEVICES names them, one group a node in order of
+            creation; empty on CPU.
         say: called with each line for the terminal: (who, text).
     """
 
     run: Path
     config: Config
-    devices: tuple[tuple[int, ...], ...] = ()
+    devices: tuple[tuple[str, ...], ...] = ()
     say: Callable[[str, str], None] = lambda who, text: None
 
 

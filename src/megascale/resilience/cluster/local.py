@@ -31,12 +31,13 @@ UNTIL_FREE = 5.0  # seconds for the agent of a node that is replaced to end
 class LocalCluster:
     """Args:
     run: the run folder.
-    devices: GPUs to be shared out, one group a node in order of creation; empty on CPU.
+    devices: GPUs to be shared out, as CUDA_VISIBLE_DEVICES names them, one group a node in order of creation; empty on
+        CPU.
     apart: as on machines of their own, agents and trainers see no folder of the run but that of its checkpoints;
         theirs is RUN.apart/NAME.
     """
 
-    def __init__(self, run: Path, devices: Sequence[Sequence[int]] = (), apart: bool = False) -> None:
+    def __init__(self, run: Path, devices: Sequence[Sequence[str]] = (), apart: bool = False) -> None:
         self.run, self.devices, self._apart = run, devices, apart
         self._job: tuple[JobDescription, bytes] | None = None
         self.folder = run / "nodes"
@@ -135,7 +136,7 @@ class LocalCluster:
     async def _free_devices(self, name: str) -> str:
         """GPUs for a node's agent, as CUDA_VISIBLE_DEVICES has them: those it had, else of its number, else of a node
         whose agent has ended. "" if all stay held for UNTIL_FREE: two ranks on a GPU would be worse."""
-        groups = [",".join(map(str, group)) for group in self.devices]
+        groups = [",".join(group) for group in self.devices]
         deadline = time.monotonic() + UNTIL_FREE
         while True:
             held = {
@@ -154,7 +155,7 @@ class LocalCluster:
     def _first_devices(self, name: str) -> str:
         """GPUs of a node of the job's first ones, by its number."""
         number = _number(name)
-        return ",".join(map(str, self.devices[number])) if number < len(self.devices) else ""
+        return ",".join(self.devices[number]) if number < len(self.devices) else ""
 
     def _state(self, name: str) -> dict[str, Any]:
         """What was written of the node's agent when it was started."""

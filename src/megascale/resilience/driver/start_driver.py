@@ -17,6 +17,7 @@ from megascale.config.plugins import load_plugins
 from megascale.core import run_lock
 from megascale.core.events import Event
 from megascale.core.failure import keep_no_bytecode
+from megascale.core.gpu_names import gpu_names
 from megascale.core.ports import is_loopback
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, FitError, TrainingError
@@ -38,7 +39,7 @@ _OF_THE_MACHINE = ("hosts", "ssh", "listen", "advertise", "port", "api_port", "t
 
 @dataclass(frozen=True)
 class Size:
-    """Ranks of a job on its nodes, and how the machine's GPUs are shared out (none: CPU)."""
+    """Ranks of a job on its nodes, and how the GPUs that this process sees (numbered from 0) are shared out."""
 
     world: int
     ranks_per_node: int
@@ -153,6 +154,12 @@ def _outliving_the_terminal(say: Callable[[str, str], None]) -> Callable[[str, s
     return suppressing
 
 
+def _named(devices: list[list[int]]) -> tuple[tuple[str, ...], ...]:
+    """The names of GPUs that are numbered among those that this process sees."""
+    names = gpu_names(gpu_count()) if devices else []
+    return tuple(tuple(names[i] for i in group) for group in devices)
+
+
 def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], None], warning: str) -> int:
     run.mkdir(parents=True, exist_ok=True)
     if warning:
@@ -165,7 +172,7 @@ def _drive(run: Path, config: Config, found: Size, say: Callable[[str, str], Non
     journal, damaged = LastingJournal.take(run, config.resilience.lease, known, _ended_epoch())
     recalled = recall.restore(journal, run)
     job = journal.job()
-    request = ClusterRequest(run, config, tuple(map(tuple, found.devices)), say)
+    request = ClusterRequest(run, config, _named(found.devices), say)
     cluster = CLUSTERS[config.resilience.cluster](request)
     settings = contact.folder(run) / "job.toml"
     # A journal that has lost something must not have anything stopped: what runs is asked first.
