@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.checkpoint import LoadReport, TensorShard, load, loader, save
+from megascale.checkpoint import LoadReport, TensorShard, load, save
 from megascale.checkpoint.format.chunks import slices, split
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.format.read_plan import Want, assign_readers, moves, rounds
@@ -92,21 +92,6 @@ def test_subset_and_other_dtype(folder: Path) -> None:
     got = torch.zeros(37, 12, dtype=torch.float64)
     load(folder, [TensorShard(name, (37, 12), (0, 0), got)])
     assert torch.equal(got, tensors[name].double())
-
-
-def test_a_copy_that_fails_in_its_thread_fails_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(folder, 1, whole(logical_state()), {}, keep=1)
-    failing = iter([False, True])
-    real = loader._copy
-
-    def copy(*given: object) -> None:
-        if next(failing, False):
-            raise RuntimeError("no memory")
-        real(*given)
-
-    monkeypatch.setattr(loader, "_copy", copy)
-    with pytest.raises(RuntimeError, match="no memory"):
-        load(folder, whole(blank(logical_state())))
 
 
 def test_hole_is_refused(folder: Path) -> None:

@@ -1,15 +1,15 @@
 """Loading: the newest committed checkpoint that is complete, checked, into live memory of any layout.
 
 Each stored chunk is read by one process of the group and sent to the others that need part of it, so storage is read
-once however many replicas there are (MegaScale section 4.4). Readers share the bytes evenly; reading runs one round
+once however many replicas there are (MegaScale section 4.4). Readers share the bytes evenly; reading runs some rounds
 ahead of sending.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megascale.checkpoint.copies import Copies
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32, element_size
-from megascale.checkpoint.format.chunks import TensorShard, overlap, slices
+from megascale.checkpoint.format.chunks import TensorShard, slices
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.mismatch import explain_leftovers, explain_mismatch
 from megascale.checkpoint.format.read_plan import Want, assign_readers, info_of, moves, rounds, spans, want
@@ -29,7 +30,6 @@ from megascale.checkpoint.format.step_folders import Commit, Damaged
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.core.capacity import usable_cores
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
-_COPIERS = 4  # threads
+_AHEAD = 3  # rounds that are read and checked before their turn, each by a thread
 
 # Reads bytes `start .. stop` of a data file, given its name.
 Read = Callable[[str, int, int], "memoryview | bytes | bytearray"]
@@ -229,67 +229,29 @@ def fill(
         by_name.setdefault(shard.name, []).append(shard)
     reader = assign_readers(index, wants, holders)
     schedule, moved = rounds(index, reader, wants), moves(reader, wants)
-    with ThreadPoolExecutor(1) as ahead, Copies(shards) as copies:
-        pending: Future | None = None
+    # All know which rounds move anything; where each reads its own, nobody waits for anybody.
+    moving = [any(moved[rows].any() for rows in parts) for parts in schedule]
+    wire = peers.wire
+    with ThreadPoolExecutor(_AHEAD) as ahead, Copies(shards) as copies:
+
+        def begin(number: int) -> Future[_Round]:
+            rows = schedule[number][peers.rank]
+            return ahead.submit(_prepare, index, rows, wants, peers, read, copies, wire, moving[number])
+
+        pending = deque(map(begin, range(min(_AHEAD, len(schedule)))))
         for number, parts in enumerate(schedule):
-            data = (pending or ahead.submit(fetch, index, parts[peers.rank], read, report)).result()
-            if number + 1 < len(schedule):
-                pending = ahead.submit(fetch, index, schedule[number + 1][peers.rank], read, report)
-            # All know which rounds move anything; where each reads its own, nobody waits for anybody.
-            moving = any(moved[rows].any() for rows in parts)
-            for row, box, tensor in _trade(index, parts, wants, data, peers, report, moving):
+            ready = pending.popleft().result()
+            report.read += ready.report.read
+            report.sent += ready.report.sent
+            report.damage += ready.report.damage
+            for row, box, tensor in [*ready.own, *_received(index, parts, wants, peers, ready)]:
                 for shard in by_name[index.name(row)]:
                     copies.begin(box, tensor, shard)
             copies.end_round()
+            if number + _AHEAD < len(schedule):
+                pending.append(begin(number + _AHEAD))
     found, report.damage = report.damage, []
     return next((d[0] for d in peers.exchange(found[:1], list[str]) if d), None)
-
-
-class Copies:
-    """Copies into the memory of shards by a few threads: one moves 5 to 10 GB/s from memory that is not page-locked. On
-    devices each has a stream of its own. Two rounds are under way at most.
-
-    To be entered by the thread that made the shards; when it is left all is copied, and what went wrong is raised.
-    """
-
-    def __init__(self, shards: Sequence[TensorShard]) -> None:
-        self._devices = {shard.tensor.device for shard in shards if shard.tensor.is_cuda}
-        self._pool = ThreadPoolExecutor(min(_COPIERS, usable_cores()))
-        self._own = threading.local()
-        self._before: list[Future[None]] = []
-        self._round: list[Future[None]] = []
-
-    def __enter__(self) -> Copies:
-        for device in self._devices:  # what makes their memory may be under way on this thread's stream
-            torch.cuda.current_stream(device).synchronize()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._pool.shutdown()
-        if kind is None:
-            self.end_round()
-            self.end_round()
-
-    def begin(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
-        """Copy what a part of a chunk and a shard share."""
-        self._round.append(self._pool.submit(self._copy, box, tensor, shard))
-
-    def end_round(self) -> None:
-        """Wait for the round before."""
-        for one in self._before:
-            one.result()
-        self._before, self._round = self._round, []
-
-    def _copy(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
-        if not shard.tensor.is_cuda:
-            return _copy(box, tensor, shard)
-        streams = self._own.__dict__.setdefault("streams", {})
-        device = shard.tensor.device
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(streams[device]):
-            _copy(box, tensor, shard)
-            streams[device].synchronize()
 
 
 def fetch(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadReport) -> dict[int, torch.Tensor]:
@@ -315,47 +277,84 @@ def fetch(index: CheckpointIndex, rows: np.ndarray, read: Read, report: LoadRepo
     return result
 
 
-def _trade(
+@dataclass(frozen=True)
+class _Round:
+    """What this process has for a round.
+
+    Attributes:
+        own: (row, box, elements) that it needs itself.
+        outgoing: bytes for the others, one process after the other; None where nothing moves in this round.
+        counts: how many for each.
+        report: what it read, sends and found damaged.
+    """
+
+    own: list[tuple[int, Box, torch.Tensor]]
+    outgoing: torch.Tensor | None
+    counts: list[int]
+    report: LoadReport
+
+
+def _prepare(
     index: CheckpointIndex,
-    parts: Sequence[np.ndarray],
+    rows: np.ndarray,
     wants: Sequence[Want],
-    data: Mapping[int, torch.Tensor],
     peers: Peers,
-    report: LoadReport,
+    read: Read,
+    copies: Copies,
+    wire: torch.device,
     moving: bool,
-) -> list[tuple[int, Box, torch.Tensor]]:
-    """One round: give the others what they need of `data`, get what this process needs; (row, box, elements)."""
-    result = []
-    sends: list[list[torch.Tensor]] = [[] for _ in wants]
+) -> _Round:
+    """Read and check a round's chunks, and put together on `wire` what the others need of them."""
+    report = LoadReport()
+    data = fetch(index, rows, read, report)
+    own: list[tuple[int, Box, torch.Tensor]] = []
+    pieces: list[torch.Tensor] = []
+    counts = [0] * len(wants)
     for rank, w in enumerate(wants):
         if rank != peers.rank and not moving:
             continue
-        for row, part in _chosen(w, parts[peers.rank]):
+        for row, part in _chosen(w, rows):
             _, box = info_of(index, row, part)
             cut = data[row][slices(index.box(row), box)] if box.sizes else data[row]
             if rank == peers.rank:
-                result.append((row, box, cut))
+                own.append((row, box, cut))
             else:
-                sends[rank].append(cut.contiguous().reshape(-1).view(torch.uint8))
-    if not moving:
+                pieces.append(cut)
+                counts[rank] += cut.nbytes
+    report.sent = sum(counts)
+    return _Round(own, copies.joined(pieces, wire) if moving else None, counts, report)
+
+
+def _received(
+    index: CheckpointIndex, parts: Sequence[np.ndarray], wants: Sequence[Want], peers: Peers, ready: _Round
+) -> list[tuple[int, Box, torch.Tensor]]:
+    """Give the others what they need of a round, get what this process needs of theirs: (row, box, elements)."""
+    result: list[tuple[int, Box, torch.Tensor]] = []
+    if ready.outgoing is None:
         return result
     expected: list[list[tuple[int, Box, str]]] = []
     for rank in range(peers.size):
         mine = _chosen(wants[peers.rank], parts[rank]) if rank != peers.rank else []
         expected.append([(row, info_of(index, row, p)[1], index.info(row).dtype) for row, p in mine])
     sizes = [sum(_bytes(box, dtype) for _, box, dtype in items) for items in expected]
-    received = peers.swap(sends, sizes)
-    report.sent += sum(len(t) for items in sends for t in items)
-    for items, flat in zip(expected, received, strict=True):
+    for items, flat in zip(expected, peers.swap(ready.outgoing, ready.counts, sizes), strict=True):
         at = 0
         for row, box, dtype in items:
             count = _bytes(box, dtype)
             piece = flat[at : at + count]
             if piece.data_ptr() % element_size(dtype):
-                piece = piece.clone()  # odd-sized neighbours of another type may leave it unaligned
+                piece = _aligned(piece)
             result.append((row, box, piece.view(getattr(torch, dtype)).reshape(box.sizes)))
             at += count
     return result
+
+
+def _aligned(piece: torch.Tensor) -> torch.Tensor:
+    """Odd-sized neighbours of another type may leave a piece where its own type cannot lie."""
+    piece = piece.clone()
+    if piece.is_cuda:  # copies do not wait for this thread's stream
+        torch.cuda.current_stream(piece.device).synchronize()
+    return piece
 
 
 def _bytes(box: Box, dtype: str) -> int:
@@ -369,16 +368,3 @@ def _chosen(w: Want, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
     at = np.minimum(np.searchsorted(w.rows, rows), len(w.rows) - 1)
     hit = w.rows[at] == rows
     return [(int(row), w.box[i]) for row, i in zip(rows[hit], at[hit], strict=True)]
-
-
-def _copy(box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
-    """Copy what a part of a chunk and a shard share into the shard's memory."""
-    common = overlap(box, shard.box)
-    if common is None:
-        return
-    with torch.no_grad():
-        target = shard.tensor.detach()
-        if common.sizes:
-            target[slices(shard.box, common)].copy_(tensor[slices(box, common)])
-        else:
-            target.copy_(tensor)

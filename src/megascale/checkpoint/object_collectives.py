@@ -108,21 +108,23 @@ class Peers:
         _bounded(int(sizes.max()))
         return _bytes(data), sizes.tolist()
 
-    def swap(self, sends: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Send bytes to each process and get `sizes[i]` bytes from process i; uint8, in host memory or on the device
-        that the group's backend works on."""
-        if self.alone:
-            return [torch.empty(0, dtype=torch.uint8)]
-        device, group = torch.device("cpu"), self.group
-        if "nccl" in str(dist.get_backend_config(self.data_group)):
-            # Between devices of a host, and over fast networks, this is the quick way.
-            group = self.data_group
-            device = torch.device("cuda", torch.cuda.current_device())
-        flat = [piece for pieces in sends for piece in pieces]
-        counts = [sum(len(piece) for piece in pieces) for pieces in sends]
-        outgoing = torch.cat(flat).to(device) if flat else torch.empty(0, dtype=torch.uint8, device=device)
-        incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(incoming, outgoing, list(sizes), counts, group=group)
+    @property
+    def wire(self) -> torch.device:
+        """Where `swap` takes bytes from: this process's GPU where the group has NCCL, which is the quick way between
+        GPUs of a host and over fast networks; else host memory."""
+        if not self.alone and "nccl" in str(dist.get_backend_config(self.data_group)):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def swap(self, outgoing: torch.Tensor, counts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Send `counts[i]` bytes of `outgoing` to process i, one after the other, and get `sizes[i]` from it; uint8 on
+        `wire`. They have come when it returns, for other threads and streams too."""
+        incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=outgoing.device)
+        if not self.alone:
+            group = self.data_group if outgoing.is_cuda else self.group
+            dist.all_to_all_single(incoming, outgoing, list(sizes), list(counts), group=group)
+            if outgoing.is_cuda:
+                torch.cuda.current_stream(outgoing.device).synchronize()
         return list(incoming.split(list(sizes)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,16 +81,18 @@ def load_held(
     `accept`, `complete`: as for `loader.load`.
     """
     snapshots: dict[int, tuple[memoryview, Opened, bytes]] = {}
+    opening = threading.Lock()  # several rounds are read at a time
 
     def open_image(rank: int) -> tuple[memoryview, Opened, bytes]:
-        if rank not in snapshots:
-            assert sock is not None, "a process without a service holds no snapshot"
-            message = sock.ask(Open(rank, held.generation))
-            (handle,), index = sock.files, bytes(sock.body)
-            view = memoryview(map_shared(handle, message.size, writable=False))
-            os.close(handle)
-            snapshots[rank] = (view, message, index)
-        return snapshots[rank]
+        with opening:
+            if rank not in snapshots:
+                assert sock is not None, "a process without a service holds no snapshot"
+                message = sock.ask(Open(rank, held.generation))
+                (handle,), index = sock.files, bytes(sock.body)
+                view = memoryview(map_shared(handle, message.size, writable=False))
+                os.close(handle)
+                snapshots[rank] = (view, message, index)
+            return snapshots[rank]
 
     problem, parts, state = None, {}, "{}"
     try:

@@ -40,7 +40,8 @@ class Storage(Protocol):
         """Bytes of a file, None if there is none."""
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> Buffer:
-        """Bytes of a file from `offset` on; fewer than `length` where it ends. FileNotFoundError if there is none."""
+        """Bytes of a file from `offset` on; fewer than `length` where it ends. Several threads may read at a time.
+        FileNotFoundError if there is none."""
 
     def write(self, path: str, data: bytes) -> None:
         """Put a small file in place, whole and lasting."""

@@ -1,0 +1,102 @@
+"""Copies between stored chunks and memory that is loaded into, by a few threads.
+
+One thread moves 5 to 10 GB/s between devices and memory that is not page-locked, and clears the pages of new memory at
+2 GB/s; loading moves tens of GB.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from megascale.checkpoint.format.chunks import TensorShard, overlap, slices, split
+from megascale.core.capacity import usable_cores
+from megascale.core.tensors import Box
+
+_THREADS = 4
+_PIECE = 16 << 20  # bytes of a chunk that a thread copies at a time
+
+
+class Copies:
+    """Copies into the memory of shards, two rounds under way at most. On devices each thread has a stream of its own,
+    which waits for no other: what is copied from must be there, and so must the memory of the shards.
+
+    To be entered by the thread that made the shards; when it is left all is copied, and what went wrong is raised.
+    """
+
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._devices = {shard.tensor.device for shard in shards if shard.tensor.is_cuda}
+        self._pool = ThreadPoolExecutor(min(_THREADS, usable_cores()))
+        self._own = threading.local()
+        self._before: list[Future[None]] = []
+        self._round: list[Future[None]] = []
+
+    def __enter__(self) -> Copies:
+        for device in self._devices:  # what makes their memory may be under way on this thread's stream
+            torch.cuda.current_stream(device).synchronize()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown()
+        if kind is None:
+            self.end_round()
+            self.end_round()
+
+    def begin(self, box: Box, tensor: torch.Tensor, shard: TensorShard) -> None:
+        """Copy what a part of a chunk and a shard share. `tensor` keeps its values until the round after has ended."""
+        common = overlap(box, shard.box)
+        if common is None:
+            return
+        with torch.no_grad():
+            target = shard.tensor.detach()
+        if not common.sizes:
+            self._round.append(self._begin(target, tensor))
+            return
+        # Between places of one device a copy is too short to be cut.
+        cut = [common] if tensor.is_cuda else split(common, tensor.element_size(), _PIECE)
+        for part in cut:
+            to, of = target[slices(shard.box, part)], tensor[slices(box, part)]
+            self._round.append(self._begin(to, of))
+
+    def end_round(self) -> None:
+        """Wait for the round before."""
+        for one in self._before:
+            one.result()
+        self._before, self._round = self._round, []
+
+    def joined(self, pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """The bytes of pieces in host memory, one after the other in new memory of a device (uint8); complete when it
+        returns. For any thread."""
+        result = torch.empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8, device=device)
+        started = []
+        for place, piece in zip(result.split([piece.nbytes for piece in pieces]), pieces, strict=True):
+            if place.storage_offset() % piece.element_size():  # odd-sized neighbours of another type
+                piece = piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+            target, whole = place.view(piece.dtype).view(piece.shape), Box((0,) * piece.dim(), tuple(piece.shape))
+            for part in split(whole, piece.element_size(), _PIECE):
+                at = slices(whole, part)
+                started.append(self._begin(target[at], piece[at]))
+        for one in started:
+            one.result()
+        return result
+
+    def _begin(self, target: torch.Tensor, source: torch.Tensor) -> Future[None]:
+        return self._pool.submit(self._copy, target, source)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            if target.is_cuda:
+                self._on_stream(target.device, lambda: target.copy_(source))
+            else:
+                target.copy_(source)
+
+    def _on_stream(self, device: torch.device, copy: Callable[[], object]) -> None:
+        streams = self._own.__dict__.setdefault("streams", {})
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(streams[device]):
+            copy()
+            streams[device].synchronize()

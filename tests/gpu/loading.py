@@ -1,0 +1,142 @@
+"""Loading from snapshots in memory (checkpoint/loader.py) into real GPUs: every value compared, and GB a second.
+
+    PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/loading.py --gb 8
+
+Each process has so many GB of tensors on its GPU (in host memory where there is none). Cases:
+
+    own    each process reads its own part, as after a restart of trainers
+    peer   process 0 reads everything and sends the others theirs, as after a node was replaced
+    cut    each reads its own part and needs an equal share of everybody's, as after a change of layout
+
+Every case is loaded --turns times; it ends with 1 if a value is not the one that was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megascale.checkpoint import TensorShard, save
+from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.format.mapping import map_shared
+from megascale.checkpoint.loader import LoadReport, fill
+from megascale.checkpoint.object_collectives import Peers
+from megascale.checkpoint.storage.opening import open_storage
+
+WIDTH = 4096
+MATRIX = 100 << 20  # bytes of a tensor: two chunks
+Shards = list[TensorShard]
+
+
+def main() -> int:
+    """0: every value is the one that was saved."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gb", type=float, default=1.0, help="of each process")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="folder of a file system in memory")
+    given = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peers, count = Peers(), max(1, round(given.gb * 1e9 / MATRIX))
+    folder = Path(tempfile.mkdtemp(dir=given.memory)) if rank == 0 else None
+    folder = Path(peers.share(str(folder), str))
+    wrong = 0
+    try:
+        own = rows(count, size, rank, device)
+        for shard in own:
+            shard.tensor.copy_(expected(shard))
+        save(folder, 1, own, {}, keep=1)
+        del own
+        storage = open_storage(folder)
+        index = folders.read_index(storage, folders.survey(storage)[0][-1])
+        place = folder / folders.step_name(1)
+        views = {file: memoryview(mapped(place / file)) for file in index.files}
+        read: Callable[[str, int, int], memoryview] = lambda file, start, stop: views[file][start:stop]
+        mine = {file: [int(file.removesuffix(".distcp").rsplit("-", 1)[1])] for file in index.files}
+        cases = {"own": (rows, mine), "peer": (rows, {file: [0] for file in index.files}), "cut": (columns, mine)}
+        for name, (make, holders) in cases.items():
+            took = []
+            for _ in range(given.turns):
+                shards, report = make(count, size, rank, device), LoadReport()
+                for shard in shards:
+                    shard.tensor.fill_(-1.0)
+                peers.all(True)
+                began = time.perf_counter()
+                damage = fill(index, shards, peers, read, name=name, state={}, holders=holders, report=report)
+                peers.all(True)
+                took.append(time.perf_counter() - began)
+                bad = [s.name for s in shards if not torch.equal(s.tensor, expected(s))]
+                if damage or bad:
+                    print(f"process {rank}, {name}: {damage or f'other values in {len(bad)} tensors'}", flush=True)
+                wrong += not peers.all(not damage and not bad)
+                del shards
+            if rank == 0:
+                total = count * MATRIX / 1e9
+                told = ", ".join(f"{seconds:.2f}" for seconds in took)
+                print(f"{name:5} {total:.1f} GB a process: {told} s, {total / min(took):.1f} GB/s", flush=True)
+        views.clear()
+    finally:
+        if rank == 0:
+            for file in sorted(folder.rglob("*"), reverse=True):
+                file.rmdir() if file.is_dir() else file.unlink()
+            folder.rmdir()
+    dist.destroy_process_group()
+    return int(wrong > 0)
+
+
+def mapped(file: Path) -> memoryview:
+    """A file of the memory file system, as a process maps a snapshot."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        return memoryview(map_shared(handle, file.stat().st_size, writable=False))
+    finally:
+        os.close(handle)
+
+
+def names(count: int, size: int) -> list[str]:
+    """Of all processes' tensors, each its own `count` one after the other."""
+    return [f"model.{owner}.{number}" for owner in range(size) for number in range(count)]
+
+
+def rows(count: int, size: int, rank: int, device: torch.device) -> Shards:
+    """This process's tensors, whole."""
+    shape = (MATRIX // 4 // WIDTH, WIDTH)
+    chosen = names(count, size)[rank * count : (rank + 1) * count]
+    return [TensorShard(name, shape, (0, 0), torch.empty(shape, device=device)) for name in chosen]
+
+
+def columns(count: int, size: int, rank: int, device: torch.device) -> Shards:
+    """Some columns of all tensors."""
+    height = MATRIX // 4 // WIDTH
+    start, stop = WIDTH * rank // size, WIDTH * (rank + 1) // size
+    made = []
+    for name in names(count, size):
+        tensor = torch.empty((height, stop - start), device=device)
+        made.append(TensorShard(name, (height, WIDTH), (0, start), tensor))
+    return made
+
+
+def expected(shard: TensorShard) -> torch.Tensor:
+    """Values that tell place and tensor."""
+    of = sum(map(ord, shard.name)) * 7919 + int(shard.name.rsplit(".", 1)[1])
+    (top, left), (height, width) = shard.offsets, shard.tensor.shape
+    device = shard.tensor.device
+    places = torch.arange(top, top + height, device=device)[:, None] * WIDTH
+    places = places + torch.arange(left, left + width, device=device)
+    return (places * 31 + of).remainder_(1 << 23).float()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
