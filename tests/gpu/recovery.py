@@ -13,9 +13,9 @@ in the memory of both nodes. It has half of the preset's layers, or fewer if GPU
     lost-node  the same, and the machine does not come back: --resilience.spares=1, on GPUs of its own
 
 Called again with the same --out, only what is missing is done; after --seconds the job is ended and what came is kept.
-What rank 0 did from second to second is kept in the file ("stacks"), and so is what went wrong that no kill of this
-script explains ("unasked"), of which there should be nothing. Any setting can follow as --section.key=value;
-`--preset tiny --train.device=cpu` tries it without a GPU.
+What rank 0 did from second to second is kept in the file ("stacks"), what the driver found and did too ("events"), and
+what went wrong that no kill of this script explains ("unasked", then with the ends of "logs"), of which there should be
+nothing. Any setting can follow as --section.key=value; `--preset tiny --train.device=cpu` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -161,7 +161,15 @@ def run(
             if not row["total"]:
                 return
     finally:
-        record.setdefault("unasked", []).extend(unasked(job, injected))
+        record.setdefault("unasked", []).extend(found := unasked(job, injected))
+        record.setdefault("events", []).append(
+            [
+                f"{e.time - begun:.2f} s {e.kind} of attempt {e.attempt}: {'; '.join(e.evidence)[:200]}"
+                for e in job.events()
+            ]
+        )
+        if found:
+            record["logs"] = {str(p.relative_to(job.run)): last_lines(p) for p in sorted(job.run.rglob("*.log"))}
         keep()
         finish(job)
 
@@ -317,6 +325,11 @@ def machine() -> str:
     count = torch.cuda.device_count()
     device = f"{count} x {torch.cuda.get_device_name()}" if count else "CPU"
     return f"{device}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def last_lines(file: Path) -> list[str]:
+    """The last of a log."""
+    return file.read_text(errors="replace").splitlines()[-60:]
 
 
 def end_of(job: Launched) -> str:

@@ -15,7 +15,7 @@ import struct
 from megascale.services.shared_token import NONCE_BYTES, same
 
 # Counted up with each change of a frame, a greeting or a message: ends of different forms do not talk.
-FORM = 7
+FORM = 8
 HEAD = struct.Struct(">2sBBIQ")
 GREETING_BYTES = HEAD.size + NONCE_BYTES
 SEAL_BYTES = 16

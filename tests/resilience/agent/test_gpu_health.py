@@ -12,6 +12,7 @@ import pytest
 from megascale.resilience import rules
 from megascale.resilience.agent.gpu_health import GpuHealth
 from megascale.resilience.protocol.agent_messages import FROM_AGENT
+from megascale.resilience.protocol.heartbeat import GpuReport
 from tests.resilience.rules.test_rules import heartbeat, one, view, worker
 
 
@@ -109,9 +110,17 @@ def nvml(monkeypatch):
     return Nvml()
 
 
+def taken(health: GpuHealth) -> tuple[GpuReport, ...]:
+    """What is answered to questions of now on."""
+    assert health.answered(10)
+    health.take()
+    assert health.answered(10)
+    return health.take()
+
+
 def judged(health: GpuHealth):
     """The rules' verdicts on what an agent sends, as the driver reads it."""
-    sent = FROM_AGENT.decode(FROM_AGENT.encode(heartbeat(0, 1, [worker(0)], gpus=health.take())))
+    sent = FROM_AGENT.decode(FROM_AGENT.encode(heartbeat(0, 1, [worker(0)], gpus=taken(health))))
     return [v for v in rules.judge(view({0: [sent]})) if v.kind.startswith("device")]
 
 
@@ -121,9 +130,9 @@ def test_an_xid_event_reaches_the_rule_and_what_follows_it_hides_it_not(nvml):
         assert nvml.registered == {"handle 0", "handle 1"}
         assert not judged(health)
         nvml.happens(("handle 1", 13))
-        assert [g.xid for g in health.take()] == [0, 13]
+        assert [g.xid for g in taken(health)] == [0, 13]
         nvml.happens(("handle 1", 79), 999, ("handle 1", 45))  # 999: a wait that fails ends nothing
-        assert [g.xid for g in health.take()] == [0, 79]
+        assert [g.xid for g in taken(health)] == [0, 79]
         verdict = one(judged(health), "device_fault")
         assert verdict.action == "evict"
         assert "GPU 1 (H200) of node-0 reported Xid 79" in verdict.evidence[0]
@@ -136,9 +145,9 @@ def test_a_device_off_the_bus_is_told_though_it_answers_nothing(nvml):
     try:
         nvml.lost.add("handle 0")
         nvml.happens(("handle 0", 95))  # its index cannot be asked any more, its handle is known
-        assert health.take()[0].xid in (79, 95)
+        assert taken(health)[0].xid in (79, 95)
         assert one(judged(health), "device_fault").action == "evict"
-        assert [g.xid for g in health.take()] == [79, 0]
+        assert [g.xid for g in taken(health)] == [79, 0]
     finally:
         health.close()
 
@@ -146,11 +155,11 @@ def test_a_device_off_the_bus_is_told_though_it_answers_nothing(nvml):
 def test_a_recovery_action_is_read_where_there_is_one(nvml):
     health = GpuHealth(nvml)
     try:
-        assert [g.recovery for g in health.take()] == ["", ""]
+        assert [g.recovery for g in taken(health)] == ["", ""]
         nvml.recovery["handle 0"] = 4
         assert one(judged(health), "device_warning").action == "alert"
         nvml.recovery["handle 1"] = 1
-        assert [g.recovery for g in health.take()] == ["drain and reset", "reset"]
+        assert [g.recovery for g in taken(health)] == ["drain and reset", "reset"]
         assert "needs a reset" in one(judged(health), "device_fault").evidence[0]
     finally:
         health.close()
@@ -160,8 +169,50 @@ def test_a_recovery_action_is_read_where_there_is_one(nvml):
 def test_a_neighbours_device_is_not_this_nodes(nvml, monkeypatch, visible, mine):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     health = GpuHealth(nvml)
+    assert {g.index for g in taken(health)} == mine
     health.close()
-    assert {g.index for g in health.take()} == mine
+
+
+def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, monkeypatch):
+    now, answers, asked = [100.0], threading.Event(), threading.Event()
+    real = nvml.nvmlDeviceGetTemperature
+
+    def hangs(handle: str, kind: int) -> int:
+        asked.set()
+        assert answers.wait(10)
+        return real(handle, kind)
+
+    health = GpuHealth(nvml, clock=lambda: now[0])
+    try:
+        taken(health)
+        assert health.answered(10)
+        monkeypatch.setattr(nvml, "nvmlDeviceGetTemperature", hangs)
+        health.take()
+        assert asked.wait(10)
+        now[0] += 4.0
+        assert [(g.temperature, g.unanswered) for g in health.take()] == [(50, 0.0)] * 2
+        now[0] += 26.0
+        nvml.happens(("handle 1", 13))
+        found = health.take()
+        assert [(g.temperature, g.unanswered, g.xid) for g in found] == [(50, 30.0, 0), (50, 30.0, 13)]
+        beat = heartbeat(0, 1, [worker(0)], gpus=found[:1])
+        verdict = one(rules.judge(view({0: [beat]})), "device_warning")
+        assert (verdict.action, "has not answered for 30 s" in verdict.evidence[0]) == ("alert", True)
+        answers.set()
+        assert [g.unanswered for g in taken(health)] == [0.0, 0.0]
+    finally:
+        answers.set()
+        health.close()
+
+
+def test_a_library_that_fails_ends_no_heartbeat(nvml):
+    health = GpuHealth(nvml)
+    try:
+        taken(health)
+        nvml.nvmlDeviceGetName = None
+        assert [g.temperature for g in taken(health)] == [50, 50]
+    finally:
+        health.close()
 
 
 def test_the_real_library_is_asked_where_it_is():
@@ -172,7 +223,7 @@ def test_the_real_library_is_asked_where_it_is():
         pytest.skip("no NVIDIA driver here")
     health = GpuHealth()
     try:
-        assert len(health.take()) >= 1
-        assert all(g.temperature > 0 for g in health.take())
+        assert len(taken(health)) >= 1
+        assert all(g.temperature > 0 for g in taken(health))
     finally:
         health.close()

@@ -1,4 +1,5 @@
-"""NVML's view of a node's devices: counters once a heartbeat, Xid errors from a thread that waits for them."""
+"""NVML's view of a node's devices: counters once a heartbeat, Xid errors as they come. Threads ask and wait for them: a
+driver that is busy, or whose device is broken, answers after seconds or never."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ import importlib
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from megascale.core.xid import FATAL_XIDS, LOST, RECOVERY
 from megascale.resilience.protocol.heartbeat import GpuReport
@@ -15,6 +20,7 @@ from megascale.resilience.protocol.heartbeat import GpuReport
 log = logging.getLogger("megascale.agent")
 WAIT_MS = 1000  # of the thread for one event; an agent that ends waits for it no longer
 PAUSE = 1.0  # seconds after a wait that failed
+ANSWER = 5.0  # seconds that an answer may take before it is told that none comes
 # Slowed down by heat or power brake, in hardware or software; not by the power limit, which is normal.
 _HOT = 0x8 | 0x20 | 0x40 | 0x80
 
@@ -24,12 +30,19 @@ class GpuHealth:
 
     Args:
         nvml: the module pynvml, or one that does as it does; default: the real one.
+        clock: seconds.
     """
 
-    def __init__(self, nvml: Any = None) -> None:
+    def __init__(self, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml: Any = None
         self._handles: dict[int, Any] = {}
         self._xids: XidWatch | None = None
+        self._clock = clock
+        self._newest: tuple[GpuReport, ...] = ()
+        self._asked = 0.0  # when what is not answered yet was asked
+        self._wanted = False
+        self._stopped = False
+        self._turn = threading.Condition()
         try:
             nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
@@ -39,15 +52,59 @@ class GpuHealth:
             return
         self._nvml = nvml
         self._xids = XidWatch(nvml, self._handles)
+        self._thread = threading.Thread(target=self._run, name="megascale-gpus", daemon=True)
+        self._thread.start()
 
     def take(self) -> tuple[GpuReport, ...]:
-        """One record a device; a value that a device does not report is 0."""
-        return tuple(self._one(index, handle) for index, handle in self._handles.items())
+        """The newest record of each device, as of the call before, and asks for the next; never waits. A value that a
+        device does not report is 0."""
+        if self._xids is None:
+            return ()
+        with self._turn:
+            now = self._clock()
+            waited = now - self._asked if self._wanted else 0.0
+            if not self._wanted:
+                self._wanted, self._asked = True, now
+                self._turn.notify_all()
+            silent = waited if waited > ANSWER else 0.0
+            reports = self._newest
+        if silent and not reports:
+            reports = tuple(GpuReport(index, "unknown") for index in self._handles)
+        replace = msgspec.structs.replace
+        return tuple(replace(r, xid=self._xids.worst(r.index), unanswered=silent) for r in reports)
+
+    def answered(self, seconds: float) -> bool:
+        """Whether what was asked last is answered, after so many seconds at most."""
+        with self._turn:
+            return self._turn.wait_for(lambda: not self._wanted, seconds)
 
     def close(self) -> None:
-        """End the thread."""
-        if self._xids is not None:
-            self._xids.close()
+        """End the threads; a driver that does not answer is not waited for."""
+        if self._xids is None:
+            return
+        with self._turn:
+            self._stopped = True
+            self._turn.notify_all()
+        self._thread.join(2 * WAIT_MS / 1000)
+        self._xids.close()
+
+    def _run(self) -> None:
+        failed = False
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._wanted or self._stopped)
+                if self._stopped:
+                    return
+            reports = self._newest
+            try:
+                reports = tuple(self._one(index, handle) for index, handle in self._handles.items())
+            except Exception as error:  # of a library's version, say; heartbeats must go on
+                if not failed:
+                    log.warning("GPUs cannot be asked: %s", error)
+                failed = True
+            with self._turn:
+                self._newest, self._wanted = reports, False
+                self._turn.notify_all()
 
     def _one(self, index: int, handle: Any) -> GpuReport:
         n = self._nvml

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from megascale.resilience.agent import gpu_health, node_health
 from megascale.resilience.agent.driver_link import DriverLink
@@ -24,6 +26,8 @@ LOOK = 0.2  # seconds between looks at logs and status files
 REST = 5.0  # seconds for the driver to have written what ended trainers wrote last
 LAST = 5.0  # seconds for the driver to have heard that nothing runs here any more
 SOON = 0.02  # seconds between looks whether it has
+SLOW = 1.0  # seconds of a heartbeat, or of a part of it, that are worth a line
+T = TypeVar("T")
 
 
 class Telemetry:
@@ -94,12 +98,25 @@ class Telemetry:
     async def beat(self) -> None:
         """Send heartbeats, at the interval and when something has changed; does not return."""
         while True:
+            begun = time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._job.limits.interval):
                     await self._changed.wait()
                     await asyncio.sleep(0.01)  # what ends together is sent together
+            if (late := time.monotonic() - begun - self._job.limits.interval) > SLOW:
+                log.warning("a heartbeat is late by %.1f s: something else of this agent took that long", late)
             self._changed.clear()
-            self._send()
+            self._timed("a heartbeat", self._send)
+
+    @staticmethod
+    def _timed(what: str, do: Callable[[], T]) -> T:
+        """What `do` gives; where it takes long the log says so, since the driver takes silence for a node's end."""
+        begun = time.monotonic()
+        try:
+            return do()
+        finally:
+            if (took := time.monotonic() - begun) > SLOW:
+                log.warning("%s took %.1f s", what, took)
 
     def _send(self) -> int:
         """Send a heartbeat; its number, 0 where that was not possible."""
@@ -107,7 +124,7 @@ class Telemetry:
         if channel is None:
             return 0
         try:
-            self._pass_lines()
+            self._timed("new log lines", self._pass_lines)
             heartbeat = self.heartbeat()
             self._lease.sent(heartbeat.sequence)
             channel.send(heartbeat)
@@ -144,13 +161,13 @@ class Telemetry:
             pod=self._pod,
             hardware=self.facts[0],
             versions=self.facts[1],
-            workers=self._trainers.workers(),
-            logs=self._logs.take(),
-            gpus=self._gpus.take(),
-            traffic=self._traffic.take(),
-            checksums=self._trainers.checksums(),
-            step_seconds=self._trainers.step_seconds(),
-            disks=self._trainers.disks(),
+            workers=self._timed("the state of the trainers", self._trainers.workers),
+            logs=self._timed("log lines", self._logs.take),
+            gpus=self._timed("what GPUs report", self._gpus.take),
+            traffic=self._timed("network counters", self._traffic.take),
+            checksums=self._timed("checksums of weights", self._trainers.checksums),
+            step_seconds=self._timed("step times", self._trainers.step_seconds),
+            disks=self._timed("room on disks", self._trainers.disks),
             leaving=self.leaving,
         )
         return self.newest

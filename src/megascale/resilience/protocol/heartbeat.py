@@ -72,7 +72,8 @@ class GpuReport(Part, frozen=True):
     """Health of one device. temperature in degrees Celsius; ecc_errors: uncorrected since boot.
 
     xid: the last error that the agent was notified of, one that a machine does not outlive (core/xid.py) before others;
-    0: none. recovery: what its driver says that it needs, such as "reset"; "": nothing.
+    0: none. recovery: what its driver says that it needs, such as "reset"; "": nothing. unanswered: seconds for which
+    its driver has not answered, 0 as long as it does; all but the Xid is what it said before.
     """
 
     index: Count
@@ -83,6 +84,7 @@ class GpuReport(Part, frozen=True):
     xid: Count = 0
     throttled: bool = False
     recovery: Name = ""
+    unanswered: Finite = 0.0
 
 
 class NetworkTraffic(Part, frozen=True):

@@ -15,6 +15,7 @@ from megascale.resilience.rules.view import RankView, View
 # Lines that mean a broken machine even while its processes live; any other match is worth a person's look.
 _BROKEN = re.compile(r"uncorrectable|double.bit|fallen off the bus|Xid.*\b(48|64|74|79|92|94|95|119|120)\b", re.I)
 HOT = 90.0  # degrees Celsius
+SILENT = 20.0  # seconds
 
 # Traffic: this many heartbeats of quiet, and this many before them to compare with.
 QUIET_BEATS = 10
@@ -43,7 +44,8 @@ def devices(view: View) -> list[Verdict]:
     found = []
     for member in view.members:
         for gpu in member.heartbeat.gpus if member.heartbeat else ():
-            first = next((g for _, h in member.history for g in h.gpus if g.index == gpu.index), gpu)
+            history = (g for _, h in member.history for g in h.gpus)
+            first = next((g for g in history if g.index == gpu.index and not g.unanswered), gpu)
             found += _device(member, gpu, first)
     return found
 
@@ -62,6 +64,8 @@ def _device(member: RankView, gpu: GpuReport, first: GpuReport) -> list[Verdict]
         text = f"{name} reported Xid {gpu.xid}"
     elif gpu.recovery:
         text = f"{name} needs recovery, its driver says: {gpu.recovery}"
+    elif gpu.unanswered > SILENT:
+        text = f"{name}: its driver has not answered for {gpu.unanswered:.0f} s; look at dmesg and nvidia-smi there"
     elif gpu.temperature > HOT:
         text = f"{name} has {gpu.temperature:.0f} degrees; above {HOT:.0f} it slows down"
     elif gpu.throttled:

@@ -1,0 +1,27 @@
+"""What an agent's log says where a heartbeat takes long."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from megascale.resilience.agent import telemetry
+from megascale.resilience.agent.telemetry import Telemetry
+
+
+def test_the_log_names_what_held_a_heartbeat_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now[0])
+
+    def fails() -> None:
+        now[0] += 7.0
+        raise ValueError
+
+    with caplog.at_level(logging.WARNING):
+        assert Telemetry._timed("quick", lambda: 3) == 3
+        with pytest.raises(ValueError):
+            Telemetry._timed("what GPUs report", fails)
+    assert [record.getMessage() for record in caplog.records] == ["what GPUs report took 7.0 s"]
