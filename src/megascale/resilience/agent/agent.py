@@ -159,7 +159,8 @@ class Agent:
         await self.trainers.stop(order.how, order.grace_period)
         await self.telemetry.send_rest()
         if order.forget:
-            log.info("memory is not trusted: ended checkpoint services %s", end_services(self.run_folder, self.node))
+            ended = await asyncio.to_thread(end_services, self.run_folder, self.node)
+            log.info("memory is not trusted: ended checkpoint services %s", ended)
         codes = {w.rank: w.code for w in self.trainers.workers()}
         port = free_port(self.address, self._offered)
         self._offered.append(port)  # where it was taken by the time of its use, the next is another one

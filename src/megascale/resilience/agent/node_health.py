@@ -38,8 +38,7 @@ class _Interface:
             values.append(int(file.read()))
         return [values[0] * self.scale, values[1] * self.scale, *values[2:]]
 
-    def sample(self, now: float) -> None:
-        values = self.read()
+    def add(self, values: list[int], now: float) -> None:
         if not self.last:
             self.last, self.first, self.began, self.at = values, values, now, now
             return
@@ -81,13 +80,15 @@ class TrafficSampler:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period):
-            with self._lock:
-                now = time.monotonic()
-                for interface in list(self._interfaces):
-                    try:
-                        interface.sample(now)
-                    except (OSError, ValueError):  # taken away
+            for interface in list(self._interfaces):
+                try:  # without the lock: an adapter that hangs answers late, and heartbeats must not wait for it
+                    now, values = time.monotonic(), interface.read()
+                except (OSError, ValueError):  # taken away
+                    with self._lock:
                         self._interfaces.remove(interface)
+                    continue
+                with self._lock:
+                    interface.add(values, now)
 
     def take(self) -> tuple[NetworkTraffic, ...]:
         """One summary an interface."""
@@ -95,9 +96,9 @@ class TrafficSampler:
             return tuple(t for i in self._interfaces if (t := i.summarise()) is not None)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; an adapter that does not answer is not waited for."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(1.0)
 
 
 def _interfaces() -> list[_Interface]:
