@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -41,7 +42,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gb", type=float, default=1.0, help="of each process")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="folder of a file system in memory")
+    parser.add_argument(
+        "--memory", type=Path, help="folder for the snapshots; default: /dev/shm, or /tmp where it is small"
+    )
     given = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -50,7 +53,8 @@ def main() -> int:
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     peers, count = Peers(), max(1, round(given.gb * 1e9 / MATRIX))
-    folder = Path(tempfile.mkdtemp(dir=given.memory)) if rank == 0 else None
+    memory = given.memory or roomy(1.1 * size * count * MATRIX)
+    folder = Path(tempfile.mkdtemp(dir=memory)) if rank == 0 else None
     folder = Path(peers.share(str(folder), str))
     wrong = 0
     try:
@@ -94,6 +98,12 @@ def main() -> int:
             folder.rmdir()
     dist.destroy_process_group()
     return int(wrong > 0)
+
+
+def roomy(size: float) -> Path:
+    """A file system in memory if it has room, else the disk, whose files stay in memory for so short a time too."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and shutil.disk_usage(shared).free > size else Path(tempfile.gettempdir())
 
 
 def mapped(file: Path) -> memoryview:
