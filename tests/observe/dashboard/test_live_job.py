@@ -117,6 +117,8 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     page.wait_for_selector(".chip >> text=paused")
     order(page, "Resume", act, "goes on from its last checkpoint")
     job.until("first_step")
+    times = {entry.kind: entry.time for entry in job.events()}
+    assert times["first_step"] - times["continued"] < 60  # a node in place of the cordoned one is asked for at once
     page.goto(f"{address}overview")
     page.wait_for_selector(".events >> text=node evicted")
     assert "stopped" in page.locator("section[aria-label='where the time went']").inner_text()

@@ -18,6 +18,7 @@ from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import ENDED, NodeState, Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 
+ASK_AGAIN = 5.0  # seconds between requests for nodes: one may be refused at once
 TOGETHER = 10.0  # seconds to wait at the first start for all that were asked for, spares too
 
 
@@ -180,7 +181,7 @@ class Placement:
             self._recovery.recover_node(name, evict=True)
 
     def _ask_for(self, missing: int, there: str, now: float) -> None:
-        if now - self._nodes.asked > self._settings.limits.window:
+        if now - self._nodes.asked > min(ASK_AGAIN, self._settings.limits.window):
             self._nodes.asked = now
             if there != self._there:
                 self._there = there
