@@ -15,7 +15,9 @@ in the memory of both nodes. It has half of the preset's layers, or fewer if GPU
 Called again with the same --out, only what is missing is done; after --seconds the job is ended and what came is kept.
 What rank 0 did from second to second is kept in the file ("stacks"), what the driver found and did too ("events"), and
 what went wrong that no kill of this script explains ("unasked", then with the ends of "logs"), of which there should be
-nothing. Any setting can follow as --section.key=value; `--preset tiny --train.device=cpu` tries it without a GPU.
+nothing. Each step has a sum of the weights' bits: steps that are done again must come to the same ones, and so must
+what was loaded ("weights": how many were compared, and those that differ). Any setting can follow as
+--section.key=value; `--preset tiny --train.device=cpu` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from typing import Any
 
 from megascale.bench.resilience.fault_cases import CASES
 from megascale.bench.resilience.launched import Launched, Steps, phases
+from megascale.core.status import read_status
 
 LIMIT = 240.0  # seconds for a start or a recovery
 ENDING = 40.0  # kept for the job's end
@@ -66,6 +69,7 @@ nodes = 2
 spares = 0
 test_spares = false
 faults = true
+checksum_interval = 1
 retries = 100
 respawns = 100
 [observe]
@@ -107,7 +111,11 @@ def main(words: list[str] | None = None) -> int:
     done = {(row["kind"], row["number"]) for row in record["kills"] if row["total"]}
     if left := [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]:
         print(f"missing: {', '.join(left)}; call again with the same --out")
-    return 1 if record.get("unasked") or any(not row["total"] for row in record["kills"]) else 0
+    failed = record.get("unasked") or any(not row["total"] for row in record["kills"])
+    compared, other = record.get("weights", (0, []))
+    if record["kills"]:
+        print(f"weights: {compared} sums of steps that were done again are the same, {len(other)} are not")
+    return 1 if failed or other else 0
 
 
 def run(
@@ -128,6 +136,7 @@ def run(
 
     begun, injected = time.time(), []
     job = Launched(file, "recovery", [*settings, f"--model.layers={layers}"], pace=0)
+    sums = Sums(job.run)
     try:
         with Stacks(job.run) as stacks:
             first = job.first(lambda e: e.kind == "first_step", until - ENDING - time.monotonic())
@@ -161,6 +170,9 @@ def run(
             if not row["total"]:
                 return
     finally:
+        sums.end()
+        before, others = record.get("weights", (0, []))
+        record["weights"] = (before + sums.compared, others + sums.others)
         record.setdefault("unasked", []).extend(found := unasked(job, injected))
         record.setdefault("events", []).append(
             [
@@ -272,6 +284,43 @@ class Stacks:
                 frames = " < ".join(stack[:FRAMES])
                 if frames and (not self.seen or self.seen[-1][1] != frames):
                     self.seen.append((time.time(), frames))
+
+
+class Sums:
+    """Reads the sums of weights from ranks' status files: a step that is done again must come to the same.
+
+    Attributes:
+        compared: how many of another attempt were the same.
+        others: those that were not.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.compared = 0
+        self.others: list[str] = []
+        self._folder, self._ended = run / "status", threading.Event()
+        self._known: dict[tuple[int, str], tuple[int, str]] = {}  # (rank, step) -> whose process, sum
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Read no more."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.02):
+            for file in self._folder.glob("rank-*.status"):
+                if (status := read_status(file)) is not None and status.checksum:
+                    self._take(int(file.stem.partition("-")[2]), status.pid, *status.checksum.split(":"))
+
+    def _take(self, rank: int, process: int, step: str, value: str) -> None:
+        of, known = self._known.setdefault((rank, step), (process, value))
+        if of == process:
+            return
+        self._known[rank, step] = (process, value)
+        self.compared += value == known
+        if value != known:
+            self.others.append(f"rank {rank}, step {step}: {value} where it was {known}")
 
 
 def make(folder: Path) -> Path:
