@@ -78,6 +78,19 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     assert ledger == [4 * i for i in range(64)]  # no sample twice, none left out
 
 
+def test_a_node_whose_agent_is_stopped_trains_on_and_is_lost_once_its_ranks_are(launch):
+    job = launch("silent", "--nodes=2", "--resilience.window=2", "--train.steps=100000", "--checkpoint.interval=8")
+    job.until("first_step")
+    os.kill(job.agent("n1"), signal.SIGSTOP)
+    told = job.until("agent_silent")
+    assert (told.action, told.nodes, told.ranks) == ("alert", ("n1",), (1,))
+    job.until_step(losses(job.run)[-1][0] + 10)
+    os.kill(job.pid(1), signal.SIGSTOP)
+    lost = job.until("missed_heartbeat")
+    assert (lost.action, lost.nodes, lost.attempt) == ("recover", ("n1",), 1)
+    job.until("first_step", attempt=2)
+
+
 def test_interrupt_saves_and_the_same_command_goes_on(launch):
     job = launch("stopped", "--nodes=1", "--train.steps=100000", "--checkpoint.interval=0")
     job.until("first_step")

@@ -58,6 +58,7 @@ class Event(StrEnum):
     FIRST_STEP = "first_step"
     PROCESS_EXIT = "process_exit"
     MISSED_HEARTBEAT = "missed_heartbeat"
+    AGENT_SILENT = "agent_silent"  # of a node whose ranks train all the same
     AGENT_RESTARTED = "agent_restarted"
     START_TOO_SLOW = "start_too_slow"
     RECOVERY_ACTION = "recovery_action"

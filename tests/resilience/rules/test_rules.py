@@ -264,6 +264,52 @@ def test_a_silent_node_is_missed_and_a_driver_that_slept_blames_nobody():
     assert {v.kind for v in rules.judge(state)} == {"missed_heartbeat"}
 
 
+def silent(steps: list[int], seconds: float, phase: str = "train") -> list[Verdict]:
+    """A node that was last heard so long ago, while another one was in these steps, once a second until now."""
+    phases = ["train"] * (len(steps) - 1) + [phase]
+    workers = [worker(0, step=step, phase=phase) for step, phase in zip(steps, phases, strict=True)]
+    state = view({0: [heartbeat(0, i, [one]) for i, one in enumerate(workers)], 1: []})
+    state.members[1].last_seen = state.now - seconds
+    return rules.judge(state)
+
+
+def test_a_silent_node_whose_ranks_train_is_not_lost():
+    verdict = one(silent(list(range(10, 30)), WINDOW + 3), "agent_silent")
+    assert (verdict.nodes, verdict.action) == (("node-1",), "alert")
+    assert "cannot without rank 1" in verdict.evidence[0]
+    for phase in ("save", "evaluate"):
+        assert one(silent(list(range(10, 30)), WINDOW + 3, phase), "agent_silent").action == "alert"
+    # Two steps on, which the others may be without it; and steps that are too long to tell.
+    assert one(silent([10] * 12 + [11, 12], WINDOW + 1), "missed_heartbeat").action == "recover"
+    assert one(silent([10] * 20, WINDOW + 1), "missed_heartbeat").action == "recover"
+
+
+@given(
+    st.floats(0.05, 20.0),
+    st.floats(0.0, 1.0),
+    st.integers(0, 2),
+    st.floats(0.0, 1.0),
+    st.integers(1, 3),
+)
+def test_a_node_that_ends_is_missed_within_the_window_however_fast_the_job_was(pace, phase, ahead, before, others):
+    """It ends at 40 s; the others come `ahead` steps further, and no step ends any more."""
+    end, now = 40.0, 40.0 + WINDOW + 0.01
+
+    def step(at: float) -> int:
+        return 100 + int(at / pace) if at < end else 100 + int(end / pace) + ahead
+
+    members = [RankView("node-0", (0,), end - before, heartbeat(0, 1, [worker(0)]))]
+    for node in range(1, 1 + others):
+        times = [phase + i for i in range(int(now - phase) + 1)]
+        sent = [heartbeat(node, i, [worker(node, step=step(at))]) for i, at in enumerate(times)]
+        members.append(
+            RankView(f"node-{node}", (node,), times[-1], sent[-1], deque(zip(times, sent, strict=True), HISTORY))
+        )
+    state = view({}, Grid(data=1 + others, ranks_per_host=1), now=now)
+    state.members = members
+    assert one(rules.judge(state), "missed_heartbeat").nodes == ("node-0",)
+
+
 def test_a_slow_start_names_who_did_not_come():
     state = view({0: [heartbeat(0, 1, [worker(0)])], 1: [heartbeat(1, 1, [worker(1, phase="load")])]}, phase="starting")
     state.started = state.now - 59

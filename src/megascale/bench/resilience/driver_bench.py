@@ -34,6 +34,7 @@ from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic, Worker
 
 RANKS = 8  # a node
+STEPS = 20
 
 
 def register(app: typer.Typer) -> None:
@@ -324,7 +325,8 @@ async def _agent(
     try:
         while not listening.done():
             sequence += 1
-            step = int((time.monotonic() - orders["started"]) * 2) if orders else 0
+            # Steps stand still from then on: no job trains while a node is lost, and there is always one.
+            step = min(STEPS, int((time.monotonic() - orders["started"]) * 2)) if orders else 0
             ranks = orders.get("ranks", ())
             seconds = {rank: 0.45 + 0.02 * rng.random() for rank in ranks}
             about = {"job": contact.job, "attempt": orders.get("attempt", 0), "step_seconds": seconds}

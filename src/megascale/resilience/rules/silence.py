@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megascale.core.events import Event
 from megascale.core.status import FAILED_IN_STEP
 from megascale.resilience.protocol.heartbeat import Worker
@@ -14,6 +16,8 @@ GRACE_PERIOD = 5.0
 FLOOR = 10.0  # seconds; a hang must be known within 15
 _LONG_PHASES = ("save", "evaluate", "load")
 LONG_FLOOR = 60.0  # a larger checkpoint or evaluation than the last one is no hang
+AHEAD = 2  # steps by which a rank may be ahead of the last one that all have done
+WITNESSES = 4  # nodes whose history is looked through where one is silent
 FIRST_STEP = "first step"  # an attempt's first step, as a phase of its own: it compiles and warms up
 
 
@@ -22,6 +26,9 @@ def heartbeats(view: View) -> list[Verdict]:
     """Nodes with ranks that have been silent for longer than the window."""
     placed = [m for m in view.members if m.ranks]
     silent = [m for m in placed if view.now - m.last_seen > view.window]
+    trained = _trained_until(view, [m for m in placed if m not in silent]) if silent else None
+    if trained is not None and view.now - trained <= view.window:
+        return [_only_its_agent(view, member) for member in silent]
     # All at once is more likely this driver's own network or a pause of its host: they get as long again.
     if len(placed) > 1 and len(silent) == len(placed):
         silent = [m for m in silent if view.now - m.last_seen > 2 * view.window]
@@ -35,6 +42,35 @@ def heartbeats(view: View) -> list[Verdict]:
             evidence.append("no other node has sent one either")
         found.append(Verdict(Event.MISSED_HEARTBEAT, (member.node,), member.ranks, "recover", tuple(evidence)))
     return found
+
+
+def _trained_until(view: View, others: list[RankView]) -> float | None:
+    """A time until which all ranks certainly trained, by what nodes that are heard have done; None: it is not known.
+
+    A step needs every rank, and a rank goes on to the next but one only with its result (train/loop.py): all have taken
+    part in the step before the last of those that these nodes stand in, and that one had not begun when they were last
+    seen before it.
+    """
+    found: list[float] = []
+    for member in others[:WITNESSES] if view.phase == "running" else ():
+        steps = [(at, step) for at, h in member.history if (step := _step(h.workers)) >= 0]
+        found += [at for at, step in steps if step < steps[-1][1] - AHEAD][-1:]
+    return max(found, default=None)
+
+
+def _step(workers: Sequence[Worker]) -> int:
+    """The step that a node's ranks are in, or that they save or evaluate; -1 where one has not come so far."""
+    training = all(w.phase in ("train", "save", "evaluate") and w.state == "running" for w in workers)
+    return min((w.step for w in workers), default=-1) if training else -1
+
+
+def _only_its_agent(view: View, member: RankView) -> Verdict:
+    seconds = view.now - member.last_seen
+    text = (
+        f"no heartbeat from {member.node} for {seconds:.1f} s, but the job trains, which it cannot without rank "
+        f"{member.ranks[0]} there: its agent is held up, or cannot reach the driver; its log says what took long"
+    )
+    return Verdict(Event.AGENT_SILENT, (member.node,), member.ranks, "alert", (text,))
 
 
 @quick
