@@ -34,7 +34,7 @@ from megascale.resilience.protocol.given import JobDescription
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic, Worker
 
 RANKS = 8  # a node
-STEPS = 20
+STEPS = 4  # of a rank, in two seconds
 
 
 def register(app: typer.Typer) -> None:
