@@ -238,9 +238,8 @@ def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str
         "target": node if kind != "rank" else f"rank {ranks[-1]}",
     }
     row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
-    row["loaded_from"] = next(
-        (e.get("loaded_from") for e in reversed(job.trainer_events()) if e["event"] == "resumed"), None
-    )
+    resumed = next((e for e in reversed(job.trainer_events()) if e["event"] == "resumed"), {})
+    row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
     row["stacks"] = stacks.since(injected)
     row["events"] = [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:200]}" for e in fresh]
     if again is None:

@@ -57,6 +57,8 @@ def test_a_killed_run_goes_on_from_memory(tiny, megascale, tmp_path, world):
     assert found.returncode == 0, found.stderr
     (resumed,) = events(run, "resumed")
     assert resumed["loaded_from"] == "memory"
+    assert resumed["load_seconds"] > 0
+    assert resumed["read_bytes"] > resumed["sent_bytes"]  # each rank its own part, but for what both hold
     assert [e["step"] > resumed["step"] for e in events(run, "first_snapshot")] == [False, True]  # one an attempt
     assert resumed["step"] >= 5
     assert "from memory" in found.stdout

@@ -78,6 +78,7 @@ class Trainer:
         self.reporter = Reporter(self.folder, self.leader)
         self.ending = Ending(config, place, self.folder)
         self._unread: tuple[dict[str, Any], StepResult] | None = None
+        self._load: dict[str, float] = {}  # what loading took, and this rank's bytes
         self._skipped = 0  # steps of this process whose gradient was not finite
         self._stopping = False  # agreed by all ranks
         self._told_active = False
@@ -352,8 +353,11 @@ class Trainer:
         self.status.update("load", 0)
         # Before the first step the optimizer's moments are zero: an imported model comes without them.
         weights = [s for s in self.checkpointer.shards if s.name.startswith("model.")]
+        begun, report = time.monotonic(), checkpoint.LoadReport()
         with self.engine.loading():
-            state = self.checkpointer.load(initial=weights, accept=self.origin.check)
+            state = self.checkpointer.load(initial=weights, accept=self.origin.check, report=report)
+        took = round(time.monotonic() - begun, 3)
+        self._load = {"load_seconds": took, "read_bytes": report.read, "sent_bytes": report.sent}
         if state is None:
             self.origin.check_nothing()
             return
@@ -378,7 +382,7 @@ class Trainer:
         if self.checkpointer.loaded_from != "nothing":
             source = self.checkpointer.loaded_from
             changed = {c.key: [c.saved, c.present] for c in self.origin.changes}
-            more = {"changed": changed} if changed else {}
+            more = self._load | ({"changed": changed} if changed else {})
             self.reporter.event(
                 Event.RESUMED, world=self.place.world, step=self.step, samples=self.consumed, loaded_from=source, **more
             )
@@ -394,7 +398,9 @@ class Trainer:
             self.reporter.say(self.groups.report())
         if self.step:
             where = "" if self.checkpointer.loaded_from == "storage" else f" from {self.checkpointer.loaded_from}"
-            self.reporter.say(f"resuming {self.folder.path} after step {self.step}{where}")
+            took = self._load["load_seconds"]
+            size = f": {self._load['read_bytes'] / 1e9:.1f} GB by rank 0 in {took:.1f} s" if took >= 1.0 else ""
+            self.reporter.say(f"resuming {self.folder.path} after step {self.step}{where}{size}")
         for note in self.origin.notes:
             self.reporter.say(note)
         if self.origin.changes:
