@@ -30,6 +30,7 @@ from megascale.checkpoint.format.step_folders import Commit, Damaged
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.core.capacity import usable_cores
 from megascale.core.tensors import Box
 from megascale.errors import DataError
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
-_AHEAD = 3  # rounds that are read and checked before their turn, each by a thread
+_AHEAD = 3  # rounds at most that are read and checked before their turn, each by a thread
 
 # Reads bytes `start .. stop` of a data file, given its name.
 Read = Callable[[str, int, int], "memoryview | bytes | bytearray"]
@@ -231,14 +232,14 @@ def fill(
     schedule, moved = rounds(index, reader, wants), moves(reader, wants)
     # All know which rounds move anything; where each reads its own, nobody waits for anybody.
     moving = [any(moved[rows].any() for rows in parts) for parts in schedule]
-    wire = peers.wire
-    with ThreadPoolExecutor(_AHEAD) as ahead, Copies(shards) as copies:
+    wire, early = peers.wire, max(1, min(_AHEAD, usable_cores() // 2))
+    with ThreadPoolExecutor(early) as ahead, Copies(shards) as copies:
 
         def begin(number: int) -> Future[_Round]:
             rows = schedule[number][peers.rank]
             return ahead.submit(_prepare, index, rows, wants, peers, read, copies, wire, moving[number])
 
-        pending = deque(map(begin, range(min(_AHEAD, len(schedule)))))
+        pending = deque(map(begin, range(min(early, len(schedule)))))
         for number, parts in enumerate(schedule):
             ready = pending.popleft().result()
             report.read += ready.report.read
@@ -248,8 +249,8 @@ def fill(
                 for shard in by_name[index.name(row)]:
                     copies.begin(box, tensor, shard)
             copies.end_round()
-            if number + _AHEAD < len(schedule):
-                pending.append(begin(number + _AHEAD))
+            if number + early < len(schedule):
+                pending.append(begin(number + early))
     found, report.damage = report.damage, []
     return next((d[0] for d in peers.exchange(found[:1], list[str]) if d), None)
 
