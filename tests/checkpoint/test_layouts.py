@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.checkpoint import LoadReport, TensorShard, load, save
+from megascale.checkpoint import LoadReport, TensorShard, copies, load, loader, save
 from megascale.checkpoint.format.chunks import slices, split
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.format.read_plan import Want, assign_readers, moves, rounds
@@ -43,6 +44,19 @@ def test_saved_by_four_loads_on_three(folder: Path, save_as: str, load_as: str) 
     got = blank(logical_state())
     load(folder, whole(got))
     assert_same(got, logical_state())
+
+
+def _load_in_small_rounds(rank: int, size: int, folder: Path, how: str) -> dict:
+    loader.usable_cores = lambda: 16
+    loader.rounds = functools.partial(rounds, limit=200)
+    copies._PIECE = 64
+    return _load_group(rank, size, folder, how)
+
+
+@pytest.mark.parametrize("load_as", CUTS)
+def test_many_rounds_are_read_ahead_of_each_other(folder: Path, load_as: str) -> None:
+    run_group(4, _save_group, folder, "flat")
+    assert run_group(3, _load_in_small_rounds, folder, load_as) == [{"consumed": 12}] * 3
 
 
 def test_one_process_every_pair_of_cuts(tmp_path: Path) -> None:
