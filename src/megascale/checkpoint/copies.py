@@ -7,7 +7,7 @@ One thread moves 5 to 10 GB/s between devices and memory that is not page-locked
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -88,15 +88,12 @@ class Copies:
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
-            if target.is_cuda:
-                self._on_stream(target.device, lambda: target.copy_(source))
-            else:
+            if not target.is_cuda:
                 target.copy_(source)
-
-    def _on_stream(self, device: torch.device, copy: Callable[[], object]) -> None:
-        streams = self._own.__dict__.setdefault("streams", {})
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)
-        with torch.cuda.stream(streams[device]):
-            copy()
-            streams[device].synchronize()
+                return
+            streams = self._own.__dict__.setdefault("streams", {})
+            if target.device not in streams:
+                streams[target.device] = torch.cuda.Stream(target.device)
+            with torch.cuda.stream(streams[target.device]):
+                target.copy_(source)
+                streams[target.device].synchronize()

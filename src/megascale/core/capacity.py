@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.core.gpu_names import gpu_names
+
 _UNLIMITED = 1 << 60  # cgroups of version 1 write 2^63 less a page for "no limit"
 
 
@@ -170,8 +172,7 @@ def _smallest_gpu() -> int | None:
         with suppress(ValueError):
             index, uuid, mib = (part.strip() for part in line.split(","))
             sizes[index] = sizes[uuid] = int(mib) << 20
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = list(sizes) if visible is None else [name.strip() for name in visible.split(",")]
+    chosen = gpu_names(len(sizes) // 2)
     if not all(name in sizes for name in chosen):
         return None  # parts of GPUs (MIG), whose sizes are others
     return min((sizes[name] for name in chosen), default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_the_log_names_what_held_a_heartbeat_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [10.0]
-    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(telemetry, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def fails() -> None:
         now[0] += 7.0

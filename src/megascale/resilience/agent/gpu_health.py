@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from megascale.core.gpu_names import gpu_names
 from megascale.core.xid import FATAL_XIDS, LOST, RECOVERY
 from megascale.resilience.protocol.heartbeat import GpuReport
 
@@ -222,16 +222,15 @@ def _pointer(handle: Any) -> Any:
 def _visible(nvml: Any) -> dict[int, Any]:
     """Index -> handle of the devices that are this node's: nodes on one machine share its devices out by
     CUDA_VISIBLE_DEVICES, and a neighbour's fault is not theirs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    words = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
-    found = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
+    there, found = nvml.nvmlDeviceGetCount(), {}
+    names = gpu_names(there)
+    for index in range(there):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            if words is not None and str(index) not in words:
+            if str(index) not in names:
                 uuid = nvml.nvmlDeviceGetUUID(handle)
                 uuid = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
-                if not any(word.startswith("GPU-") and uuid.startswith(word) for word in words):
+                if not any(name.startswith("GPU-") and uuid.startswith(name) for name in names):
                     continue
         except nvml.NVMLError as error:
             log.warning("GPU %d cannot be asked: %s", index, error)
