@@ -23,6 +23,7 @@ export function show(place, page) {
   let found = null;
   /** @type {any} */
   let hang = null;
+  let looks = 0;
   /** @type {Map<number, number>} */
   let row = new Map();
   let chosen = address.number("rank");
@@ -96,14 +97,25 @@ export function show(place, page) {
     );
   }
 
+  // A new look, which the job's phase may ask for too, leaves the verdict that a person reads in its place meanwhile.
   async function look() {
-    fill(verdict, h("h2", {}, "Who waits for whom"), h("p", { class: "quiet" }, "Looking at the ranks…"));
+    const mine = ++looks;
+    verdict.setAttribute("aria-busy", "true");
+    if (!hang) fill(verdict, h("h2", {}, "Who waits for whom"), h("p", { class: "quiet" }, "Looking at the ranks…"));
+    let answer;
+    let failed = "";
     try {
-      hang = await ask("hang", { run }, signal);
+      answer = await ask("hang", { run }, signal);
     } catch (error) {
-      if (!signal.aborted) fill(verdict, h("h2", {}, "Who waits for whom"), h("p", { class: "note" }, /** @type {Error} */ (error).message));
+      failed = /** @type {Error} */ (error).message;
+    }
+    if (signal.aborted || mine !== looks) return;
+    verdict.removeAttribute("aria-busy");
+    if (failed) {
+      fill(verdict, h("h2", {}, "Who waits for whom"), h("p", { class: "note" }, failed));
       return;
     }
+    hang = answer;
     fill(
       verdict,
       h("h2", {}, "Who waits for whom"),
