@@ -16,6 +16,12 @@ from tests.resilience.conftest import launch
 
 __all__ = ["launch"]  # the fixture
 
+# Asks again until the page says so: a job that runs has its views drawn anew at any moment.
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'"
+).expect
+expect.set_options(timeout=30_000)
+
 WORDS = ["--resilience.nodes=4", "--train.steps=100000", "--resilience.faults=true"]
 # Without a spare the driver does not evict a slow node itself, however long the person takes.
 LASTING = [
@@ -36,7 +42,7 @@ def order(page, button: str, token: str, says: str, why: str = "tried from the p
     """Press a button, read what it will do, show the token, and do it."""
     page.get_by_role("button", name=button, exact=True).click()
     dialog = page.get_by_role("dialog")
-    assert says in dialog.inner_text()
+    expect(dialog).to_contain_text(says)
     dialog.get_by_label("why").fill(why)
     dialog.get_by_label("acting token").fill(token)
     dialog.locator("button:not([type=button])").click()
@@ -55,12 +61,12 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     page.goto(f"{address}heatmap")
     page.wait_for_selector("section[aria-label=outliers] >> text=rank 2", timeout=180_000)
     page.locator(".outliers button", has_text="rank 2").click()
-    assert "an outlier" in page.locator("section[aria-label='rank 2']").inner_text()
+    expect(page.locator("section[aria-label='rank 2']")).to_contain_text("an outlier")
 
     # The timeline says that the others' waits began with it.
     page.goto(f"{address}timeline")
     page.locator("section[aria-label='longest waits'] button").first.click()
-    assert " waited " in page.locator("section[aria-label='what it waited for'] h2").inner_text()
+    expect(page.locator("section[aria-label='what it waited for'] h2")).to_contain_text(" waited ")
     page.locator("canvas[role=application]").focus()
     page.keyboard.press("+")
     page.wait_for_url(lambda url: "from=" in url)
@@ -85,22 +91,26 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     assert any("tried from the page" in line for entry in job.events() for line in entry.evidence)
     job.until("first_step")
     page.wait_for_selector("section[aria-label=nodes] .tag >> text=evicted")
-    assert "evicted" in row(page, "n2").inner_text()
+    expect(row(page, "n2")).to_contain_text("evicted")
 
     # A rank that is stopped: the grid says who waits for whom, and with whom it began.
     stopped = job.pid(1)
     os.kill(stopped, signal.SIGSTOP)
     try:
         page.goto(f"{address}grid")
+        page.wait_for_selector("section[aria-label=hang] .kind")
+        verdict = page.locator("section[aria-label=hang]")
         for _ in range(20):
             page.get_by_role("button", name="Look for a hang").click()
-            page.wait_for_selector("section[aria-label=hang] .kind")
-            if "stopped" in page.locator("section[aria-label=hang]").inner_text():
+            page.wait_for_selector("section[aria-label=hang]:not([aria-busy])")
+            if "a process is stopped" in (told := verdict.inner_text()):
                 break
-        verdict = page.locator("section[aria-label=hang]")
-        assert "a process is stopped" in verdict.inner_text()
+        assert "a process is stopped" in told
+        # Who looks again reads on meanwhile.
+        page.get_by_role("button", name="Look for a hang").click()
+        assert "It began with" in verdict.inner_text()
         verdict.get_by_role("button", name="rank 1").click()
-        assert "stopped" in page.locator("section[aria-label='rank 1']").inner_text()
+        expect(page.locator("section[aria-label='rank 1']")).to_contain_text("stopped")
     finally:
         os.kill(stopped, signal.SIGCONT)
 
@@ -110,7 +120,7 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     order(page, "Cordon", act, "n0 gets nothing new")
     page.wait_for_selector("section[aria-label=nodes] .tag >> text=cordoned")
     page.get_by_role("button", name="Uncordon", exact=True).click()
-    assert page.get_by_role("dialog").get_by_label("acting token").input_value() == act
+    expect(page.get_by_role("dialog").get_by_label("acting token")).to_have_value(act)
     page.keyboard.press("Escape")
     order(page, "Pause", act, "saves and stops")
     job.until("paused")
@@ -121,7 +131,7 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     assert times["first_step"] - times["continued"] < 60  # a node in place of the cordoned one is asked for at once
     page.goto(f"{address}overview")
     page.wait_for_selector(".events >> text=node evicted")
-    assert "stopped" in page.locator("section[aria-label='where the time went']").inner_text()
+    expect(page.locator("section[aria-label='where the time went']")).to_contain_text("stopped")
 
     # Its page ends with the driver, however that ends.
     (server,) = [pid for pid in pids() if f"dashboard\0{job.run}\0" in command(pid)]
