@@ -1,8 +1,9 @@
 """All-reduce between pairs of nodes, regrouped until the bad ones are named: one process a node takes part.
 
 Nodes meet in a store that the first one serves. It decides each round's pairs (regroup.py); a node that does not report
-in time counts as failed, so a dead node is found like a slow one. Every measurement is a process of its own, which can
-hang or crash without taking the inquiry with it.
+in time counts as failed, so a dead node is found like a slow one. Slow pairs are measured once more before that counts,
+since a host may have been busy with something else. Every measurement is a process of its own, which can hang or crash
+without taking the inquiry with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from megascale.resilience.diagnose.regroup import Inquiry, Pair, thresholds
 PART = 0.5  # of the median rate of the first round that a pair must reach
 _MEASURE_SECONDS = 60.0
 _DEVICE_BYTES, _HOST_BYTES = 64 << 20, 8 << 20
-_ROUNDS = 16
+# The best of so many all-reduces counts, for so many seconds: a node that is busy for a moment is no slow one.
+_LEAST_TRIES, _TRY_SECONDS = 5, 1.0
+_ROUNDS = 32  # those in which slow pairs are measured again among them
 
 # (pair, this node, number of the round) -> GB/s; raises where it fails.
 Measure = Callable[[Pair, int, int], float]
@@ -103,9 +106,11 @@ class _Lead:
         self.pairs: list[Pair] = []
         self.rates: dict[str, float | None] = {}
         self.least: float | None = None
+        self.slow: dict[Pair, float] = {}  # of the last round, to be measured again
+        self.held: dict[Pair, float | None] = {}  # the last round's other pairs
 
     def announce(self, number: int) -> None:
-        self.pairs = self.inquiry.next_round() if number + 1 < _ROUNDS else []
+        self.pairs = list(self.slow) or self.inquiry.next_round() if number + 1 < _ROUNDS else []
         order: dict[str, Any] = {"pairs": self.pairs}
         if not self.pairs:
             i = self.inquiry
@@ -128,11 +133,22 @@ class _Lead:
             results = [self._result(number, node, deadline) for node in pair]
             known = [rate for rate in results if rate is not None]
             rates[pair] = min(known) if len(known) == 2 else None
-            self.rates[f"{pair[0]}-{pair[1]}"] = rates[pair]
         fine = [rate for rate in rates.values() if rate is not None]
         if self.least is None and fine:
             self.least = thresholds(fine, PART)
-        self.inquiry.receive((pair, rate is not None and rate >= (self.least or 0.0)) for pair, rate in rates.items())
+        least = self.least or 0.0
+        again = self.slow
+        self.slow = {pair: rate for pair, rate in rates.items() if rate is not None and rate < least and not again}
+        if self.slow:
+            self.held = {pair: rate for pair, rate in rates.items() if pair not in self.slow}
+            return
+        for pair in again:
+            rate = rates[pair]
+            rates[pair] = None if rate is None else max(rate, again[pair])
+        rates |= self.held
+        self.held = {}
+        self.rates |= {f"{a}-{b}": rate for (a, b), rate in rates.items()}
+        self.inquiry.receive((pair, rate is not None and rate >= least) for pair, rate in rates.items())
 
     def _result(self, number: int, node: int, deadline: float) -> float | None:
         key = f"result/{number}/{node}"
@@ -167,8 +183,10 @@ def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) ->
     store = dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False))
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=2, timeout=limit)
     size = _DEVICE_BYTES if cuda else _HOST_BYTES
-    best = float("inf")
-    for _ in range(5):
+    best, tries = float("inf"), 0
+    more = torch.ones(1, device=device)
+    began = time.perf_counter()
+    while more.item():
         x = torch.full((size // 4,), rank + 1.0, device=device)
         dist.barrier()
         started = time.perf_counter()
@@ -178,6 +196,9 @@ def _all_reduce(host: str, port: int, prefix: str, rank: int, seconds: float) ->
         best = min(best, time.perf_counter() - started)
         if not bool((x == 3.0).all()):
             raise RuntimeError("the sum is wrong")
+        tries += 1
+        more.fill_(tries < _LEAST_TRIES or time.perf_counter() - began < _TRY_SECONDS)
+        dist.all_reduce(more)  # both go on for as long as one wants to
     dist.barrier()
     dist.destroy_process_group()
     return size / best / 1e9
