@@ -4,6 +4,7 @@ missed."""
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megascale.bench.observe.made_spans import Job
 from megascale.bench.observe.replayed_job import Extra, replayed
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
+from megascale.simulate.planner.layout_cost import make_plan
 
 
 def test_replayed_ranks_wait_for_each_other_by_the_schedule():
@@ -76,13 +78,17 @@ def test_a_layout_of_the_real_job_is_keys_of_parallel():
             straggler_bench.axes(wrong)
 
 
-def test_the_cost_is_of_the_fast_layout_where_it_fits(monkeypatch):
-    """On four GPUs and more all of gpt-13b, a replica on each four; words that lay out."""
-    for devices, replicas in ((4, 1), (8, 2)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
-        ((name, words, bound),) = observe_bench._shapes()
-        assert (f"DP{replicas}" in name, bound) == (True, 0.004)
-        settings = [word for word in words[2:] if word != "--each=1"]
-        config = load_shape([f"--model.preset={words[0]}", "--train.precision=bfloat16", *settings])
-        assert lay_out(config, devices).grid.data == replicas
-        assert config.microbatches(replicas) == 4
+@pytest.mark.parametrize(("devices", "gib", "layers"), [(4, 140, 40), (8, 140, 40), (4, 79, 20), (8, 79, 20)])
+def test_the_cost_is_of_the_fast_layout_where_it_fits(monkeypatch, devices, gib, layers):
+    """On four GPUs and more all of gpt-13b, or half on small ones, a replica on each four; words that lay out."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=gib * 2**30))
+    replicas = devices // 4
+    ((name, words, bound),) = observe_bench._shapes()
+    assert (f"DP{replicas}" in name, bound) == (True, 0.004)
+    settings = [word for word in words[2:] if word != "--each=1"]
+    config = load_shape([f"--model.preset={words[0]}", "--train.precision=bfloat16", *settings])
+    assert config.model.layers == layers
+    assert lay_out(config, devices).grid.data == replicas
+    assert config.microbatches(replicas) == 4
+    assert make_plan(config, devices, gib).fits

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from megascale.bench.targets import targets_predicted, targets_runs
+from megascale.bench.targets import targets, targets_predicted, targets_runs
 from megascale.bench.targets.targets_cases import load
 from megascale.bench.targets.targets_others import load_others
 from megascale.bench.targets.targets_runs import Record, TargetJob, TargetRun, choose, missing, run_all
@@ -67,6 +67,19 @@ def test_shipped_targets_are_for_one_host_and_what_they_were_set_for():
             aim,
         )
     assert by_name["F3"].settings(8)[-1] == by_name["T4"].settings(4)[-1] == "--train.global_batch=64"
+
+
+def test_what_gpus_cannot_hold_is_left_out():
+    """On four GPUs a case of two replicas runs with one, which shares its optimizer's state with nobody."""
+    cases = [one for one in load(None) if one.name in ("T1", "F3h", "G124")]
+    assert targets._fitting(cases, 4, 139.7) == (cases, {})
+    fit, too_large = targets._fitting(cases, 4, 79.2)
+    assert [one.name for one in fit] == ["F3h", "G124"]
+    assert too_large == {"T1": pytest.approx(103, abs=3)}
+    assert targets._fitting(cases, 0, 79.2) == (cases, {})
+    fewer = ["--model.layers=20", "--parallel.layer_split=[2,2,2,2,2,2,2,2,3,1]"]
+    halved = cases[0].model_copy(update={"arguments": [*cases[0].arguments, *fewer]})
+    assert targets._fitting([halved], 4, 79.2) == ([halved], {})
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,12 @@ ON_GPU = tuple(
 # On four and more: what is fast there, each replica with one round of four micro-batches so that pairs take seconds.
 FAST_LAYOUT = [
     "gpt-13b", "observe.timers=false,true", "--each=1", "--model.block=parallel", "--parallel.tensor=2",
-    "--parallel.pipeline=2", "--parallel.virtual_stages=5", "--parallel.layer_split=[4,4,4,4,4,4,4,4,5,3]",
-    "--parallel.micro_batch_group_size=4", "--train.micro_batch=4",
+    "--parallel.pipeline=2", "--parallel.virtual_stages=5", "--parallel.micro_batch_group_size=4",
+    "--train.micro_batch=4",
 ]  # fmt: skip
+ALL_LAYERS = ("--parallel.layer_split=[4,4,4,4,4,4,4,4,5,3]",)
+HALF_LAYERS = ("--model.layers=20", "--parallel.layer_split=[2,2,2,2,2,2,2,2,3,1]")
+ALL_GIB = 120  # of a GPU, that all layers need: 103 of tensors
 ON_CPU = (
     (
         "2 layers of 128, micro-batch 1, one process",
@@ -90,7 +93,8 @@ def observe(
     kills: a span service killed at random moments; what it acknowledged must be there once.
     device: on a GPU, timers beside CUDA's own events, and the device's clock beside the host's.
     cost: timers off and on in turn within one engine (bench alternate); on GPUs half of gpt-13b (on two with
-    tensor parallelism of 2; on four and more all of it in TP2 PP2x5), else a small model on the CPU.
+    tensor parallelism of 2; on four and more all of it in TP2 PP2x5, if their memory holds it), else a small model on
+    the CPU.
     whatif: traces in --traces replayed; total, ideal and slow-down within 1% of the results beside them, in 5 s.
     stragglers: 12,288 ranks (--data) replayed from their schedule with the noise of real machines, 50 steps: healthy,
     with a GPU 5% slow and a slow link, with two slow GPUs; error rates of small jobs; and two real ranks, one 10% slow
@@ -219,10 +223,14 @@ def _shapes() -> tuple[tuple[str, list[str], float], ...]:
 
 
 def _fast(devices: int) -> tuple[str, list[str], float]:
-    """The fast layout of gpt-13b, with as many replicas of four GPUs as there are."""
+    """The fast layout of gpt-13b, with as many replicas of four GPUs as there are; of half its layers on small GPUs."""
+    import torch
+
     replicas = devices // 4
-    words = [*FAST_LAYOUT, f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
-    return f"gpt-13b, TP2 PP2x5 DP{replicas}, micro-batch 4", words, 0.004
+    small = torch.cuda.get_device_properties(0).total_memory < ALL_GIB * 2**30
+    layers, what = (HALF_LAYERS, "half of gpt-13b") if small else (ALL_LAYERS, "gpt-13b")
+    words = [*FAST_LAYOUT, *layers, f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
+    return f"{what}, TP2 PP2x5 DP{replicas}, micro-batch 4", words, 0.004
 
 
 def _cost(name: str, words: list[str], bound: float, turns: int, folder: Path) -> dict[str, Any]:

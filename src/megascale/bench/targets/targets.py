@@ -89,6 +89,12 @@ def targets(
             case.config(replicas)
             if record.has_other(case, replicas):
                 typer.echo(f"{case.name} has changed since {out} was written: it is measured again")
+    gib = _gpu_gib(len(devices))
+    cases, too_large = _fitting(cases, len(devices), gib)
+    if too_large:
+        needs = ", ".join(f"{name} ({needed:.0f})" for name, needed in too_large.items())
+        said = f"left out, since by their plans tensors take more GiB of a GPU than the {gib:.0f} here: {needs}"
+        typer.echo(f"{said}; fewer layers may fit, by --model.layers=N")
     interrupted = False
     try:
         run_all(missing(cases, record, repeats), devices, began + seconds, record.keep, alone)
@@ -132,6 +138,31 @@ def _devices(wanted: int | None, cases: Sequence[TargetCase]) -> list[str]:
     if wanted is not None and wanted > there:
         raise ConfigError(f"--gpus={wanted}: this process sees {there}; leave it out to use all")
     return gpu_names(there if wanted is None else wanted)
+
+
+def _gpu_gib(gpus: int) -> float:
+    """Memory of the smallest GPU; without GPUs no bound."""
+    if gpus == 0:
+        return float("inf")
+    import torch
+
+    return min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus)) / 2**30
+
+
+def _fitting(cases: Sequence[TargetCase], gpus: int, gib: float) -> tuple[list[TargetCase], dict[str, float]]:
+    """The cases whose tensors a GPU's memory holds by their plan, and GiB that the others need, by name."""
+    from megascale.simulate.planner.layout_cost import RESERVE_GIB, make_plan
+
+    fit, too_large = [], {}
+    for case in cases:
+        replicas = case.replicas(gpus)
+        if replicas is not None and case.gpus:
+            needed = make_plan(case.config(replicas), replicas * case.gpus, gib).needed_gib - RESERVE_GIB
+            if needed > gib:
+                too_large[case.name] = needed
+                continue
+        fit.append(case)
+    return fit, too_large
 
 
 def _tell(case: TargetCase) -> None:
