@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from megascale.rendezvous.redis_script import SUPERSEDED
 from tests.rendezvous.conftest import REDIS, Server
 
 KINDS = ["tcp", "redis"]
@@ -287,7 +288,7 @@ def _statistic(server: Server, name: str) -> int:
 
 
 KEYS = st.sampled_from(["a", "b", "c/d"])
-VALUES = st.one_of(st.binary(max_size=12), st.sampled_from([b"", b"1", b"x"]))
+VALUES = st.one_of(st.binary(max_size=12), st.sampled_from([b"", b"1", b"x", SUPERSEDED]))
 
 
 class SameAsTorch(RuleBasedStateMachine):

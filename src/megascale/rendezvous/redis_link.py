@@ -22,6 +22,7 @@ from torch.distributed import DistStoreError
 
 from megascale.errors import ConfigError
 from megascale.rendezvous import connection_watch
+from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.redis_script import CHANGE, DOOR_MS, REVIVE, SUPERSEDED, Names
 from megascale.rendezvous.resp import Address, Broken, Connection, RedisRefused, access_error
 from megascale.rendezvous.store_errors import StoreFault, StoreFenced, Superseded
@@ -164,7 +165,8 @@ class RedisConnections:
                     slot.drop()
         if len(values) < len(keys):
             raise DistStoreError(keys[len(values)])
-        if SUPERSEDED in values:
+        wake = self.names.value(VERDICT)  # elsewhere the same bytes are a value like others
+        if any(key == wake and value == SUPERSEDED for key, value in zip(keys, values, strict=True)):
             raise Superseded(f"job {self.names.job!r} was opened anew while this process joined an older start of it")
         return values
 

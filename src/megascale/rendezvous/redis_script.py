@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 # Milliseconds for which the door stays open without its owner.
 DOOR_MS = 10_000
-# Written where a waiting reader of an older start looks, so that it wakes and goes to the new start.
+# Written as an older start's verdict, where its readers wait, so that they wake and go to the new one.
 SUPERSEDED = b"\x00superseded"
 
 
