@@ -82,6 +82,15 @@ def test_what_gpus_cannot_hold_is_left_out():
     assert targets._fitting([halved], 4, 79.2) == ([halved], {})
 
 
+def test_a_call_of_which_the_gpus_can_hold_nothing_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(targets, "_devices", lambda *_: ["0", "1", "2", "3"])
+    monkeypatch.setattr(targets, "_gpu_gib", lambda _: 79.2)
+    done = invoke("--only", "T1", "--only", "EL8", "--out", tmp_path / "told.json")
+    assert isinstance(done.exception, ConfigError)
+    for part in ("no case fits", "79 here", "T1 (103)", "EL8 (", "--model.layers=N"):
+        assert part in str(done.exception)
+
+
 @pytest.mark.parametrize(
     ("gpus", "keys", "replicas"),
     [

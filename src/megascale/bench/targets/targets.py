@@ -37,9 +37,11 @@ def targets(
 ) -> None:
     """Measure what this project holds itself to, on the GPUs that are here, beside what each must reach.
 
-    A case is a model in a layout. It runs with as many replicas as there is room for, up to those that its target is
-    stated for ("DP1 of 2": half of them). Small cases run side by side. A failed one leaves the others alone; called
-    again, only what is missing is run. Any setting can be given as --section.key=value; it holds for all cases.
+    A case is a model in a layout. It runs with as many replicas as there is room for, up to those of its target
+    ("DP1 of 2": half of them). One that needs more memory by its plan than a GPU has is left out and named.
+
+    Small cases run side by side. A failed one leaves the others alone; called again, only what is missing is run.
+    Any setting can be given as --section.key=value; it holds for all cases.
 
     Exit codes: 0 done or out of time, whatever was reached; 1 if a run failed; 130 interrupted.
 
@@ -93,8 +95,10 @@ def targets(
     cases, too_large = _fitting(cases, len(devices), gib)
     if too_large:
         needs = ", ".join(f"{name} ({needed:.0f})" for name, needed in too_large.items())
-        said = f"left out, since by their plans tensors take more GiB of a GPU than the {gib:.0f} here: {needs}"
-        typer.echo(f"{said}; fewer layers may fit, by --model.layers=N")
+        said = f"their plans take more GiB of a GPU than the {gib:.0f} here: {needs}; fewer layers may fit"
+        if all(case.replicas(len(devices)) is None for case in cases):
+            raise ConfigError(f"no case fits: {said}, by --model.layers=N")
+        typer.echo(f"left out, since {said}, by --model.layers=N")
     interrupted = False
     try:
         run_all(missing(cases, record, repeats), devices, began + seconds, record.keep, alone)
