@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.checkpoint import TensorShard, copies, load, save
-from megascale.checkpoint.copies import Copies
+from megascale.checkpoint.copies import Copies, Staging
 from megascale.checkpoint.format.chunks import overlap, slices
 from megascale.core.tensors import Box
 from tests.checkpoint.conftest import blank, logical_state, whole
@@ -70,6 +70,22 @@ def test_a_shard_gets_what_it_shares_with_each_chunk_and_no_more(
         if (common := overlap(box, of_shard)) is not None:
             expected[slices(of_shard, common)] = view(tensor, common).to(live)
     assert torch.equal(target, expected)
+
+
+@given(cuts(), st.sampled_from([*TYPES, torch.complex64, torch.complex128, torch.float8_e4m3fn]), st.booleans())
+def test_staging_holds_a_copy_of_what_fits_whatever_its_strides(cut: tuple, dtype: torch.dtype, turned: bool) -> None:
+    shape, boxes = cut
+    tensor, staging = numbered(shape, dtype), Staging(96, page_locked=False)
+    for box in boxes:
+        piece = view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box)
+        held = staging.hold(piece)
+        if not 0 < piece.nbytes <= 96 or dtype is torch.complex128:
+            assert held is None
+            continue
+        assert held is not None
+        assert held.is_contiguous()
+        assert held.dtype is dtype
+        assert torch.equal(held.double(), piece.double()) if dtype.itemsize < 8 else torch.equal(held, piece)
 
 
 def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

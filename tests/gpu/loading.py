@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megascale.checkpoint import TensorShard, save
 from megascale.checkpoint.format import step_folders as folders
+from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.mapping import map_shared
 from megascale.checkpoint.loader import LoadReport, fill
 from megascale.checkpoint.object_collectives import Peers
@@ -53,6 +54,8 @@ def main() -> int:
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     peers, count = Peers(), max(1, round(given.gb * 1e9 / MATRIX))
+    if rank == 0:
+        print(f"checksums: {checksum_rate() / 1e9:.1f} GB/s a thread")
     memory = given.memory or roomy(1.1 * size * count * MATRIX)
     folder = Path(tempfile.mkdtemp(dir=memory)) if rank == 0 else None
     folder = Path(peers.share(str(folder), str))
@@ -104,6 +107,16 @@ def roomy(size: float) -> Path:
     """A file system in memory if it has room, else the disk, whose files stay in memory for so short a time too."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() and shutil.disk_usage(shared).free > size else Path(tempfile.gettempdir())
+
+
+def checksum_rate() -> float:
+    """Bytes a second of one thread."""
+    data, best = os.urandom(MATRIX), float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        crc32(memoryview(data))
+        best = min(best, time.perf_counter() - began)
+    return len(data) / best
 
 
 def mapped(file: Path) -> memoryview:

@@ -58,6 +58,8 @@ runs = "{folder}/runs"
 steps = 1000000
 micro_batch = 2
 global_batch = 16
+[kernels]
+deterministic = true
 [checkpoint]
 interval = 0
 at_end = false

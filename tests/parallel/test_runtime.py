@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
 import torch
 
 from megascale.core.calls import NoCalls
+from megascale.errors import ConfigError
 from megascale.ops import dispatch
+from megascale.ops.attention import attention
 from megascale.ops.norm import rms_norm
 from megascale.train.engine import Engine
 from tests.exact.cases import case
@@ -104,3 +107,63 @@ def test_an_engine_evaluates_and_fails_with_its_own_kernels_and_leaves_none_behi
 def test_operators_that_no_engine_calls_have_a_default():
     rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)
     assert dispatch.DEFAULT.active()["rms norm"].startswith("reference")
+
+
+def told_torch() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = told_torch()
+    assert before == (False, True)
+    tree = case(microbatches=2, model={"layers": 1}).tree
+    engine, usual = (make_engine(0, 1, {**tree, "kernels": {"deterministic": on}}) for on in (True, False))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    seen: list[tuple[bool, bool]] = []
+    for one in (engine, usual):
+        one.chunks[0].norm.weight.register_hook(lambda grad: seen.append(told_torch()))
+    told = Told(), Told()
+    for step in (1, 2):
+        for one, of in zip((engine, usual), told, strict=True):
+            run_step(one, step, of)
+            assert told_torch() == before
+    assert seen == [(True, False)] * 2 + [before] * 2 + [(True, False)] * 2 + [before] * 2
+    assert told[0].losses == told[1].losses
+    assert told[0].norms == told[1].norms
+
+    def fails(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert told_torch() == (True, False)
+        raise LookupError(i)
+
+    with pytest.raises(LookupError):
+        engine.step(fails, 3, 0.0)
+    assert told_torch() == before
+
+
+def test_torch_stays_deterministic_until_the_last_thread_that_wants_it_has_left() -> None:
+    kernels, inside, leave = dispatch.Kernels(deterministic=True), Event(), Event()
+
+    def hold() -> bool:
+        with kernels.in_force():
+            inside.set()
+            leave.wait(60)
+            return told_torch()[0]
+
+    with ThreadPoolExecutor(1) as threads:
+        with kernels.in_force():
+            held = threads.submit(hold)
+            assert inside.wait(60)
+        leave.set()
+        assert held.result()
+    assert told_torch() == (False, True)
+
+
+def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    q_SBND = torch.zeros(4, 1, 1, 8)
+    with dispatch.Kernels(deterministic=True).in_force():
+        with pytest.raises(ConfigError, match=r"'cudnn' and kernels.deterministic=true exclude each other.*auto"):
+            attention(q_SBND, q_SBND, q_SBND, window=None, backend="cudnn")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ConfigError, match=r"kernels.deterministic=true needs CUBLAS_WORKSPACE_CONFIG=:4096:8.*':0:0'"):
+        dispatch.Kernels(deterministic=True)

@@ -79,6 +79,12 @@ class KernelsConfig(Section):
         description="CUDA graphs of a chunk's forward and backward, so that small micro-batches do not wait for the "
         "host; auto: where they can be had; on: an error where not (on a CPU, the same work is done again: for tests)",
     )
+    deterministic: bool = Field(
+        False,
+        description="on GPUs too a step that is done again comes to the same bits, as it does on CPUs: attention whose "
+        "backward adds in one order (cudnn has none), and an error from torch for an operation of which it knows no "
+        "such kind",
+    )
 
 
 def _full_name(told: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from megascale import torch_private
 from megascale.errors import ConfigError, remedy
+from megascale.ops import dispatch
 
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
@@ -69,6 +70,11 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
         raise ConfigError(
             f"kernels.attention={kind.name.split('_')[0].lower()!r} has no sliding window, which this layer has "
             f"({window}); set --kernels.attention=auto to choose a kernel a layer"
+        )
+    if kind is SDPBackend.CUDNN_ATTENTION and dispatch.deterministic():
+        raise ConfigError(
+            "kernels.attention='cudnn' and kernels.deterministic=true exclude each other: torch knows cuDNN's backward "
+            "in no fixed order only; set --kernels.attention=auto, or cudnn_frontend, which has both"
         )
     q, k, v = _heads_first(q_SBND, k_SBGD, v_SBGD)
     before = [is_on() for _, is_on, _ in _SWITCHES]

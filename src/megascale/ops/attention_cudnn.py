@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megascale import torch_private
+from megascale.ops import dispatch
 from megascale.ops.rope import empty_gradients
 
 # Names of a graph's tensors; cuDNN knows them by number.
@@ -113,8 +114,9 @@ def add_backward(
     o: TensorLayout,
     grads: tuple[TensorLayout, ...],
     window: int | None,
+    deterministic: bool = False,
 ) -> tuple[dict, dict]:
-    """Gradients of queries, keys and values, each in its own layout."""
+    """Gradients of queries, keys and values, each in its own layout; deterministic: summed in one order."""
     layouts = {"q": q, "k": k, "v": v, "o": o, "d_o": o}
     inputs = {name: graph.tensor(dim=t.dim, stride=t.stride) for name, t in layouts.items()}
     B, N, S, _ = q.dim
@@ -128,6 +130,7 @@ def add_backward(
         dO=inputs["d_o"],
         stats=inputs["stats"],
         attn_scale=q.dim[3] ** -0.5,
+        use_deterministic_algorithm=deterministic,
         **mask_options(window),
     )
     for tensor, layout in zip(outputs, grads, strict=True):
@@ -138,16 +141,18 @@ def add_backward(
 _plans: dict[tuple[Any, ...], AttentionPlan] = {}
 
 
-def _plan(backward: bool, tensors: tuple[Tensor, ...], window: int | None) -> AttentionPlan:
+def _plan(
+    backward: bool, tensors: tuple[Tensor, ...], window: int | None, deterministic: bool = False
+) -> AttentionPlan:
     like = tensors[0]
-    key = (backward, like.dtype, like.device, window, *[(t.shape, t.stride()) for t in tensors])
+    key = (backward, like.dtype, like.device, window, deterministic, *[(t.shape, t.stride()) for t in tensors])
     if key not in _plans:
         handle = _handle(like.device.index)
         layouts = [TensorLayout(t) for t in tensors]
         graph = new_graph(like.dtype, handle)
         if backward:
             q, k, v, o, *grads = layouts
-            inputs, outputs = add_backward(graph, q, k, v, o, tuple(grads), window)
+            inputs, outputs = add_backward(graph, q, k, v, o, tuple(grads), window, deterministic)
         else:
             q, k, v, o = layouts
             inputs, outputs = add_forward(graph, q, k, v, o, window)
@@ -164,7 +169,7 @@ class _CudnnAttention(torch.autograd.Function):
         stats = torch.empty((B, N, S, 1), dtype=torch.float32, device=q.device)
         _plan(False, (q, k, v, out), window).run(q=q, k=k, v=v, o=out, stats=stats)
         ctx.save_for_backward(q, k, v, out, stats)
-        ctx.window = window
+        ctx.window, ctx.deterministic = window, dispatch.deterministic()
         return out.view(S, B, N * D)
 
     @staticmethod
@@ -172,7 +177,7 @@ class _CudnnAttention(torch.autograd.Function):
         q, k, v, out, stats = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
         grads = empty_gradients(q, k)
-        plan = _plan(True, (q, k, v, out, *grads), ctx.window)
+        plan = _plan(True, (q, k, v, out, *grads), ctx.window, ctx.deterministic)
         plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
         return *grads, None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megascale import torch_private
+from megascale.ops import dispatch
 from megascale.ops.rope import empty_gradients
 
 
@@ -43,7 +44,7 @@ class _FlashAttention4(torch.autograd.Function):
         lse = torch.empty((B, N, S), dtype=torch.float32, device=q.device)
         _library()._flash_attn_fwd(*_batch_first(q, k, v), **_mask(window), out=out.transpose(0, 1), lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.window = window
+        ctx.window, ctx.deterministic = window, dispatch.deterministic()
         return out.view(S, B, N * D)
 
     @staticmethod
@@ -52,7 +53,8 @@ class _FlashAttention4(torch.autograd.Function):
         d_out = upstream[0].contiguous().view(q.shape)
         grads = empty_gradients(q, k)
         given = dict(zip(("dq", "dk", "dv"), _batch_first(*grads), strict=True))
-        _library()._flash_attn_bwd(*_batch_first(q, k, v, out, d_out), lse, **_mask(ctx.window), **given)
+        given |= {**_mask(ctx.window), "deterministic": ctx.deterministic}
+        _library()._flash_attn_bwd(*_batch_first(q, k, v, out, d_out), lse, **given)
         return *grads, None
 
 

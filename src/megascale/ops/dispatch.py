@@ -13,8 +13,9 @@ that puts nothing in force (autograd's own, a service's) runs DEFAULT, and so do
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -36,6 +37,8 @@ except ImportError:  # a CPU-only installation: the references serve, and `activ
 # Triton reads this when a kernel is decorated, so it is read once here too.
 INTERPRET = HAVE_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
+# cuBLAS and torch read the variable; of these values both say that results are the same each time.
+_WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,27 +60,68 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+class _TorchDeterministic:
+    """Within, torch's operators are deterministic, in all threads; as before once all who entered have left."""
+
+    def __init__(self) -> None:
+        self._inside, self._turn = 0, threading.Lock()
+        self._before = (False, False, True)
+
+    def __enter__(self) -> None:
+        with self._turn:
+            self._inside += 1
+            if self._inside == 1:
+                told = (
+                    torch.are_deterministic_algorithms_enabled(),
+                    torch.is_deterministic_algorithms_warn_only_enabled(),
+                )
+                self._before = (*told, torch.utils.deterministic.fill_uninitialized_memory)
+                # Memory that is not cleared is not read either, and clearing takes longer than many an operator.
+                self._tell(True, False, False)
+
+    def __exit__(self, *_: object) -> None:
+        with self._turn:
+            self._inside -= 1
+            if not self._inside:
+                self._tell(*self._before)
+
+    @staticmethod
+    def _tell(deterministic: bool, warn_only: bool, fill: bool) -> None:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+_TORCH = _TorchDeterministic()
+
+
 class Kernels:
     """How operators are chosen, and what they have run: an engine's own.
 
     Args:
         mode: "auto", "fused" (an error where it cannot be) or "reference", as kernels.mode.
+        deterministic: as kernels.deterministic.
 
     Attributes:
         wide_gemm: whether torch's CUDA GEMM adds into float32 (ops/linear.py); None until the first.
         amaxes: where operators collect the largest magnitude of what they make (ops/known_amax.py); None: nowhere.
 
-    Raises ConfigError if "fused" is asked for on a machine without CUDA (or Triton's interpreter) or Triton.
+    Raises ConfigError if "fused" is asked for on a machine without CUDA (or Triton's interpreter) or Triton, and if
+    CUBLAS_WORKSPACE_CONFIG is set to what is not deterministic and that is asked for.
     """
 
-    def __init__(self, mode: str = "auto") -> None:
+    def __init__(self, mode: str = "auto", deterministic: bool = False) -> None:
         if mode == "fused" and not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())):
             missing = "Triton is not installed" if not HAVE_TRITON else "no CUDA device is visible"
             raise ConfigError(
                 f"kernels.mode='fused' cannot be had here: {missing}; set --kernels.mode=auto to run the plain "
                 "PyTorch operators where the fused ones are not available"
             )
-        self.mode = mode
+        if deterministic and os.environ.setdefault(_WORKSPACE, _WORKSPACES[0]) not in _WORKSPACES:
+            raise ConfigError(
+                f"kernels.deterministic=true needs {_WORKSPACE}={' or '.join(_WORKSPACES)}, and it is set to "
+                f"{os.environ[_WORKSPACE]!r}; unset it"
+            )
+        self.mode, self.deterministic = mode, deterministic
         self.choices: dict[str, str] = {}
         self.wide_gemm: bool | None = None
         self.amaxes: Any = None
@@ -92,10 +136,12 @@ class Kernels:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Within, operators that this thread calls ask these."""
+        """Within, operators that this thread calls ask these. Those of torch are told whether to be deterministic, in
+        all threads: backward may run in another."""
         before = CURRENT.set(self)
         try:
-            yield
+            with _TORCH if self.deterministic else nullcontext():
+                yield
         finally:
             CURRENT.reset(before)
 
@@ -126,6 +172,11 @@ def use_fused(op: str, *tensors: torch.Tensor | None) -> bool:
                 choice = "reference (float64)"
     kernels.choices[op] = choice
     return choice == "triton"
+
+
+def deterministic() -> bool:
+    """Whether a result must be the same bits each time: kernels.deterministic, of those in force."""
+    return CURRENT.get().deterministic
 
 
 def mode() -> str:

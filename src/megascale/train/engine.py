@@ -98,7 +98,8 @@ class Engine:
         self.config, self.layout, self.device = layout.config, layout, device
         config, grid, rank = layout.config, layout.grid, groups.rank if groups is not None else 0
         self.runtime = runtime = runtime or Runtime()
-        runtime.attention.backend, runtime.kernels = config.kernels.attention, Kernels(config.kernels.mode)
+        runtime.attention.backend = config.kernels.attention
+        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic)
         gemms = runtime.use_side_stream(config.gemms_on_side_stream, device)
         at = grid.coordinate(rank)
         self.data_rank = at.data
@@ -121,6 +122,8 @@ class Engine:
             self.active["independent GEMMs"] = gemms + auto
         if device.type == "cuda":
             self.active["kernel launches"] = launch.describe()
+            if config.kernels.deterministic:
+                self.active["deterministic"] = "a step that is done again comes to the same bits"
         tensor = engine_axes.make_axis(runtime, groups, "tensor", grid.tensor, at.tensor)
         self.tensor, said = engine_axes.overlapped(tensor, config, DTYPES[config.train.precision], device)
         self.active |= said | engine_axes.other_overlaps(layout, device)

@@ -1,0 +1,175 @@
+"""A step that is done again: the same bits or not, without and with kernels.deterministic, and what that costs.
+
+    PYTHONPATH=src:. python tests/gpu/same_bits.py
+    PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/same_bits.py data
+
+With several processes: in data, tensor or pipeline parallelism of all of them, as the argument says.
+
+First, of one process, every attention kernel that can be had, forward and backward 20 times from the same numbers. Then
+a few steps of a small model twice from the same start: losses, gradient norms and weights. It ends with 1 if anything
+differs with kernels.deterministic=true.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from megascale import config as configuration
+from megascale.bench.harness.training_runs import join
+from megascale.core.layout import lay_out
+from megascale.ops.attention import attention
+from megascale.ops.attention_backends import BACKENDS
+from megascale.ops.dispatch import Kernels
+from megascale.rendezvous.groups import Groups, shutdown
+from megascale.train.attention_choice import Choices
+from megascale.train.engine import Engine
+from megascale.train.rank_info import RankInfo
+
+AGAIN, STEPS, TIMED = 20, 4, 10
+S, B, N, D = 2048, 2, 16, 128
+Case = dict[str, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "serial": {},
+    "parallel block": {"model": {"block": "parallel"}},
+    "heads of 64": {"model": {"heads": 32}},
+    "window of 512": {"model": {"window": 512}},
+    "rotary, SwiGLU, 4 kv heads, untied": {
+        "model": {
+            "positions": "rotary",
+            "activation": "swiglu",
+            "norm": "rmsnorm",
+            "kv_heads": 4,
+            "tied_embeddings": False,
+        }
+    },
+    "float8": {"train": {"linear_precision": "float8"}},
+    "all recomputed": {"parallel": {"recompute": "full"}},
+    "micro-batch 1, CUDA graphs": {"train": {"micro_batch": 1}, "kernels": {"graphs": "on"}},
+    "dropout": {"model": {"dropout": 0.1}},
+    "LAMB": {"optimizer": {"name": "lamb"}},
+    "Muon": {"optimizer": {"name": "muon"}},
+    "plain PyTorch operators": {"kernels": {"mode": "reference"}},
+}
+
+
+def tree_of(case: Case, deterministic: bool, axis: str = "") -> dict[str, Any]:
+    """The configuration of a case; axis: which one several processes are laid along."""
+    tree: dict[str, Any] = {
+        "model": {"layers": 4, "hidden": N * D, "heads": N, "sequence_length": S, "vocab_size": 32000},
+        "train": {"micro_batch": B, "global_batch": 8, "precision": "bfloat16"},
+        "parallel": {"tensor": 2 if axis == "tensor" else 1, "pipeline": 2 if axis == "pipeline" else 1},
+        "kernels": {"deterministic": deterministic},
+        "lr": {"peak": 1e-3, "warmup_steps": 2},
+    }
+    for section, values in case.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return tree
+
+
+def attend(name: str, window: int | None, deterministic: bool) -> tuple[str, float]:
+    """Whether output and gradients of one kernel are the same bits each time (or why there are none), milliseconds."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(S, B, 3, N, D, generator=draw, device="cuda").to(torch.bfloat16).requires_grad_()
+    upstream = torch.randn(S, B, N * D, generator=draw, device="cuda").to(torch.bfloat16)
+    first: list[torch.Tensor] = []
+    differ, began = 0, 0.0
+    try:
+        with Kernels(deterministic=deterministic).in_force():
+            for number in range(AGAIN):
+                if number == AGAIN // 2:
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                out = attention(*qkv.unbind(2), window=window, backend=name)
+                made = [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
+                first = first or made
+                differ += not all(map(torch.equal, made, first))
+    except Exception as error:  # the others are still of interest
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:90]}", 0.0
+    torch.cuda.synchronize()
+    return ("yes" if not differ else f"{differ} of {AGAIN} differ"), (time.perf_counter() - began) / (AGAIN // 2) * 1e3
+
+
+def kernels() -> int:
+    """The table of attention kernels; how many are wrong."""
+    wrong = 0
+    print(f"{'attention, forward and backward':34} {'same bits':20} {'deterministic':20} ms (and comparing)")
+    for window in (None, 512):
+        for name in BACKENDS:
+            usual, before = attend(name, window, False)
+            told, after = attend(name, window, True)
+            wrong += told.endswith("differ")
+            mask = "full" if window is None else f"window {window}"
+            print(f"{name + ', ' + mask:34} {usual:20} {told:20} {before:.2f}, {after:.2f}", flush=True)
+    return wrong
+
+
+def run(
+    case: Case, deterministic: bool, attention: Choices, axis: str, place: RankInfo, groups: Groups | None
+) -> tuple[list[torch.Tensor], float, Choices]:
+    """Losses, norms and weights of some steps, milliseconds of a step, and the attention kernels."""
+    layout = lay_out(configuration.from_tree(tree_of(case, deterministic, axis)), place.world)
+    engine = Engine(layout, groups, place.device, attention)
+    model, train = engine.config.model, engine.config.train
+    draw = torch.Generator().manual_seed(0)
+    count = train.global_batch // train.micro_batch // layout.grid.data
+    shape = (STEPS, layout.grid.data, count, model.sequence_length + 1, train.micro_batch)
+    rows = torch.randint(0, model.vocab, shape, generator=draw).to(place.device)
+    told: list[torch.Tensor] = []
+
+    def step(number: int) -> None:
+        text = rows[number % STEPS, engine.data_rank]
+        engine.start_gather()
+        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, more=True)
+        told.extend((made.loss.clone(), made.grad_norm.clone()))
+
+    for number in range(STEPS):
+        step(number)
+    engine.synchronize()
+    result = [*told, *(flat.params.clone() for flat in engine.flats)]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for number in range(STEPS, STEPS + TIMED):
+        step(number)
+    engine.synchronize()
+    torch.cuda.synchronize()
+    return result, (time.perf_counter() - began) / TIMED * 1e3, engine.attention
+
+
+def main() -> int:
+    """The tables; 1 if anything differs that must not."""
+    axis = sys.argv[1] if len(sys.argv) > 1 else ""
+    place, groups = join(configuration.from_tree(tree_of({}, False, axis)))
+    wrong = 0
+    if not place.rank:
+        print(f"{place.world} x {torch.cuda.get_device_name()}, torch {torch.__version__} {axis}")
+        wrong += kernels() if groups is None else 0
+        print(f"{'steps':34} {'same bits':20} {'deterministic':20} {'ms':15} attention")
+    for name, case in CASES.items():
+        said, times, names = [], [], []
+        for deterministic in (False, True):
+            try:
+                first, _, attention = run(case, deterministic, {}, axis, place, groups)
+                again, ms, _ = run(case, deterministic, attention, axis, place, groups)
+            except Exception as error:  # the others are still of interest
+                said.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}")
+                wrong += 1
+                continue
+            far = [i for i, (a, b) in enumerate(zip(first, again, strict=True)) if not torch.equal(a, b)]
+            what = ("loss", "gradient norm", "weights")[far[0] % 2 if far[0] < 2 * STEPS else 2] if far else ""
+            said.append(f"no: {what}, step {min(far[0] // 2 + 1, STEPS)}" if far else "yes")
+            wrong += deterministic and bool(far)
+            times.append(f"{ms:.1f}")
+            names += [kernel for shapes in attention.values() for kernel in shapes.values()]
+        if not place.rank:
+            print(f"{name:34} {' '.join(f'{x:20}' for x in said)} {', '.join(times):15} {', '.join(names)}", flush=True)
+    if groups is not None:
+        shutdown(groups)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
