@@ -141,7 +141,7 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
     assert told_torch() == before
 
 
-def test_torch_stays_deterministic_until_the_last_thread_that_wants_it_has_left() -> None:
+def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -> None:
     kernels, inside, leave = dispatch.Kernels(deterministic=True), Event(), Event()
 
     def hold() -> bool:
@@ -161,9 +161,9 @@ def test_torch_stays_deterministic_until_the_last_thread_that_wants_it_has_left(
 
 def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q_SBND = torch.zeros(4, 1, 1, 8)
-    with dispatch.Kernels(deterministic=True).in_force():
-        with pytest.raises(ConfigError, match=r"'cudnn' and kernels.deterministic=true exclude each other.*auto"):
-            attention(q_SBND, q_SBND, q_SBND, window=None, backend="cudnn")
+    refused = pytest.raises(ConfigError, match=r"'cudnn' and kernels.deterministic=true exclude each other.*auto")
+    with dispatch.Kernels(deterministic=True).in_force(), refused:
+        attention(q_SBND, q_SBND, q_SBND, window=None, backend="cudnn")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(ConfigError, match=r"kernels.deterministic=true needs CUBLAS_WORKSPACE_CONFIG=:4096:8.*':0:0'"):
         dispatch.Kernels(deterministic=True)

@@ -1,8 +1,8 @@
 """Copies between stored chunks and memory that is loaded into, by a few threads.
 
-Loading moves tens of GB. Between a device and memory that is not page-locked the driver copies 7 GB/s, one copy after the
-other however many threads ask; so each thread copies a piece into page-locked memory of its own, which the device reads
-at several times that rate. New memory of the host is cleared at 2 GB/s a thread.
+Loading moves tens of GB. Between a device and memory that is not page-locked the driver copies 7 GB/s, one copy after
+the other however many threads ask; so each thread copies a piece into page-locked memory of its own, which the device
+reads at several times that rate. New memory of the host is cleared at 2 GB/s a thread.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class Copies:
 
     def _of_thread(self, device: torch.device) -> tuple[torch.cuda.Stream, Staging | None]:
         """This thread's stream and staging memory for a device; None: none is to be had, so copies are slow."""
-        own = self._own.__dict__
+        own: dict[torch.device, tuple[torch.cuda.Stream, Staging | None]]
+        own = self._own.__dict__.setdefault("of_devices", {})
         if device not in own:
             try:
                 staging = Staging(_PIECE)

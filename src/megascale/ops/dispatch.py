@@ -75,7 +75,7 @@ class _TorchDeterministic:
                     torch.are_deterministic_algorithms_enabled(),
                     torch.is_deterministic_algorithms_warn_only_enabled(),
                 )
-                self._before = (*told, torch.utils.deterministic.fill_uninitialized_memory)
+                self._before = (*told, torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
                 # Memory that is not cleared is not read either, and clearing takes longer than many an operator.
                 self._tell(True, False, False)
 
@@ -88,7 +88,7 @@ class _TorchDeterministic:
     @staticmethod
     def _tell(deterministic: bool, warn_only: bool, fill: bool) -> None:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 _TORCH = _TorchDeterministic()

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megascale.checkpoint.background.service import connect
+from megascale.checkpoint.background.service_protocol import ListHeld, private_folder
+from megascale.resilience.agent.services import end_services
 from megascale.resilience.cluster import local
 from megascale.resilience.cluster.local import STATE, LocalCluster
 from megascale.resilience.process_birth import born
@@ -48,3 +51,25 @@ def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest
         node(cluster, f"n{number}", None, lives=True)
     monkeypatch.setattr(local, "UNTIL_FREE", 0.0)
     assert devices(cluster, "n2") == ""
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, apart: bool) -> None:
+    cluster = LocalCluster(tmp_path / "run", apart=apart)
+    for name in ("n0", "n1"):
+        (cluster.folder / name).mkdir()
+    run = tmp_path / "run.apart/n1/runs/run" if apart else tmp_path / "run"
+    talks = {name: connect(private_folder(run, name), log_file=tmp_path / "log") for name in ("n0", "n1")}
+    try:
+        assert asyncio.run(cluster.fence("n1"))
+        assert talks["n1"].ask(ListHeld()).held == ()  # its agent may be started again, and goes on from what it holds
+        cluster.block("n1", "it is broken")
+        assert asyncio.run(cluster.fence("n1"))
+        with pytest.raises(OSError, match=r"."):
+            talks["n1"].ask(ListHeld())
+        assert end_services(run, "n1") == []
+        assert talks["n0"].ask(ListHeld()).held == ()
+    finally:
+        for talk in talks.values():
+            talk.close()
+        assert len(end_services(run, "n0")) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -271,6 +272,33 @@ def silent(steps: list[int], seconds: float, phase: str = "train") -> list[Verdi
     state = view({0: [heartbeat(0, i, [one]) for i, one in enumerate(workers)], 1: []})
     state.members[1].last_seen = state.now - seconds
     return rules.judge(state)
+
+
+def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
+    """What one rank lacks it tells all, who end with its words."""
+    words = "rank 1 on b7: staging memory for checkpoints could not be had ([Errno 12] 3 of 5 bytes are free)"
+    of_it = worker(1, state="exited", code=3, errno=errno.ENOMEM, message=words)
+    told = worker(0, state="exited", code=3, message=words)
+    trained = {"learned": {silence.FIRST_STEP: 10.0}, "phase": "starting"}
+    for others in ((), (told,)):
+        verdict = one(ended(of_it, *others, **trained), "out_of_memory")
+        assert (verdict.nodes, verdict.action, verdict.person) == (("node-1",), "recover", False)
+        assert any("something else holds its memory" in line for line in verdict.evidence)
+    again = [(900.0, verdict)]
+    assert one(ended(of_it, told, past=again, **trained), "out_of_memory").action == "evict"
+    # Elsewhere it is the first time; alone there is no other node to say whose it is.
+    there = [(900.0, dataclasses.replace(verdict, nodes=("node-7",)))]
+    assert one(ended(of_it, past=there, **trained), "out_of_memory").action == "recover"
+    own = replace(of_it, rank=0, message=words.replace("rank 1", "rank 0"))
+    past = [(900.0, dataclasses.replace(verdict, nodes=("node-0",)))]
+    alone = view({0: [heartbeat(0, 1, [own])]}, past=past)
+    alone.learned |= trained["learned"]
+    assert one(rules.judge(alone), "out_of_memory").action == "stop"
+    # Who speaks first is not to blame, nor is anybody before the first step of all: then a person is told.
+    assert one(ended(told, **trained), "process_exit").nodes == ()
+    first = ended(of_it, told)
+    assert {(v.action, v.person) for v in first} == {("stop", True)}
+    assert any("settings or data are wrong" in line for v in first for line in v.evidence)
 
 
 def test_a_silent_node_whose_ranks_train_is_not_lost():

@@ -11,6 +11,7 @@ import json
 import logging
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -116,8 +117,9 @@ class Snapshots:
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._slots: list[Staging] = []
+        self._lacking: OSError | None = None  # what this process itself could not have, and not another
         if problem := self._open():
-            raise FitError(problem) if "memory" in problem else TrainingError(problem)
+            raise (FitError(problem) if "memory" in problem else TrainingError(problem)) from self._lacking
 
     @property
     def memory(self) -> int:
@@ -302,10 +304,11 @@ class Snapshots:
                 for handle, held in zip(self._sock.files, answer.held, strict=True)
             ]
         except OSError as error:
+            self._lacking = error
             problem = (
-                f"staging memory for checkpoints could not be had ({error}): each process here needs checkpoint.slots "
-                f"x {size:,} bytes of host memory. Lower checkpoint.slots={self.slots_wanted}, or set "
-                "checkpoint.background=false"
+                f"rank {self.peers.rank} on {socket.gethostname()}: staging memory for checkpoints could not be had "
+                f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
+                f"checkpoint.slots={self.slots_wanted}, or set checkpoint.background=false"
             )
         return next((p for p in self.peers.exchange(problem, str | None) if p), None)
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megascale.resilience.agent.services import end_services
 from megascale.resilience.cluster.base import NodeInfo
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.given import JobDescription, give
@@ -43,6 +44,7 @@ class LocalCluster:
         self.folder = run / "nodes"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._children: list[subprocess.Popen[bytes]] = []
+        self._blocked: set[str] = set()
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         self._job = (job, token)
@@ -56,7 +58,7 @@ class LocalCluster:
         job, token = self._job
         folder = self.folder / name
         if self._apart:
-            folder = self.run.with_name(f"{self.run.name}.apart") / name
+            folder = self._folder_apart(name)
             folder.mkdir(parents=True, exist_ok=True)
             (self.run / "checkpoints").mkdir(exist_ok=True)
             job = job.on(folder / "runs" / self.run.name, self.run / "checkpoints")
@@ -111,17 +113,36 @@ class LocalCluster:
         return True
 
     async def fence(self, name: str) -> bool:
-        """SIGKILL to the agent; the kernel then ends its fork server and trainers."""
+        """SIGKILL to the agent; the kernel then ends its fork server and trainers. Of a node that is blocked the
+        checkpoint service ends too: its snapshots would be read by nobody, and this machine's other nodes need the
+        memory."""
         pid = self._agent(name)
-        if pid is None:
-            return True
-        os.kill(pid, signal.SIGKILL)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 5.0
         while self._agent(name) is not None and time.monotonic() < deadline:
             for child in self._children:
                 child.poll()
             await asyncio.sleep(0.01)
-        return self._agent(name) is None
+        if self._agent(name) is not None:
+            return False
+        if name in self._blocked:
+            ended = await asyncio.to_thread(end_services, self._run_of(name), name)
+            log.info("%s was evicted: ended its checkpoint services %s", name, ended)
+        return True
+
+    def block(self, name: str, why: str) -> None:
+        self._blocked.add(name)
+
+    def unblock(self, name: str) -> None:
+        self._blocked.discard(name)
+
+    def _run_of(self, name: str) -> Path:
+        """The run folder as the node's trainers see it."""
+        return self._folder_apart(name) / "runs" / self.run.name if self._apart else self.run
+
+    def _folder_apart(self, name: str) -> Path:
+        return self.run.with_name(f"{self.run.name}.apart") / name
 
     async def request(self) -> str | None:
         name = self._create()

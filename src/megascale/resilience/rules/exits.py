@@ -22,6 +22,7 @@ from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM, SCARCE
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, EXIT_USAGE
 from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.silence import FIRST_STEP
 from megascale.resilience.rules.table import quick
 from megascale.resilience.rules.verdicts import Action, Verdict
 from megascale.resilience.rules.view import RankView, View
@@ -30,6 +31,7 @@ LAST_WORDS = "its last words: "
 _CALM = re.compile(
     r"\s*\d{4}-\d\d-\d\dT\S+ attempt \d+ rank \d+ (INFO|DEBUG) "
 )  # a rank log's line that tells of no trouble
+_LACKING = re.compile(r"(?:\w+: )?rank (\d+) on \S+: ")  # what all say when a rank does not fit on its node
 _LOST = "lost contact"  # what a rank says that suffers from another's end
 _ASKED = "it or another rank was asked to (SIGTERM, SIGINT), and all have saved"
 _MEMORY_FULL = 0.9  # of a node's memory in use by its trainers before a SIGKILL is put down to want of memory
@@ -54,6 +56,8 @@ class Cause:
 
 
 OUT_OF_MEMORY = Cause(Event.OUT_OF_MEMORY, "it ran out of memory", "recover", "stop")
+# A person is told at the first start; later the same settings have trained elsewhere.
+SHORT = Cause(Event.OUT_OF_MEMORY, "its node has too little free memory", "recover", "evict")
 DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "recover", "stop")
 PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "recover", "recover")
 NUMBERS = Cause(Event.NONFINITE_LOSS, "the loss is no number", "diagnose", "stop")
@@ -109,6 +113,8 @@ def processes(view: View) -> list[Verdict]:
     guilty = [(m, w) for m, w in bad if not (w.by_agent or _asked(w) or _LOST in w.message + _said(w))]
     # Those that an agent did not end but what it starts them from, only where nobody ended by itself.
     guilty = guilty or [(m, w) for m, w in bad if w.by_agent and w.error]
+    if FIRST_STEP in view.learned:
+        guilty = [(m, w) for m, w in guilty if not _told_by_another(w)]
     if bad and not guilty:
         # Who ended first is not among those that can speak: the network, or a rank whose node is silent.
         evidence = [
@@ -130,6 +136,12 @@ def processes(view: View) -> list[Verdict]:
     return [_verdict(view, cause, ended) for cause, ended in by_cause.items()]
 
 
+def _told_by_another(worker: Worker) -> bool:
+    """Whether it ended since another rank does not fit on its node, which that one tells all."""
+    named = _LACKING.match(worker.message or worker.error)
+    return worker.code == EXIT_CANNOT_FIT and named is not None and int(named[1]) != worker.rank
+
+
 def _asked(worker: Worker) -> bool:
     return worker.state == "exited" and worker.code == EXIT_INTERRUPTED
 
@@ -141,7 +153,7 @@ def cause_of(member: RankView, worker: Worker) -> Cause:
     if worker.errno == errno.EADDRINUSE:
         return PORT_TAKEN
     if worker.errno == errno.ENOMEM:
-        return OUT_OF_MEMORY
+        return SHORT if worker.code == EXIT_CANNOT_FIT else OUT_OF_MEMORY
     if _asked(worker):
         return ASKED
     said = worker.message + "\n" + _said(worker)
@@ -218,7 +230,8 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> 
     action, person = cause.action, False
     if cause is DISK_FULL:
         evidence += dict.fromkeys(text for m, _ in ended for text in full_disks(m))
-    if cause is CODE and any(w.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA) for _, w in ended):
+    settings = cause is CODE and any(w.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA) for _, w in ended)
+    if settings or (cause is SHORT and FIRST_STEP not in view.learned):
         action = "stop"
         evidence.append("its exit code says that settings or data are wrong; starting again would say the same")
     elif cause is PORT_TAKEN:
@@ -238,10 +251,14 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> 
         action = "stop"
     elif _before(view, cause, nodes, words):
         action = cause.again
+        if cause is SHORT and len({m.node for m in view.members if m.ranks}) == 1:
+            action = "stop"
         if action == "stop":
             evidence.append("the same has ended an earlier start: it would come again")
         else:
             evidence.append("it has happened on this node before")
+    elif cause is SHORT:
+        evidence.append("the same settings have trained before, so it is this node's: something else holds its memory")
     elif cause is CODE:
         evidence.append("on one rank only and for the first time: it may be the machine's, so once more")
     person = action == "stop"
