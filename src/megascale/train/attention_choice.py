@@ -2,7 +2,7 @@
 
 Ranks on devices of one kind run the same kernel for the same shape: the one whose slowest rank is the fastest, among
 those that all of them can run. The choice is kept in RUN/kernels.json and in every checkpoint, since another kernel
-rounds otherwise: a run that goes on with the same kernels goes on bit for bit.
+rounds otherwise: a run that goes on with the same kernels goes on bit for bit, on GPUs with kernels.deterministic.
 """
 
 from __future__ import annotations
