@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megascale.checkpoint import Checkpointer, latest, load, steps
-from megascale.checkpoint.background import pending_saves, service, service_protocol
+from megascale.checkpoint.background import pending_saves, service, service_protocol, snapshot
 from megascale.checkpoint.background.pending_saves import finish_pending
 from megascale.checkpoint.background.service_protocol import (
     ListHeld,
@@ -26,7 +29,8 @@ from megascale.checkpoint.background.staging import Staging
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.torch_index import torch_metadata
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
-from megascale.errors import DataError
+from megascale.core.failure import errno_of
+from megascale.errors import DataError, FitError
 from megascale.services.host_service import Place
 from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
 from tests.checkpoint.conftest import assert_same, blank, context, cut, logical_state, run_group, whole
@@ -179,6 +183,27 @@ def test_full_disk_is_an_outcome_and_costs_nothing(run: Path, small_disk: Path) 
     assert not outcome.committed
     assert "is full: a checkpoint needs 4,198,400 bytes" in outcome.why
     assert sorted(p.name for p in (small_disk / "c").iterdir()) == ["ID", "step-1"]
+
+
+def _without_memory(rank: int, size: int, run: Path) -> tuple[str, int]:
+    def lacking(*_: object) -> Staging:
+        raise OSError(errno.ENOMEM, "3 of 5 bytes are free")
+
+    checkpointer = Checkpointer(background(), run, cut(logical_state(3), "rows", rank, size))
+    with mock.patch.object(snapshot, "Staging", lacking) if rank == 1 else contextlib.nullcontext():
+        try:
+            checkpointer.save(3, {})
+        except FitError as error:
+            return str(error), errno_of(error)
+    raise AssertionError("it fits")
+
+
+def test_all_say_which_rank_lacks_memory_and_its_own_error_alone_has_the_number(run: Path) -> None:
+    (text, own), (same, of_it) = run_group(2, _without_memory, run)
+    assert text == same
+    assert text.startswith(f"rank 1 on {socket.gethostname()}: staging memory for checkpoints could not be had (")
+    assert "3 of 5 bytes are free" in text
+    assert (own, of_it) == (0, errno.ENOMEM)
 
 
 def _parts_only(rank: int, size: int, run: Path) -> None:
