@@ -294,6 +294,8 @@ def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     alone = view({0: [heartbeat(0, 1, [own])]}, past=past)
     alone.learned |= trained["learned"]
     assert one(rules.judge(alone), "out_of_memory").action == "stop"
+    both = one(ended(of_it, replace(of_it, rank=0), **trained), "out_of_memory")
+    assert (both.nodes, both.action) == (("node-0", "node-1"), "recover")
     # Who speaks first is not to blame, nor is anybody before the first step of all: then a person is told.
     assert one(ended(told, **trained), "process_exit").nodes == ()
     first = ended(of_it, told)

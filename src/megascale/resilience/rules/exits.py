@@ -139,7 +139,8 @@ def processes(view: View) -> list[Verdict]:
 def _told_by_another(worker: Worker) -> bool:
     """Whether it ended since another rank does not fit on its node, which that one tells all."""
     named = _LACKING.match(worker.message or worker.error)
-    return worker.code == EXIT_CANNOT_FIT and named is not None and int(named[1]) != worker.rank
+    fits = worker.code == EXIT_CANNOT_FIT and worker.errno != errno.ENOMEM
+    return fits and named is not None and int(named[1]) != worker.rank
 
 
 def _asked(worker: Worker) -> bool:
