@@ -13,7 +13,7 @@ from megascale.resilience import rules
 from megascale.resilience.agent.gpu_health import GpuHealth
 from megascale.resilience.protocol.agent_messages import FROM_AGENT
 from megascale.resilience.protocol.heartbeat import GpuReport
-from tests.resilience.rules.test_rules import heartbeat, one, view, worker
+from tests.resilience.rules.views import heartbeat, one, view, worker
 
 
 class NvmlError(Exception):

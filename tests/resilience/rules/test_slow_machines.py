@@ -9,7 +9,7 @@ import pytest
 from megascale.resilience import rules
 from megascale.resilience.rules.slow_machines import slow_machines
 from megascale.resilience.rules.view import SlowFinding
-from tests.resilience.rules.test_rules import heartbeat, view, worker
+from tests.resilience.rules.views import heartbeat, view, worker
 
 SLOW = SlowFinding(1, 0.12, "GPU", 0.99999, ("forward +12.1%, backward +12.0%",))
 

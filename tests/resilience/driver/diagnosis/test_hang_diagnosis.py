@@ -19,7 +19,7 @@ from megascale.resilience.driver.diagnosis.hang_diagnosis import refine
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Explain
 from megascale.resilience.protocol.rank_evidence import look_at
 from megascale.resilience.rules.verdicts import Verdict
-from tests.resilience.rules.test_rules import heartbeat, view, worker
+from tests.resilience.rules.views import heartbeat, view, worker
 
 ORDER = Explain(1, 7, 100, 0.1)
 HANG = Verdict("hang", (), (), "recover", ("no rank has moved for 11 s",))

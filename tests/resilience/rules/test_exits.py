@@ -1,0 +1,212 @@
+"""Processes that ended: each has a cause, a culprit, and what follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+
+import pytest
+from msgspec.structs import replace
+
+from megascale.resilience import rules
+from megascale.resilience.agent import node_health
+from megascale.resilience.rules import exits, silence
+from megascale.resilience.rules.verdicts import Verdict
+from tests.resilience.rules.views import ended, heartbeat, one, trace, view, worker
+
+EXITS = [
+    ({"state": "signalled", "code": signal.SIGSEGV}, "segmentation_fault", "recover"),
+    ({"state": "signalled", "code": signal.SIGKILL}, "process_killed", "recover"),
+    (
+        {"state": "exited", "code": 1, "stderr_tail": trace("RuntimeError: CUDA error: an illegal memory access")},
+        "cuda_error",
+        "recover",
+    ),
+    (
+        {"state": "exited", "code": 1, "stderr_tail": trace("torch.OutOfMemoryError: CUDA out of memory.")},
+        "out_of_memory",
+        "recover",
+    ),
+    (
+        {"state": "exited", "code": 1, "message": "the disk of 'runs' is full: a checkpoint needs 9 bytes"},
+        "disk_full",
+        "recover",
+    ),
+    (
+        {"state": "exited", "code": 1, "message": "the loss of step 7 is nan and training stopped"},
+        "nonfinite_loss",
+        "diagnose",
+    ),
+    ({"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}, "user_error", "recover"),
+    ({"state": "exited", "code": 3, "message": "4 ranks cannot be laid out"}, "user_error", "stop"),
+    (
+        {"state": "exited", "code": 1, "stderr_tail": "RuntimeError: NCCL error: unhandled system error"},
+        "network_error",
+        "recover",
+    ),
+    ({"state": "exited", "code": 9, "stderr_tail": ""}, "process_exit", "recover"),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "action"), EXITS)
+def test_an_exit_has_a_cause_a_culprit_and_its_words(how, kind, action):
+    verdict = one(ended(worker(1, **how)), kind)
+    assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), action)
+    assert verdict.person == (action == "stop")
+    assert "rank 1 (process 101 on node-1)" in verdict.evidence[0]
+
+
+def test_a_rank_that_lost_a_peer_is_not_to_blame():
+    victim = worker(0, state="exited", code=1, message="rank 0 lost contact with another rank in step 11")
+    found = ended(victim, worker(1, state="signalled", code=signal.SIGSEGV))
+    assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
+    alone = one(ended(victim), "process_exit")
+    assert alone.nodes == ()
+    assert alone.action == "recover"
+
+
+def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often():
+    """As of a pod that is deleted twice: the driver hears of the ranks elsewhere first."""
+    asked = worker(0, state="exited", code=130, error="Exit: 130")
+    first = one(ended(asked), "process_exit")
+    assert (first.nodes, first.ranks, first.action, first.person) == ((), (0,), "recover", False)
+    assert "asked to" in first.evidence[0]
+    again = one(
+        ended(asked, worker(1, state="exited", code=130, error="Exit: 130"), past=[(1.0, first)]), "process_exit"
+    )
+    assert (again.nodes, again.action) == ((), "recover")
+    found = ended(asked, worker(1, state="signalled", code=signal.SIGSEGV))
+    assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
+
+
+def test_a_rank_whose_agent_was_told_to_end_says_whose_machine_it_was():
+    asked = worker(0, state="exited", code=130, error="Exit: 130")
+    verdict = one(ended(asked, worker(1, state="exited", code=130, error="Exit: 130", by_agent=True)), "process_exit")
+    assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), "recover")
+
+
+def test_the_same_exception_on_several_ranks_is_the_users():
+    error = {"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}
+    verdict = one(ended(worker(0, **error), worker(1, **error)), "user_error")
+    assert verdict.person
+    assert verdict.action == "stop"
+    assert any("KeyError: 'text'" in line for line in verdict.evidence)
+
+
+def test_an_exception_that_comes_again_is_the_users_and_one_that_differs_is_not():
+    def fails(text: str, past: list[Verdict]) -> Verdict:
+        how = {"state": "exited", "code": 1, "stderr_tail": trace(text)}
+        return one(ended(worker(1, **how), past=[(1.0, v) for v in past]), "user_error")
+
+    first = fails("ValueError: bad row", [])
+    assert (first.action, first.person) == ("recover", False)
+    again = fails("ValueError: bad row", [first])
+    assert (again.action, again.person) == ("stop", True)
+    other = fails("OSError: [Errno 5] Input/output error", [first])
+    assert (other.action, other.person) == ("recover", False)
+
+
+def test_a_killed_process_on_a_full_node_ran_out_of_memory():
+    hardware = node_health.hardware()  # as agents send it
+    rss = int(0.95 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    dead = worker(1, state="signalled", code=signal.SIGKILL)
+    beats = [heartbeat(1, 1, [worker(1, rss=rss)], hardware=hardware), heartbeat(1, 2, [dead], hardware=hardware)]
+    assert one(rules.judge(view({0: [heartbeat(0, 1, [worker(0)])], 1: beats})), "out_of_memory").ranks == (1,)
+
+
+def test_a_signal_is_not_explained_by_a_line_before_it():
+    old = "RuntimeError: NCCL error: Connection reset, trying again\nNo space left on device\nstep 8\nstep 9\n" * 5
+    for number, kind in ((signal.SIGKILL, "process_killed"), (signal.SIGSEGV, "segmentation_fault")):
+        dead = worker(1, state="signalled", code=number, stderr_tail=old)
+        assert one(ended(dead), kind).ranks == (1,)
+    quiet = old + "step\n" * 20
+    assert one(ended(worker(1, state="signalled", code=signal.SIGABRT, stderr_tail=quiet)), "segmentation_fault")
+    says = quiet + "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unspecified\n"
+    assert one(
+        ended(worker(1, state="signalled", code=signal.SIGABRT, stderr_tail=says + "frame\n" * 30)), "cuda_error"
+    )
+    # An exception that was caught is not what ended it either.
+    tail = trace("OSError: Connection reset by peer") + "step 8\n" + trace("KeyError: 'text'")
+    assert one(ended(worker(1, state="exited", code=1, stderr_tail=tail)), "user_error")
+
+
+def test_a_calm_line_of_the_log_is_nobodys_last_words():
+    calm = "2026-11-24T04:27:29.274Z attempt 1 rank 1 INFO megascale.train: process 12379 on vm, one of 2, begins"
+    told = worker(1, state="signalled", code=signal.SIGKILL, stderr_tail=calm)
+    assert exits.last_words(told) == ""
+    warned = calm.replace("INFO", "WARNING")
+    assert exits.last_words(worker(1, state="exited", code=1, stderr_tail=f"{warned}\n{calm}")) == warned
+
+
+def test_who_failed_first_and_by_itself_names_the_cause():
+    first = worker(0, state="exited", code=1, error="ModuleNotFoundError: No module named 'x'", ended_age=0.4)
+    killed = worker(1, state="signalled", code=signal.SIGKILL, ended_age=0.2)
+    assert [v.kind for v in ended(first, killed)] == ["user_error"]
+    aborted = replace(killed, code=signal.SIGABRT)
+    assert [v.kind for v in ended(first, aborted)] == ["user_error"]
+    assert [v.kind for v in ended(first, replace(killed, by_agent=True, ended_age=0.9))] == ["user_error"]
+    # Earlier than any other, a signal is the cause.
+    found = ended(replace(first, error="RuntimeError: Connection closed by peer"), replace(killed, ended_age=0.9))
+    assert [v.kind for v in found] == ["process_killed"]
+
+
+def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
+    failed = worker(1, state="exited", code=2, errno=errno.EADDRINUSE, error="ConfigError: rank 0 cannot serve")
+    past: list[tuple[float, Verdict]] = []
+    for _ in range(exits.PORTS - 1):
+        verdict = one(ended(failed, past=past), "port_taken")
+        assert (verdict.action, verdict.person) == ("recover", False)
+        past.append((1.0, verdict))
+    last = one(ended(failed, past=past), "port_taken")
+    assert (last.action, last.person) == ("stop", True)
+    assert "ports in a row" in last.evidence[-1]
+    between = [*past, (2.0, Verdict("segmentation_fault"))]
+    assert one(ended(failed, past=between), "port_taken").action == "recover"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(number):
+    failed = worker(1, state="exited", code=1, errno=number, error="OSError: something")
+    assert one(ended(failed), "disk_full").action == "recover"
+    assert exits.failed_start("n0", (0,), "why", number).kind == "disk_full"
+    line = worker(1, state="exited", code=9, stderr_tail="copying: No space left on device, left out\n")
+    assert one(ended(line), "process_exit")
+    for how in ({"state": "exited", "code": 9}, {"state": "signalled", "code": signal.SIGBUS}):
+        for left, kind in ((0.0, "disk_full"), (1e9, None)):
+            beat = heartbeat(1, 1, [worker(1, **how)], disks={"/runs/a": left})
+            found = rules.judge(view({0: [heartbeat(0, 1, [worker(0)])], 1: [beat]}))
+            if kind is None:
+                assert "disk_full" not in {v.kind for v in found}
+            else:
+                assert "the disk of /runs/a has 0 bytes left" in one(found, kind).evidence
+
+
+def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
+    """What one rank lacks it tells all, who end with its words."""
+    words = "rank 1 on b7: staging memory for checkpoints could not be had ([Errno 12] 3 of 5 bytes are free)"
+    of_it = worker(1, state="exited", code=3, errno=errno.ENOMEM, message=words)
+    told = worker(0, state="exited", code=3, message=words)
+    trained = {"learned": {silence.FIRST_STEP: 10.0}, "phase": "starting"}
+    for others in ((), (told,)):
+        verdict = one(ended(of_it, *others, **trained), "out_of_memory")
+        assert (verdict.nodes, verdict.action, verdict.person) == (("node-1",), "recover", False)
+        assert any("something else holds its memory" in line for line in verdict.evidence)
+    again = [(900.0, verdict)]
+    assert one(ended(of_it, told, past=again, **trained), "out_of_memory").action == "evict"
+    # Elsewhere it is the first time; alone there is no other node to say whose it is.
+    there = [(900.0, dataclasses.replace(verdict, nodes=("node-7",)))]
+    assert one(ended(of_it, past=there, **trained), "out_of_memory").action == "recover"
+    own = replace(of_it, rank=0, message=words.replace("rank 1", "rank 0"))
+    past = [(900.0, dataclasses.replace(verdict, nodes=("node-0",)))]
+    alone = view({0: [heartbeat(0, 1, [own])]}, past=past)
+    alone.learned |= trained["learned"]
+    assert one(rules.judge(alone), "out_of_memory").action == "stop"
+    both = one(ended(of_it, replace(of_it, rank=0), **trained), "out_of_memory")
+    assert (both.nodes, both.action) == (("node-0", "node-1"), "recover")
+    # Who speaks first is not to blame, nor is anybody before the first step of all: then a person is told.
+    assert one(ended(told, **trained), "process_exit").nodes == ()
+    first = ended(of_it, told)
+    assert {(v.action, v.person) for v in first} == {("stop", True)}
+    assert any("settings or data are wrong" in line for v in first for line in v.evidence)
