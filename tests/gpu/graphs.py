@@ -13,18 +13,14 @@ the device is done. It ends with 1 if anything differs or could not be captured.
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 import torch
 
 from megascale import config as configuration
 from megascale.bench.harness.training_runs import join
-from megascale.core.layout import lay_out
-from megascale.rendezvous.groups import Groups, shutdown
-from megascale.train.attention_choice import Choices
-from megascale.train.engine import Engine
-from megascale.train.rank_info import RankInfo
+from megascale.rendezvous.groups import shutdown
+from tests.gpu.small_steps import train
 
 STEPS, TIMED = 6, 20
 SERIAL: dict[str, Any] = {"model": {"block": "serial"}}
@@ -75,41 +71,6 @@ def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[st
     return tree
 
 
-def run(
-    parts: list[dict[str, Any]], graphs: str, attention: Choices, axis: str, place: RankInfo, groups: Groups | None
-) -> tuple[list[torch.Tensor], str, float, float, Choices]:
-    """Losses, norms and weights; why nothing was captured; host and device milliseconds of a step; and the attention
-    kernels, which two engines might otherwise choose differently."""
-    layout = lay_out(configuration.from_tree(tree_of(parts, graphs, axis)), place.world)
-    engine = Engine(layout, groups, place.device, attention)
-    model = engine.config.model
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, model.vocab, (STEPS, 2, 4, model.sequence_length + 1, 2), generator=draw).cuda()
-    told: list[torch.Tensor] = []
-
-    def step(number: int) -> None:
-        text = rows[number % STEPS, engine.data_rank]
-        engine.start_gather()
-        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, more=True)
-        told.extend((made.loss.clone(), made.grad_norm.clone()))
-
-    for number in range(STEPS):
-        step(number)
-    engine.synchronize()
-    told += [flat.params.clone() for flat in engine.flats]
-    result = list(told)
-    torch.cuda.synchronize()
-    host, began = 0.0, time.perf_counter()
-    for number in range(TIMED):
-        since = time.perf_counter()
-        step(STEPS + number)
-        host += time.perf_counter() - since
-    torch.cuda.synchronize()
-    whole = time.perf_counter() - began
-    why = engine.graphs.failed if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
-    return result, why, host / TIMED * 1e3, whole / TIMED * 1e3, engine.attention
-
-
 def main() -> int:
     """The table; 1 if anything differs."""
     wrong, axis = 0, sys.argv[1] if len(sys.argv) > 1 else ""
@@ -122,19 +83,21 @@ def main() -> int:
         if axis and name not in SEVERAL:
             continue
         try:
-            eager, _, host, whole, attention = run(parts, "off", {}, axis, place, groups)
-            graphs, why, host2, whole2, _ = run(parts, "auto", attention, axis, place, groups)
+            eager = train(tree_of(parts, "off", axis), STEPS, TIMED, {}, place, groups)
+            graphs = train(tree_of(parts, "auto", axis), STEPS, TIMED, eager.attention, place, groups)
         except Exception as error:  # the others are still of interest
             print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             wrong += 1
             continue
-        far = [i for i, (a, b) in enumerate(zip(eager, graphs, strict=True)) if not torch.equal(a, b)]
+        why = graphs.eager
+        far = [i for i, (a, b) in enumerate(zip(eager.bits, graphs.bits, strict=True)) if not torch.equal(a, b)]
         wrong += bool(far or why)
         same = "yes" if not far else f"no, from {far[0]}"
         if place.rank and not far and not why:
             continue
         rank = f"rank {place.rank}: " if place.rank else ""
-        print(f"{rank}{name:34} {same:10} {host:7.2f} of {whole:6.2f} {host2:7.2f} of {whole2:6.2f} {why}", flush=True)
+        times = " ".join(f"{one.host:7.2f} of {one.whole:6.2f}" for one in (eager, graphs))
+        print(f"{rank}{name:34} {same:10} {times} {why}", flush=True)
     if groups is not None:
         shutdown(groups)
     return int(wrong > 0)

@@ -22,12 +22,12 @@ from unittest import mock
 
 import torch
 import triton
-from tests.ops.every_kernel import CASES
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from megascale import torch_private
 from megascale.ops import launch
+from tests.ops.every_kernel import CASES
 
 DEVICE = "cuda"
 TIMES = ("triton_us", "by_key_us", "in_c_us")

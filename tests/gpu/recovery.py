@@ -15,9 +15,9 @@ in the memory of both nodes. It has half of the preset's layers, or fewer if GPU
 Called again with the same --out, only what is missing is done; after --seconds the job is ended and what came is kept.
 What rank 0 did from second to second is kept in the file ("stacks"), what the driver found and did too ("events"), and
 what went wrong that no kill of this script explains ("unasked", then with the ends of "logs"), of which there should be
-nothing. Each step has a sum of the weights' bits: steps that are done again must come to the same ones, and so must
-what was loaded ("weights": how many were compared, and those that differ). Any setting can follow as
---section.key=value; `--preset tiny --train.device=cpu` tries it without a GPU.
+nothing. Each step has a sum of the weights' bits: steps that are done again must come to the same ones (the job has
+kernels.deterministic), and so must what was loaded ("weights": how many were compared, and those that differ). Any
+setting can follow as --section.key=value; `--preset tiny --train.device=cpu` tries it without a GPU.
 """
 
 from __future__ import annotations

@@ -20,14 +20,11 @@ import torch
 
 from megascale import config as configuration
 from megascale.bench.harness.training_runs import join
-from megascale.core.layout import lay_out
 from megascale.ops.attention import attention
 from megascale.ops.attention_backends import BACKENDS
 from megascale.ops.dispatch import Kernels
-from megascale.rendezvous.groups import Groups, shutdown
-from megascale.train.attention_choice import Choices
-from megascale.train.engine import Engine
-from megascale.train.rank_info import RankInfo
+from megascale.rendezvous.groups import shutdown
+from tests.gpu.small_steps import train
 
 AGAIN, STEPS, TIMED = 20, 4, 10
 S, B, N, D = 2048, 2, 16, 128
@@ -107,38 +104,6 @@ def kernels() -> int:
     return wrong
 
 
-def run(
-    case: Case, deterministic: bool, attention: Choices, axis: str, place: RankInfo, groups: Groups | None
-) -> tuple[list[torch.Tensor], float, Choices]:
-    """Losses, norms and weights of some steps, milliseconds of a step, and the attention kernels."""
-    layout = lay_out(configuration.from_tree(tree_of(case, deterministic, axis)), place.world)
-    engine = Engine(layout, groups, place.device, attention)
-    model, train = engine.config.model, engine.config.train
-    draw = torch.Generator().manual_seed(0)
-    count = train.global_batch // train.micro_batch // layout.grid.data
-    shape = (STEPS, layout.grid.data, count, model.sequence_length + 1, train.micro_batch)
-    rows = torch.randint(0, model.vocab, shape, generator=draw).to(place.device)
-    told: list[torch.Tensor] = []
-
-    def step(number: int) -> None:
-        text = rows[number % STEPS, engine.data_rank]
-        engine.start_gather()
-        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, more=True)
-        told.extend((made.loss.clone(), made.grad_norm.clone()))
-
-    for number in range(STEPS):
-        step(number)
-    engine.synchronize()
-    result = [*told, *(flat.params.clone() for flat in engine.flats)]
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for number in range(STEPS, STEPS + TIMED):
-        step(number)
-    engine.synchronize()
-    torch.cuda.synchronize()
-    return result, (time.perf_counter() - began) / TIMED * 1e3, engine.attention
-
-
 def main() -> int:
     """The tables; 1 if anything differs that must not."""
     axis = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -152,18 +117,19 @@ def main() -> int:
         said, times, names = [], [], []
         for deterministic in (False, True):
             try:
-                first, _, attention = run(case, deterministic, {}, axis, place, groups)
-                again, ms, _ = run(case, deterministic, attention, axis, place, groups)
+                tree = tree_of(case, deterministic, axis)
+                first = train(tree, STEPS, TIMED, {}, place, groups)
+                again = train(tree, STEPS, TIMED, first.attention, place, groups)
             except Exception as error:  # the others are still of interest
                 said.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}")
                 wrong += 1
                 continue
-            far = [i for i, (a, b) in enumerate(zip(first, again, strict=True)) if not torch.equal(a, b)]
+            far = [i for i, (a, b) in enumerate(zip(first.bits, again.bits, strict=True)) if not torch.equal(a, b)]
             what = ("loss", "gradient norm", "weights")[far[0] % 2 if far[0] < 2 * STEPS else 2] if far else ""
             said.append(f"no: {what}, step {min(far[0] // 2 + 1, STEPS)}" if far else "yes")
             wrong += deterministic and bool(far)
-            times.append(f"{ms:.1f}")
-            names += [kernel for shapes in attention.values() for kernel in shapes.values()]
+            times.append(f"{again.whole:.1f}")
+            names += [kernel for shapes in again.attention.values() for kernel in shapes.values()]
         if not place.rank:
             print(f"{name:34} {' '.join(f'{x:20}' for x in said)} {', '.join(times):15} {', '.join(names)}", flush=True)
     if groups is not None:

@@ -9,6 +9,7 @@ from threading import Barrier, Event
 import pytest
 import torch
 
+from megascale.config import from_tree
 from megascale.core.calls import NoCalls
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
@@ -161,7 +162,9 @@ def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -
 
 def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q_SBND = torch.zeros(4, 1, 1, 8)
-    refused = pytest.raises(ConfigError, match=r"'cudnn' and kernels.deterministic=true exclude each other.*auto")
+    with pytest.raises(ConfigError, match=r"kernels.attention='cudnn'.*kernels.deterministic=true.*attention=auto"):
+        from_tree({"kernels": {"attention": "cudnn", "deterministic": True}})
+    refused = pytest.raises(ConfigError, match=r"no deterministic backward \(kernels.deterministic\)")
     with dispatch.Kernels(deterministic=True).in_force(), refused:
         attention(q_SBND, q_SBND, q_SBND, window=None, backend="cudnn")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")

@@ -1,8 +1,7 @@
 """Copies between stored chunks and memory that is loaded into, by a few threads.
 
-Loading moves tens of GB. Between a device and memory that is not page-locked the driver copies 7 GB/s, one copy after
-the other however many threads ask; so each thread copies a piece into page-locked memory of its own, which the device
-reads at several times that rate. New memory of the host is cleared at 2 GB/s a thread.
+Loading moves tens of GB. From memory that is not page-locked four threads together copied 7 GB/s to a device; through
+page-locked memory of their own, eight copy 17 (docs/reports/recovery.md). A thread clears new memory at 2 GB/s.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from megascale.config.base import MOST, Section
 from megascale.config.optimizers import OPTIMIZERS
@@ -81,10 +81,19 @@ class KernelsConfig(Section):
     )
     deterministic: bool = Field(
         False,
-        description="on GPUs too a step that is done again comes to the same bits, as it does on CPUs: attention whose "
-        "backward adds in one order (cudnn has none), and an error from torch for an operation of which it knows no "
-        "such kind",
+        description="the same results bit for bit whenever a step is run again, on GPUs as on CPUs: attention kernels "
+        "whose backward sums in a fixed order (not cudnn), and an error for an operation of which torch has no "
+        "deterministic form",
     )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> KernelsConfig:
+        if self.deterministic and self.attention == "cudnn":
+            raise ValueError(
+                "kernels.attention='cudnn' sums its gradients in no fixed order, which kernels.deterministic=true asks "
+                "for; set kernels.attention=auto, or cudnn_frontend"
+            )
+        return self
 
 
 def _full_name(told: Any) -> Any:

@@ -72,10 +72,7 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
             f"({window}); set --kernels.attention=auto to choose a kernel a layer"
         )
     if kind is SDPBackend.CUDNN_ATTENTION and dispatch.deterministic():
-        raise ConfigError(
-            "kernels.attention='cudnn' and kernels.deterministic=true exclude each other: torch knows cuDNN's backward "
-            "in no fixed order only; set --kernels.attention=auto, or cudnn_frontend, which has both"
-        )
+        raise ConfigError("torch's cuDNN attention has no deterministic backward (kernels.deterministic)")
     q, k, v = _heads_first(q_SBND, k_SBGD, v_SBGD)
     before = [is_on() for _, is_on, _ in _SWITCHES]
     try:

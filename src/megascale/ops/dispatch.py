@@ -64,11 +64,11 @@ class _TorchDeterministic:
     """Within, torch's operators are deterministic, in all threads; as before once all who entered have left."""
 
     def __init__(self) -> None:
-        self._inside, self._turn = 0, threading.Lock()
+        self._inside, self._lock = 0, threading.Lock()
         self._before = (False, False, True)
 
     def __enter__(self) -> None:
-        with self._turn:
+        with self._lock:
             self._inside += 1
             if self._inside == 1:
                 told = (
@@ -80,7 +80,7 @@ class _TorchDeterministic:
                 self._tell(True, False, False)
 
     def __exit__(self, *_: object) -> None:
-        with self._turn:
+        with self._lock:
             self._inside -= 1
             if not self._inside:
                 self._tell(*self._before)

@@ -351,7 +351,7 @@ def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
     file.write_text(strict_json.dumps(asdict(job)))
     words = ["--nproc-per-node", str(job.world), "--master-port", str(_free_port()), "-m", PEERS[name][1], str(file)]
     # Megatron's training script insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
-    # it is 13% faster at micro-batch 1 and as fast at 4 (docs/performance.md): that is what it gets.
+    # a step took 13% less at micro-batch 1 and no more at 4 (docs/performance.md), so the variable is left as it is.
     _run([sys.executable, "-m", "torch.distributed.run", *words], name, limit)
     return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
 

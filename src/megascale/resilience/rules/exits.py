@@ -56,8 +56,8 @@ class Cause:
 
 
 OUT_OF_MEMORY = Cause(Event.OUT_OF_MEMORY, "it ran out of memory", "recover", "stop")
-# A person is told at the first start; later the same settings have trained elsewhere.
-SHORT = Cause(Event.OUT_OF_MEMORY, "its node has too little free memory", "recover", "evict")
+# At a job's first start it is the settings' fault, and the job stops; after a first step it is the node's.
+NODE_MEMORY = Cause(Event.OUT_OF_MEMORY, "its node has too little free memory", "recover", "evict")
 DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "recover", "stop")
 PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "recover", "recover")
 NUMBERS = Cause(Event.NONFINITE_LOSS, "the loss is no number", "diagnose", "stop")
@@ -154,7 +154,7 @@ def cause_of(member: RankView, worker: Worker) -> Cause:
     if worker.errno == errno.EADDRINUSE:
         return PORT_TAKEN
     if worker.errno == errno.ENOMEM:
-        return SHORT if worker.code == EXIT_CANNOT_FIT else OUT_OF_MEMORY
+        return NODE_MEMORY if worker.code == EXIT_CANNOT_FIT else OUT_OF_MEMORY
     if _asked(worker):
         return ASKED
     said = worker.message + "\n" + _said(worker)
@@ -232,7 +232,7 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> 
     if cause is DISK_FULL:
         evidence += dict.fromkeys(text for m, _ in ended for text in full_disks(m))
     settings = cause is CODE and any(w.code in (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA) for _, w in ended)
-    if settings or (cause is SHORT and FIRST_STEP not in view.learned):
+    if settings or (cause is NODE_MEMORY and FIRST_STEP not in view.learned):
         action = "stop"
         evidence.append("its exit code says that settings or data are wrong; starting again would say the same")
     elif cause is PORT_TAKEN:
@@ -252,13 +252,13 @@ def _verdict(view: View, cause: Cause, ended: list[tuple[RankView, Worker]]) -> 
         action = "stop"
     elif _before(view, cause, nodes, words):
         action = cause.again
-        if cause is SHORT and len({m.node for m in view.members if m.ranks}) == 1:
+        if cause is NODE_MEMORY and len({m.node for m in view.members if m.ranks}) == 1:
             action = "stop"
         if action == "stop":
             evidence.append("the same has ended an earlier start: it would come again")
         else:
             evidence.append("it has happened on this node before")
-    elif cause is SHORT:
+    elif cause is NODE_MEMORY:
         evidence.append("the same settings have trained before, so it is this node's: something else holds its memory")
     elif cause is CODE:
         evidence.append("on one rank only and for the first time: it may be the machine's, so once more")

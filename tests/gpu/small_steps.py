@@ -1,0 +1,73 @@
+"""Some steps of a small model on the GPUs that are here, for scripts that compare bits: not a test by itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megascale import config as configuration
+from megascale.core.layout import lay_out
+from megascale.rendezvous.groups import Groups
+from megascale.train.attention_choice import Choices
+from megascale.train.engine import Engine
+from megascale.train.rank_info import RankInfo
+
+
+@dataclass
+class Steps:
+    """What came of them.
+
+    Attributes:
+        bits: loss and gradient norm of each step, in turn, then the weights of each chunk.
+        host: milliseconds until the host has launched a later step.
+        whole: milliseconds until the device has done it.
+        attention: the kernels that were chosen.
+        eager: why nothing was replayed from CUDA graphs, "" if it was.
+    """
+
+    bits: list[torch.Tensor]
+    host: float
+    whole: float
+    attention: Choices
+    eager: str
+
+
+def train(
+    tree: dict[str, Any], steps: int, timed: int, attention: Choices, place: RankInfo, groups: Groups | None
+) -> Steps:
+    """Train a configuration for some steps on tokens that depend on its shapes alone, then time some more.
+
+    attention: kernels that another engine has chosen, since two might choose differently.
+    """
+    layout = lay_out(configuration.from_tree(tree), place.world)
+    engine = Engine(layout, groups, place.device, attention)
+    model, train, data = engine.config.model, engine.config.train, layout.grid.data
+    count = train.global_batch // train.micro_batch // data
+    shape = (steps, data, count, model.sequence_length + 1, train.micro_batch)
+    rows = torch.randint(0, model.vocab, shape, generator=torch.Generator().manual_seed(0)).to(place.device)
+    bits: list[torch.Tensor] = []
+
+    def step(number: int) -> None:
+        text = rows[number % steps, engine.data_rank]
+        engine.start_gather()
+        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, more=True)
+        bits.extend((made.loss.clone(), made.grad_norm.clone()))
+
+    for number in range(steps):
+        step(number)
+    engine.synchronize()
+    result = [*bits, *(flat.params.clone() for flat in engine.flats)]
+    torch.cuda.synchronize()
+    host, began = 0.0, time.perf_counter()
+    for number in range(steps, steps + timed):
+        since = time.perf_counter()
+        step(number)
+        host += time.perf_counter() - since
+    engine.synchronize()
+    torch.cuda.synchronize()
+    whole = time.perf_counter() - began
+    eager = engine.graphs.failed if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
+    return Steps(result, host / timed * 1e3, whole / timed * 1e3, engine.attention, eager)
