@@ -131,7 +131,10 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
     assert times["first_step"] - times["continued"] < 60  # a node in place of the cordoned one is asked for at once
     page.goto(f"{address}overview")
     page.wait_for_selector(".events >> text=node evicted")
-    expect(page.locator("section[aria-label='where the time went']")).to_contain_text("stopped")
+    spent = page.locator("section[aria-label='where the time went']")
+    expect(spent).to_contain_text("stopped: paused by a person")
+    expect(spent).to_contain_text("stopped: node evicted by a person")
+    expect(spent).not_to_contain_text("not running")
 
     # Its page ends with the driver, however that ends.
     (server,) = [pid for pid in pids() if f"dashboard\0{job.run}\0" in command(pid)]

@@ -126,6 +126,39 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
     assert math.isnan(effective_time({}, []).share)
 
 
+@pytest.mark.parametrize(
+    ("asked", "cause"),
+    [("paused", "stopped: paused by a person"), ("eviction_asked", "stopped: node evicted by a person"),
+     ("", "stopped: interrupted")],
+)  # fmt: skip
+def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, asked, cause):
+    """Asked at 103, the trainers save behind step 5 and end at 106; they are started again at 126 and load for 4 s."""
+    file = tmp_path / "metrics.jsonl"
+    rows = [(n, 100.0 + n) for n in range(1, 6)] + [(n, 125.0 + n) for n in range(6, 8)]
+    add(file, *({"step": n, "loss": 1.0, "time": at, "seconds": 1.0} for n, at in rows))
+    metrics = MetricColumns(file)
+    metrics.refresh()
+    events = [
+        {"event": "driver_started", "time": 98.0}, {"event": "attempt_started", "time": 99.0},
+        {"event": "run_started", "time": 99.5}, {"event": "eviction_asked", "time": 101.5},  # of a node without ranks
+        {"event": "checkpoint_saved", "time": 105.5}, {"event": "interrupted", "time": 106.0},
+        {"event": "attempt_started", "time": 126.0}, {"event": "resumed", "time": 129.0},
+    ]  # fmt: skip
+    if asked:
+        events.insert(4, {"event": asked, "time": 103.0})
+    else:
+        del events[3]
+    found = effective_time(metrics.columns(), events)
+    assert found.seconds == pytest.approx(
+        {TRAINING: 7.0, cause: 21.0, "starting and loading": 5.0, "waiting for nodes": 1.0}
+    )
+    # Without a driver nobody is at work meanwhile.
+    alone = effective_time(metrics.columns(), [one for one in events if one["event"] in ("interrupted", "resumed")])
+    assert alone.seconds == pytest.approx(
+        {TRAINING: 7.0, "not running": 23.0, "stopped: interrupted": 1.0, "starting and loading": 1.0}
+    )
+
+
 def test_a_run_without_a_driver_says_whether_it_lives(tmp_path):
     reader = RunReader(tmp_path, lambda run: None)
     add(tmp_path / "metrics.jsonl", {"step": 3, "loss": 1.0, "time": 1e9, "seconds": 1})

@@ -43,9 +43,13 @@ _CAUSES = {
     Event.INTERRUPTED: "interrupted",
     Event.JOB_INTERRUPTED: "interrupted",
 }
-# Nothing is at work from the last of these to the first of those that follow it.
+# What a person asks for: the trainers do some steps more, save, and end with `interrupted`.
+_ASKED = {Event.EVICTION_ASKED, Event.PAUSED, Event.RESTARTED, Event.UPDATED, Event.JOB_INTERRUPTED}
+# Nothing is at work from the last of these to the first of those that follow it. Where a driver starts the ranks, it is
+# at work when they are not: only its own end and start count.
 _ENDS = {Event.DRIVER_ENDED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.INTERRUPTED}
-_BEGINS = {Event.DRIVER_STARTED, Event.RUN_STARTED, Event.RESUMED}
+_BEGINS = {Event.RUN_STARTED, Event.RESUMED}
+_DRIVER_BEGINS = {Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER}
 _CLOCKS = 1.0  # seconds by which hosts' clocks may differ
 # What says more than that a process ended or a node went.
 _VAGUE = {"process ended", "node lost", "process killed"}
@@ -98,10 +102,23 @@ def effective_time(
     found[TRAINING], found["steps done again"] = float(spent[~redone].sum()), float(spent[redone].sum())
     happened: dict[int, list[str]] = defaultdict(list)
     when: dict[int, list[float]] = defaultdict(list)
+    asked, at = "", 0.0
     for (time, one), gap in zip(told, np.searchsorted(begins, [time for time, _ in told]).tolist(), strict=True):
-        if gap < len(gaps) and time >= before[gap] - _CLOCKS and one.get("action") != "alert":
-            happened[gap].append(str(one.get("event")))
+        kind, begin = str(one.get("event")), float(before[gap])
+        if kind in _ASKED:
+            asked, at = kind, time
+            continue
+        if asked and (kind == Event.INTERRUPTED or (kind in _STARTS and at >= begin)):
+            happened[gap].append(asked)
+            when[gap].append(max(at, begin))
+        if kind in (Event.INTERRUPTED, *_STARTS):
+            asked = ""
+        if time >= begin - _CLOCKS and one.get("action") != "alert":
+            happened[gap].append(kind)
             when[gap].append(time)
+    if asked and at >= before[-1]:
+        happened[len(gaps) - 1].append(asked)
+        when[len(gaps) - 1].append(at)
     for gap, kinds in happened.items():
         if gaps[gap] > 0:
             _explain(found, kinds, when[gap], float(before[gap]), float(begins[gap]))
@@ -119,8 +136,9 @@ def _explain(found: dict[str, float], kinds: list[str], times: list[float], begi
     starts = [max(begin, min(end, time)) for time, kind in zip(times, kinds, strict=True) if kind == first]
     causes = [_CAUSES[Event(kind)] for kind in kinds if kind in _CAUSES]
     off = 0.0
+    back = _DRIVER_BEGINS if Event.ATTEMPT_STARTED in kinds else _BEGINS
     ended = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
-    if begun := [time for time, kind in zip(times[ended:], kinds[ended:], strict=True) if kind in _BEGINS]:
+    if begun := [time for time, kind in zip(times[ended:], kinds[ended:], strict=True) if kind in back]:
         off = min(end, begun[0]) - max(begin, times[ended])
         found["not running"] += off
     if starts:
