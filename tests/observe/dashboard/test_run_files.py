@@ -128,8 +128,8 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "cause"),
-    [("paused", "stopped: paused by a person"), ("eviction_asked", "stopped: node evicted by a person"),
-     ("", "stopped: interrupted")],
+    [(("paused",), "stopped: paused by a person"), (("eviction_asked",), "stopped: node evicted by a person"),
+     (("updated", "restarted"), "stopped: settings changed by a person"), ((), "stopped: interrupted")],
 )  # fmt: skip
 def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, asked, cause):
     """Asked at 103, the trainers save behind step 5 and end at 106; they are started again at 126 and load for 4 s."""
@@ -140,14 +140,12 @@ def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, as
     metrics.refresh()
     events = [
         {"event": "driver_started", "time": 98.0}, {"event": "attempt_started", "time": 99.0},
-        {"event": "run_started", "time": 99.5}, {"event": "eviction_asked", "time": 101.5},  # of a node without ranks
+        {"event": "run_started", "time": 99.5},
+        {"event": "eviction_asked", "time": 101.5}, {"event": "node_evicted", "time": 101.6},  # it had no ranks
+        *({"event": each, "time": 103.0} for each in asked),
         {"event": "checkpoint_saved", "time": 105.5}, {"event": "interrupted", "time": 106.0},
         {"event": "attempt_started", "time": 126.0}, {"event": "resumed", "time": 129.0},
     ]  # fmt: skip
-    if asked:
-        events.insert(4, {"event": asked, "time": 103.0})
-    else:
-        del events[3]
     found = effective_time(metrics.columns(), events)
     assert found.seconds == pytest.approx(
         {TRAINING: 7.0, cause: 21.0, "starting and loading": 5.0, "waiting for nodes": 1.0}
@@ -157,6 +155,11 @@ def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, as
     assert alone.seconds == pytest.approx(
         {TRAINING: 7.0, "not running": 23.0, "stopped: interrupted": 1.0, "starting and loading": 1.0}
     )
+    # Launched again, and its ranks not started yet.
+    ended = [*events[:-2], {"event": "driver_ended", "time": 107.0}, {"event": "driver_started", "time": 120.0}]
+    waiting = effective_time({key: column[:5] for key, column in metrics.columns().items()}, ended, now=124.0)
+    assert waiting.seconds == pytest.approx({TRAINING: 5.0, "not running": 13.0, cause: 6.0, "waiting for nodes": 1.0,
+                                             "starting and loading": 1.0})  # fmt: skip
 
 
 def test_a_run_without_a_driver_says_whether_it_lives(tmp_path):

@@ -48,8 +48,8 @@ _ASKED = {Event.EVICTION_ASKED, Event.PAUSED, Event.RESTARTED, Event.UPDATED, Ev
 # Nothing is at work from the last of these to the first of those that follow it. Where a driver starts the ranks, it is
 # at work when they are not: only its own end and start count.
 _ENDS = {Event.DRIVER_ENDED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.INTERRUPTED}
-_BEGINS = {Event.RUN_STARTED, Event.RESUMED}
-_DRIVER_BEGINS = {Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER}
+_BEGINS = {Event.DRIVER_STARTED, Event.DRIVER_TOOK_OVER}
+_BEGINS_ALONE = _BEGINS | {Event.RUN_STARTED, Event.RESUMED}
 _CLOCKS = 1.0  # seconds by which hosts' clocks may differ
 # What says more than that a process ended or a node went.
 _VAGUE = {"process ended", "node lost", "process killed"}
@@ -100,28 +100,10 @@ def effective_time(
     redone = columns["redone"][rows] if len(rows) else np.zeros(0, bool)
     found: dict[str, float] = defaultdict(float)
     found[TRAINING], found["steps done again"] = float(spent[~redone].sum()), float(spent[redone].sum())
-    happened: dict[int, list[str]] = defaultdict(list)
-    when: dict[int, list[float]] = defaultdict(list)
-    asked, at = "", 0.0
-    for (time, one), gap in zip(told, np.searchsorted(begins, [time for time, _ in told]).tolist(), strict=True):
-        kind, begin = str(one.get("event")), float(before[gap])
-        if kind in _ASKED:
-            asked, at = kind, time
-            continue
-        if asked and (kind == Event.INTERRUPTED or (kind in _STARTS and at >= begin)):
-            happened[gap].append(asked)
-            when[gap].append(max(at, begin))
-        if kind in (Event.INTERRUPTED, *_STARTS):
-            asked = ""
-        if time >= begin - _CLOCKS and one.get("action") != "alert":
-            happened[gap].append(kind)
-            when[gap].append(time)
-    if asked and at >= before[-1]:
-        happened[len(gaps) - 1].append(asked)
-        when[len(gaps) - 1].append(at)
-    for gap, kinds in happened.items():
+    happened = _by_gap(told, before, begins)
+    for gap, those in happened.items():
         if gaps[gap] > 0:
-            _explain(found, kinds, when[gap], float(before[gap]), float(begins[gap]))
+            _explain(found, those, float(before[gap]), float(begins[gap]))
     quiet = np.ones(len(gaps), bool)
     quiet[list(happened)] = False
     found["between steps"] += float(np.maximum(0.0, gaps[quiet]).sum())
@@ -129,17 +111,40 @@ def effective_time(
     return EffectiveTime(last - start, {name: found[name] for name in (TRAINING, *order) if found[name] > 0})
 
 
-def _explain(found: dict[str, float], kinds: list[str], times: list[float], begin: float, end: float) -> None:
+def _by_gap(
+    told: Sequence[tuple[float, dict[str, Any]]], before: np.ndarray[Any, Any], begins: np.ndarray[Any, Any]
+) -> dict[int, list[tuple[float, str]]]:
+    """(time, event) of each gap between steps in which there are some; requests go to the gap to which they led."""
+    found: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    asked: list[tuple[float, str]] = []
+    for (time, one), gap in zip(told, np.searchsorted(begins, [time for time, _ in told]).tolist(), strict=True):
+        kind, begin = str(one.get("event")), float(before[gap])
+        if kind in _ASKED:
+            asked.append((time, kind))
+            continue
+        if kind in (Event.INTERRUPTED, *_STARTS):
+            found[gap] += [(max(at, begin), each) for at, each in asked if kind == Event.INTERRUPTED or at >= begin]
+            asked.clear()
+        elif kind == Event.NODE_EVICTED:  # what its ranks had to end for is told already, and it had none otherwise
+            asked = [request for request in asked if request[1] != Event.EVICTION_ASKED]
+        if time >= begin - _CLOCKS and one.get("action") != "alert":
+            found[gap].append((time, kind))
+    found[len(before) - 1] += [request for request in asked if request[0] >= before[-1]]
+    return {gap: those for gap, those in found.items() if those}
+
+
+def _explain(found: dict[str, float], happened: list[tuple[float, str]], begin: float, end: float) -> None:
     """Give the time between two steps to what happened in it."""
+    kinds = [kind for _, kind in happened]
     # Of a launched job the driver says when ranks were started; of attempts that came to no step the last counts.
     first = next((kind for kind in _STARTS if kind in kinds), "")
-    starts = [max(begin, min(end, time)) for time, kind in zip(times, kinds, strict=True) if kind == first]
+    starts = [max(begin, min(end, time)) for time, kind in happened if kind == first]
     causes = [_CAUSES[Event(kind)] for kind in kinds if kind in _CAUSES]
     off = 0.0
-    back = _DRIVER_BEGINS if Event.ATTEMPT_STARTED in kinds else _BEGINS
+    back = _BEGINS if Event.ATTEMPT_STARTED in kinds else _BEGINS_ALONE
     ended = max((i for i, kind in enumerate(kinds) if kind in _ENDS), default=len(kinds))
-    if begun := [time for time, kind in zip(times[ended:], kinds[ended:], strict=True) if kind in back]:
-        off = min(end, begun[0]) - max(begin, times[ended])
+    if begun := [time for time, kind in happened[ended:] if kind in back]:
+        off = min(end, begun[0]) - max(begin, happened[ended][0])
         found["not running"] += off
     if starts:
         known = [cause for cause in causes if cause not in _VAGUE] or causes
