@@ -45,8 +45,8 @@ docs: .venv/dev
 	@echo "open .site/index.html"
 
 lint: .venv/dev
-	@$(BIN)/ruff check src tests scripts
-	@$(BIN)/ruff format --check src tests scripts
+	@$(BIN)/ruff check src benchmarks tests scripts
+	@$(BIN)/ruff format --check src benchmarks tests scripts
 	@$(BIN)/mypy
 	@found=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$found"; exit 1; }
 	@$(BIN)/python scripts/lint_words.py

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The pictures of docs/dashboard.md, of two runs in a folder: `demo` (of make demo) and `big` (12,288 ranks).
 
-    megascale bench dashboard --folder runs/big        # makes the second
+    python -m benchmarks dashboard --folder runs/big        # makes the second
     scripts/dashboard_pictures.py RUNS [--out docs/images] [--chromium /usr/bin/chromium]
     megascale faults inject stop-rank --run RUNS/demo --rank 5 && scripts/dashboard_pictures.py RUNS --only hang
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -18,7 +19,7 @@ import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
 
-from tests.forked import Forked, share_server, use_shared_server
+from tests.forked import BENCHMARKS, CHAOS, COMMAND, Forked, share_server, use_shared_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -133,20 +134,46 @@ def tiny(tokens: Path, tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def megascale(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """Runs the command line in a process of its own; returns the finished process."""
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@contextlib.contextmanager
+def _runner(module: str, folder: Path) -> Iterator[Run]:
+    """Yield a function that runs a program with words in a process of its own, and returns the finished process."""
     started: list[Forked] = []
 
     def run(*words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        process = Forked(words, env={"COLUMNS": "200"} | (env or {}), cwd=tmp_path, split=True)
+        process = Forked(words, env={"COLUMNS": "200"} | (env or {}), cwd=folder, split=True, module=module)
         started.append(process)
         out, err = process.communicate(timeout=240)
         return subprocess.CompletedProcess(process.words, process.wait(), out, err)
 
-    yield run
-    for process in started:
-        process.kill()
+    try:
+        yield run
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.fixture
+def megascale(tmp_path: Path) -> Iterator[Run]:
+    """Run `megascale WORDS`."""
+    with _runner(COMMAND, tmp_path) as run:
+        yield run
+
+
+@pytest.fixture
+def benchmarks(tmp_path: Path) -> Iterator[Run]:
+    """Run `python -m benchmarks WORDS`."""
+    with _runner(BENCHMARKS, tmp_path) as run:
+        yield run
+
+
+@pytest.fixture
+def chaos(tmp_path: Path) -> Iterator[Run]:
+    """Run `python -m tests.chaos WORDS`."""
+    with _runner(CHAOS, tmp_path) as run:
+        yield run
 
 
 def lines(file: Path) -> list[dict]:

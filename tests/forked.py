@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import IO, Any
 
 COMMAND = "megascale.cli.main"
+BENCHMARKS = "benchmarks.__main__"
+CHAOS = "tests.chaos.__main__"
 # Without services: ranks start these, which have threads by then, and most of them do without torch.
-MODULES = (COMMAND, "megascale.resilience.agent.agent", "megascale.resilience.agent.fork_server")
+MODULES = (COMMAND, BENCHMARKS, "megascale.resilience.agent.agent", "megascale.resilience.agent.fork_server")
 # These have no function that is their whole run.
 SCRIPTS = ("megascale.resilience.diagnose.pairs", "megascale.resilience.diagnose.alltoall")
 _Popen = subprocess.Popen
@@ -49,7 +51,7 @@ context.set_forkserver_preload(
         "torch.distributed",
         "torch.fx.experimental.symbolic_shapes",  # with sympy; loaded by the first backward pass of a pipeline stage
         "torch._dynamo",  # loaded by the first layer that is recomputed in full
-        "megascale.bench.harness.training_runs",
+        "megascale.bench.training_runs",
         "megascale.train.engine",
         "megascale.train.launcher",
         "megascale.train.loop",
@@ -124,6 +126,7 @@ class Forked:
         before: Python that is run before the command.
         split: keep what it says on stderr apart, else that goes with stdout.
         output: write what it says to this file, and not for `communicate`.
+        module: COMMAND, BENCHMARKS or CHAOS: the program that is given the words.
 
     Ranks, runs, agents and their fork servers that the command starts on this host are forked from it in turn.
     """
@@ -137,6 +140,7 @@ class Forked:
         before: str = "",
         split: bool = False,
         output: Path | None = None,
+        module: str = COMMAND,
     ) -> None:
         self.words = [str(word) for word in words]
         self._said = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]  # noqa: SIM115 - read at its end
@@ -147,7 +151,7 @@ class Forked:
         variables = os.environ | dict(env or {})
         # A daemon, so that none outlives the tests.
         self._process = context.Process(
-            target=_command, args=(self.words, variables, str(cwd or Path.cwd()), before, files), daemon=True
+            target=_command, args=(module, self.words, variables, str(cwd or Path.cwd()), before, files), daemon=True
         )
         self._process.start()
         assert self._process.pid is not None
@@ -193,7 +197,7 @@ def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_:
     return Forked(command[3:], env=env, output=Path(stdout.name))
 
 
-def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
+def _command(module: str, words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
     """In the forked process: become the command."""
     for number, path in ((1, files[0]), (2, files[-1])):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -213,7 +217,7 @@ def _command(words: list[str], env: dict[str, str], cwd: str, before: str, files
         importlib.import_module("tests.forked_services").fork_services()
     if before:
         exec(before, {})
-    _run(COMMAND, words)
+    _run(module, words)
 
 
 def _undrawn(self: Any, file: Path, **_: Any) -> None:
@@ -238,7 +242,8 @@ def _leave_to_parent() -> None:
 
 
 def _run(module: str, words: list[str]) -> None:
-    Path("/proc/self/comm").write_text(f"{module.rpartition('.')[2]} {' '.join(words)}"[:15])  # for ps
+    program = module.removesuffix(".__main__").rpartition(".")[2]
+    Path("/proc/self/comm").write_text(f"{program} {' '.join(words)}"[:15])  # for ps
     if words and words[0] in ("train", "launch", "agent") and DRAW not in os.environ:
         importlib.import_module("matplotlib.figure").Figure.savefig = _undrawn
     sys.argv = ["megascale", *words]
@@ -258,8 +263,7 @@ def _start_child(command: Any, *given: Any, **options: Any) -> subprocess.Popen[
     """In place of subprocess.Popen in a forked command: what loads torch is forked."""
     if not isinstance(command, str):
         python, flag, module = [*map(str, command), "", "", ""][:3]
-        if module == "megascale":
-            module = COMMAND
+        module = {"megascale": COMMAND, "benchmarks": BENCHMARKS}.get(module, module)
         known = (python, flag) == (sys.executable, "-m") and module in MODULES + SCRIPTS
         if known and options.get("stdin") in (None, subprocess.DEVNULL):
             return _Child([python, flag, module, *map(str, command[3:])], *given, **options)

@@ -4,23 +4,30 @@ Blocks marked sh or not marked at all count; in those with `$ ` before commands,
 has what makes it small (SMALL) behind it. Commands in running text and tables are parsed.
 """
 
+import importlib
 import re
 import shlex
 import shutil
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 import typer
 
-from megascale.cli.main import app
 from megascale.config.reference import find
 from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs/log.md"})]
 BLOCK = re.compile(r"^```(?:sh|console)?\n(.*?)^```", re.M | re.S)
-INLINE = re.compile(r"`(megascale [^`]+)`")
+# Programs of the documents' commands. `benchmarks` and `tests.chaos` are only parsed: they take minutes to hours.
+PROGRAMS = {
+    "megascale": "megascale.cli.main",
+    "python -m benchmarks": "benchmarks.__main__",
+    "python -m tests.chaos": "tests.chaos.__main__",
+}
+INLINE = re.compile(rf"`((?:{'|'.join(map(re.escape, PROGRAMS))}) [^`]+)`")
 # Of a setting, in the words of a command.
 SETTING = re.compile(r"--([a-z]+\.[a-z_0-9]+)(?:=|$)")
 
@@ -61,7 +68,7 @@ PARSED = {
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
     r"launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
     r"\.access": "needs a job elsewhere (tests/resilience/driver/api)",
-    r"bench (layouts|init|kernels)": "minutes, or a GPU (tests/exact, tests/bench)",
+    r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
 }
 
@@ -79,6 +86,8 @@ def commands(page: Path) -> list[str]:
                 words = "megascale " + words.partition(" -m megascale ")[2] + " --node-rank"
             if words.startswith("megascale "):
                 found.append(words.removeprefix("megascale "))
+            elif words.startswith(tuple(PROGRAMS)):
+                found.append(words)
     return found
 
 
@@ -87,14 +96,18 @@ def why_not(command: str) -> str:
     return next((reason for words, reason in PARSED.items() if re.search(words, command)), "")
 
 
-command_line = cache(partial(typer.main.get_command, app))
+@cache
+def command_line(program: str) -> click.Command:
+    """Return the command line of a program."""
+    return typer.main.get_command(importlib.import_module(PROGRAMS[program]).app)
 
 
 def parse(command: str) -> None:
     """Fail if the command line has no such command or option, or the configuration no such setting."""
-    words = [word for word in shlex.split(command, comments=True) if word != "--node-rank"]
+    program = next((name for name in PROGRAMS if command.startswith(f"{name} ")), "megascale")
+    words = [word for word in shlex.split(command.removeprefix(program), comments=True) if word != "--node-rank"]
     words = words[: words.index(">")] if ">" in words else words
-    at, context = command_line(), None
+    at, context = command_line(program), None
     while hasattr(at, "resolve_command") and words:
         context = at.make_context("megascale", words, parent=context, resilient_parsing=True)
         _, at, words = at.resolve_command(context, words)
@@ -157,7 +170,7 @@ def test_commands_in_running_text_are_parsed(page):
     for words in sorted(said):
         if not re.search(r"\.\.\.|\[|\b[A-Z][A-Z]+\b|\b[A-Z]\b", words):  # left out, or to be filled in
             try:
-                parse(words.removeprefix("megascale "))
+                parse(words)
             except Exception as error:
                 if type(error).__name__ not in ("MissingParameter", "BadOptionUsage", "Exit"):  # a name, or --help
                     pytest.fail(f"{words}: {type(error).__name__}: {error}")

@@ -25,7 +25,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in names | set(re.findall(r"megascale(?:\.\w+)+", text)):
         package = folder.joinpath(*name.split("."))
         package.mkdir(parents=True, exist_ok=True)
-    for package in [folder / "megascale", *(p for p in (folder / "megascale").rglob("*") if p.is_dir())]:
+    (folder / "benchmarks").mkdir()
+    (folder / "tests" / "chaos").mkdir(parents=True)
+    for package in [path for path in folder.rglob("*") if path.is_dir()]:
         (package / "__init__.py").touch()
     return folder
 
@@ -59,6 +61,7 @@ def test_a_tree_that_keeps_the_table_passes(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "finding"),
     [
+        ({"train/runs.py": "import benchmarks"}, "megascale is not allowed to import benchmarks"),
         ({"bench/runs.py": "import megascale.cli"}, "megascale.bench is not allowed to import megascale.cli"),
         ({"data/feed.py": "import megascale.parallel"}, "megascale.data is not allowed to import megascale.parallel"),
         ({"core/grid.py": "def f():\n    import torch"}, "megascale.core is not allowed to import torch"),
@@ -116,9 +119,16 @@ def test_files_that_comments_name_are_there() -> None:
 
 
 def test_tests_stand_where_their_packages_do() -> None:
-    """A reader finds the tests of a package under its own path, but for those of all packages
-    together, or under a real cluster."""
-    together = {"exact", "extend", "kubernetes", "slurm"}
+    """Check that tests of a package are under its own path, except tests of all packages or of a real cluster."""
+    together = {"exact", "extend", "gpu", "kubernetes", "slurm", "chaos"}
     folders = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
-    lost = [folder for folder in folders if not (ROOT / "src" / "megascale" / folder).is_dir()]
+    lost = [
+        folder
+        for folder in folders
+        if not any(
+            (base / folder).is_dir()
+            for base in (ROOT / "src/megascale", ROOT)
+            if base != ROOT or folder.parts[:1] == ("benchmarks",)
+        )
+    ]
     assert [folder.as_posix() for folder in lost if folder.parts[0] not in together] == []

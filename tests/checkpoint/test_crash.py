@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.checkpoint.checkpoint_chaos import KINDS, check, shards_of, state_of, strike
-from megascale.bench.checkpoint.checkpoint_crash import FaultyDisk, JournalDisk, after_power_cut
 from megascale.checkpoint import steps
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to
 from megascale.checkpoint.storage.local_disk import Disk, LocalStorage
 from megascale.errors import DataError, TrainingError
+from tests.chaos.checkpoint.chaos import KINDS, check, shards_of, state_of, strike
+from tests.chaos.checkpoint.crash import FaultyDisk, JournalDisk, after_power_cut
 
 
 def _save(storage: LocalStorage, step: int) -> None:

@@ -71,7 +71,7 @@ def test_torch_unpickles_what_was_meant(tensors: list[tuple[int, int]], start: i
 
 def test_a_thousand_processes_are_planned_quickly() -> None:
     """gpt-13b on 1,024 ranks, the engine's own cuts: balanced, complete, in seconds on any machine."""
-    from megascale.bench.checkpoint.checkpoint_measures import planning
+    from benchmarks.checkpoint.measures import planning
 
     figures = planning("gpt-13b", tensor=8, pipeline=4, data=32)
     assert figures["ranks"] == 1024

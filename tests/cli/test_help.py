@@ -1,4 +1,4 @@
-"""`megascale --help`: read at once, since no command's packages are loaded for it; the list of benches is whole."""
+"""`megascale --help`: no heavy import; complete lists of commands, benchmarks and campaigns."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from benchmarks.__main__ import BENCHMARKS
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from megascale import bench
-from megascale.cli.bench import BENCHES
+from benchmarks import __main__ as benchmarks
+from megascale.cli.bench import BENCHES, MOVED
 from megascale.cli.main import COMMANDS, app, command_line
+from tests.chaos import __main__ as chaos
+from tests.chaos.__main__ import CAMPAIGNS
+
+ROOT = Path(__file__).parents[2]
 
 # Each takes longer to load than all that --help needs (asyncio and multiprocessing are loaded by benches).
 HEAVY = {"torch", "numpy", "pydantic", "matplotlib", "tokenizers", "asyncio", "multiprocessing", "megascale.bench"}
@@ -52,20 +58,31 @@ def test_a_command_makes_no_module_but_its_own():
     assert "Usage: megascale decline" in done.stdout or "megascale decline" in done.stdout
 
 
-def test_every_bench_is_in_the_list():
-    folder = Path(bench.__file__).parent
+@pytest.mark.parametrize(
+    ("folder", "command", "modules"),
+    [
+        (ROOT / "src/megascale/bench", get_command(app).commands["bench"], BENCHES),
+        (ROOT / "benchmarks", get_command(benchmarks.app), BENCHMARKS),
+        (ROOT / "tests/chaos", get_command(chaos.app), CAMPAIGNS),
+    ],
+    ids=["bench", "benchmarks", "chaos"],
+)
+def test_every_measurement_is_in_its_list(folder, command, modules):
     with_commands = {
         ".".join(file.relative_to(folder).with_suffix("").parts)
         for file in folder.rglob("*.py")
         if "\ndef register(" in file.read_text()
     }
-    assert with_commands == set(BENCHES.values())
-    shown = CliRunner().invoke(app, ["bench", "--help"]).output.split()
-    group = get_command(app).commands["bench"]
-    assert group.list_commands(None) == list(BENCHES)
-    for name, module in BENCHES.items():
-        assert (
-            get_command(app).commands["bench"].get_command(None, name).callback.__module__
-            == f"megascale.bench.{module}"
-        )
-    assert set(group.list_commands(None)) <= set(shown)
+    package = {"bench": "megascale.bench"}.get(folder.name, ".".join(folder.relative_to(ROOT).parts))
+    assert {f"{package}.{name}" for name in with_commands} == {m for m in modules.values() if m.startswith(package)}
+    assert command.list_commands(None) == list(modules)
+    for name, module in modules.items():
+        assert command.get_command(None, name).callback.__module__ == module
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_a_bench_that_left_the_package_names_its_new_command(name):
+    result = CliRunner().invoke(app, ["bench", name, "--help"])
+    program, _, word = MOVED[name].removeprefix("python -m ").partition(" ")
+    assert MOVED[name] in str(result.exception)
+    assert word in {"benchmarks": BENCHMARKS, "tests.chaos": CAMPAIGNS}[program]

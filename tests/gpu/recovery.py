@@ -36,9 +36,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megascale.bench.resilience.fault_cases import CASES
-from megascale.bench.resilience.launched import Launched, Steps, phases
+from benchmarks.harness.launched import Launched, Steps, phases
+
 from megascale.core.status import read_status
+from tests.chaos.local.fault_cases import CASES
 
 LIMIT = 240.0  # seconds for a start or a recovery
 ENDING = 40.0  # kept for the job's end

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.resilience.kubernetes_bench import NODES
-from megascale.bench.resilience.kubernetes_site import KubernetesSite, impossible
+from tests.chaos.kubernetes.campaign import NODES
+from tests.chaos.kubernetes.site import KubernetesSite, impossible
 
 _ASKED = os.environ.get("MEGASCALE_TEST_KUBERNETES")
 WHY = impossible() if _ASKED else "trains on a real Kubernetes: make test-kubernetes"

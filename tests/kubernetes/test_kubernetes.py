@@ -1,6 +1,6 @@
 """What befalls pods and nodes, and what becomes of training, on a real control plane with real kubelets and containers.
 
-The cases and what is right in each are those of `megascale bench kubernetes-faults`, which repeats and times them.
+The cases and what is right in each are those of `python -m tests.chaos kubernetes`, which repeats and times them.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks.harness.launched import make
 
-from megascale.bench.resilience.kubernetes_bench import one
-from megascale.bench.resilience.kubernetes_faults import FAULTS
-from megascale.bench.resilience.kubernetes_session import session
-from megascale.bench.resilience.launched import make
 from megascale.core import strict_json
+from tests.chaos.kubernetes.campaign import one
+from tests.chaos.kubernetes.faults import FAULTS
+from tests.chaos.kubernetes.session import session
 
 
 @pytest.fixture(scope="module")

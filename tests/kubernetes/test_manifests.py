@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from megascale.bench.resilience.launched import make
+from benchmarks.harness.launched import make
 
 BASE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base"
 SETTINGS = (

@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-from megascale.bench.model.soak_huggingface import chunk_of as chunk_of  # noqa: E402
 from megascale.model.transformer import Chunk  # noqa: E402
+from tests.chaos.soak.huggingface import chunk_of as chunk_of  # noqa: E402
 
 CLOSE = 1e-4  # largest difference of logits in float32
 VOCAB = 101

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.resilience.crafted_models import CRAFTED, SETTINGS, write_model
 from megascale.errors import DataError
 from megascale.model.huggingface.import_model import read_folder
+from tests.chaos.fuzz.crafted_models import CRAFTED, SETTINGS, write_model
 
 ROOM = 64 << 20  # bytes that reading a crafted folder may take
 

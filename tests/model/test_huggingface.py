@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megascale import config
-from megascale.bench.model.soak_huggingface import case
 from megascale.core.flops import parameters
 from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, DataError
@@ -24,6 +23,7 @@ from megascale.model.huggingface.import_model import read_folder
 from megascale.model.huggingface.settings import fraction_of
 from megascale.model.huggingface.tensor_names import Weight, join, linear, split
 from megascale.parallel.parameters import spec_of
+from tests.chaos.soak.huggingface import case
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
 
 
@@ -130,7 +130,7 @@ def both_ways_of_any_size(theirs, folder: Path) -> None:
 @given(data=st.data())
 def test_any_model_gives_the_same_logits_or_names_the_key(from_theirs, data):
     """Over all families, what is drawn has the outcome that belongs to it; see
-    megascale.bench.model.huggingface_cases."""
+    tests.chaos.soak.huggingface_cases."""
     with tempfile.TemporaryDirectory() as folder:
         found = case(transformers, lambda values: data.draw(st.sampled_from(list(values))), from_theirs, Path(folder))
     assert found.held, f"{found.name}: {found.outcome}"

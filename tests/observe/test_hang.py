@@ -20,8 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from megascale.bench.resilience import hang_bench
-from megascale.bench.resilience.hang_bench import CASES, LAYOUTS, run_case
 from megascale.cli.main import app
 from megascale.config import from_tree
 from megascale.core import calls
@@ -37,6 +35,8 @@ from megascale.observe.hang.verdict import Hang, explain
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
+from tests.chaos.local import hang as hang_bench
+from tests.chaos.local.hang import CASES, LAYOUTS, run_case
 from tests.forked import popen
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")

@@ -11,11 +11,11 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from megascale.bench.kernels import kernel_float8
-from megascale.bench.kernels.kernel_bench import main, show
-from megascale.bench.kernels.kernel_cases import TINY, cases
-from megascale.bench.kernels.kernel_measures import PARTS, measure_case, run
-from megascale.bench.kernels.kernel_rows import Bench
+from megascale.bench.kernels import float8 as kernel_float8
+from megascale.bench.kernels.cases import TINY, cases
+from megascale.bench.kernels.command import main, show
+from megascale.bench.kernels.measures import PARTS, measure_case, run
+from megascale.bench.kernels.rows import Bench
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
 

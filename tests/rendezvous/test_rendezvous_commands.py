@@ -7,9 +7,9 @@ import subprocess
 import time
 
 import pytest
+from benchmarks.__main__ import app
 from typer.testing import CliRunner
 
-from megascale.cli.main import app
 from megascale.errors import MegascaleError
 from tests.forked import PACED, Forked
 from tests.rendezvous.conftest import needs_redis
@@ -46,7 +46,7 @@ def test_a_training_run_over_redis_through_a_server_restart(tiny, tmp_path, redi
 
 @needs_redis
 def test_the_bench_of_starts(tmp_path):
-    words = "bench init --ranks 64,128 --store tcp,tcp-legacy,redis --calls 3 --repeat 1 --out"
+    words = "init --ranks 64,128 --store tcp,tcp-legacy,redis --calls 3 --repeat 1 --out"
     done = CliRunner().invoke(app, [*words.split(), str(tmp_path / "init.json")])
     assert done.exception is None, done.output
     record = json.loads((tmp_path / "init.json").read_text())
@@ -64,7 +64,8 @@ def test_the_bench_of_starts(tmp_path):
 
 
 def test_the_papers_number_of_calls():
-    from megascale.bench.rendezvous.init import megatron_groups
+    from benchmarks.rendezvous.init import megatron_groups
+
     from megascale.core.grid import Grid
 
     names = megatron_groups(Grid(tensor=8, data=32, pipeline=8))
@@ -82,6 +83,6 @@ def test_the_papers_number_of_calls():
     ],
 )
 def test_bad_words(words, said):
-    result = CliRunner().invoke(app, ["bench", "init", *words.split()])
+    result = CliRunner().invoke(app, ["init", *words.split()])
     assert isinstance(result.exception, MegascaleError)
     assert said in str(result.exception)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.resilience.kubernetes_kubelets import Kubelets, machine
-from megascale.bench.resilience.kubernetes_server import Server, Store
+from tests.chaos.kubernetes.kubelets import Kubelets, machine
+from tests.chaos.kubernetes.server import Server, Store
 from tests.resilience.conftest import Launched
 from tests.resilience.test_launch import losses
 

@@ -1,4 +1,4 @@
-"""Parts of `megascale bench kubernetes-faults` that need no cluster: who sees trainers, images, a device plugin."""
+"""Parts of `python -m tests.chaos kubernetes` that need no cluster: who sees trainers, images, a device plugin."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.resilience.kubernetes_node import Image, write_images
-from megascale.bench.resilience.kubernetes_witness import Witness
+from tests.chaos.kubernetes.node import Image, write_images
+from tests.chaos.kubernetes.witness import Witness
 
 _TRAINER = """
 import sys
@@ -93,7 +93,7 @@ def test_an_archive_of_images_is_as_docker_writes_it(tmp_path):
 
 def test_a_device_plugin_speaks_the_kubelets_protocol():
     pytest.importorskip("google.protobuf")
-    from megascale.bench.resilience.kubernetes_gpus import messages
+    from tests.chaos.kubernetes.gpus import messages
 
     kinds = messages()
     told = kinds["ListAndWatchResponse"](devices=[kinds["Device"](ID="GPU-0", health="Unhealthy")])

@@ -1,6 +1,6 @@
 """Machines with addresses of their own (network namespaces) and a real sshd: what one machine cannot show.
 
-The campaigns are `megascale bench machines`; this is what each run of the suite can afford.
+The campaigns are `python -m tests.chaos machines`; this is what each run of the suite can afford.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megascale.bench.resilience.machines import Machines, impossible, wait
+from tests.chaos.machines.network import Machines, impossible, wait
 
 WHY = impossible()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)

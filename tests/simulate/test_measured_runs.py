@@ -76,7 +76,7 @@ def test_a_bench_is_a_measurement_too(tmp_path, megascale):
         assert refused.returncode == 2
         assert "ran on a CPU" in refused.stderr
     told = json.loads(file.read_text())
-    # All that `bench targets` has timed on links as they are.
+    # All that `python -m benchmarks targets` has timed on links as they are.
     run = {"told": told, "command": "megascale bench train tiny"}
     slow, failed = {**run, "command": "NCCL_P2P_DISABLE=1 megascale bench train tiny"}, {**run, "told": None}
     traced = {**run, "told": {"ranks": []}}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.resilience.slurm_bench import NODES
-from megascale.bench.resilience.slurm_site import SlurmSite, impossible
+from tests.chaos.slurm.campaign import NODES
+from tests.chaos.slurm.site import SlurmSite, impossible
 
 WHY = impossible() or ("" if os.environ.get("MEGASCALE_TEST_SLURM") else "trains under a real Slurm: make test-slurm")
 

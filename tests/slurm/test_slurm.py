@@ -1,6 +1,6 @@
 """What Slurm does to nodes and jobs, and what becomes of training, under a real slurmctld with real slurmds.
 
-The cases and what is right in each are those of `megascale bench slurm`, which repeats and times them.
+The cases and what is right in each are those of `python -m tests.chaos slurm`, which repeats and times them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.harness.launched import make
 
-from megascale.bench.resilience.launched import make
-from megascale.bench.resilience.slurm_bench import one
-from megascale.bench.resilience.slurm_faults import FAULTS
-from megascale.bench.resilience.slurm_session import session
+from tests.chaos.slurm.campaign import one
+from tests.chaos.slurm.faults import FAULTS
+from tests.chaos.slurm.session import session
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megascale import checkpoint
 from megascale.api import evaluate, export_model, generate, load_config, train
-from megascale.bench.training.soak_resumes import state_of
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.step_folders import COMMIT
@@ -24,6 +23,7 @@ from megascale.data.dataset.ledger import check
 from megascale.data.dataset.samples import SampleSource
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import ConfigError, DataError
+from tests.chaos.soak.resumes import state_of
 from tests.conftest import lines
 
 ROTARY = "--model.positions=rotary"

@@ -1,1 +1,1 @@
-"""Benches: one module each, prints a table and writes JSON."""
+"""`megascale bench`: measure training steps and kernels on this machine."""

@@ -84,10 +84,15 @@ def _named() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point: run a command; a MegascaleError prints its message and sets the exit code."""
+    """Run the command that the command line names."""
+    hide_password()
+    run_app(_named())
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run a command line. A MegascaleError prints its message and sets the exit code."""
     try:
-        hide_password()
-        _named()()
+        app()
     except MegascaleError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         if os.environ.get("MEGASCALE_TRACEBACK"):

@@ -25,7 +25,10 @@ def _console() -> Any:
 
 def calibrate(
     run: list[Path] = typer.Option(
-        [], "--run", metavar="RUN", help="Run folder, or a file of `bench train` or `bench targets`, to fit to; repeat."
+        [],
+        "--run",
+        metavar="RUN",
+        help="Run folder, or a file of `bench train` or `python -m benchmarks targets`, to fit to; repeat.",
     ),
     anchor: str | None = typer.Option(None, "--anchor", help="Fit to a shipped table instead: paper or h200-peers."),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster that the runs ran on."),
@@ -45,7 +48,7 @@ def calibrate(
 
       megascale bench train gpt-13b --parallel.tensor=2 --out tp2.json; megascale simulate calibrate --run tp2.json
 
-      megascale bench targets --out all.json; megascale simulate calibrate --run all.json --fit compute,tp_residual
+      python -m benchmarks targets --out all.json; megascale simulate calibrate --run all.json --fit compute,tp_residual
 
       megascale simulate calibrate --run runs/a7-1.3b-mb4 --run runs/a7-13b-tp2 --fit compute,fixed --out mine.toml
 
@@ -95,7 +98,7 @@ def measure(
     need("torch", "torch")
     import torch
 
-    from megascale.bench.kernels import machine_figures
+    from megascale.observe import machine_figures
 
     if device not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"--device={device!r} is unknown; auto, cuda or cpu")

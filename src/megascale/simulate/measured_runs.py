@@ -126,7 +126,7 @@ def _measured(source: Path, config: Config, gpus: int, steps: list[float], devic
 
 
 def measures(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
-    """As `measure`; of what `bench targets --out FILE.json` wrote, every timed run on links as they are."""
+    """As `measure`; of what `benchmarks targets --out FILE.json` wrote, every timed run on links as they are."""
     try:
         cases = json.loads(source.read_text())["cases"] if source.is_file() else None
     except (ValueError, KeyError, TypeError):
@@ -138,10 +138,10 @@ def measures(source: Path, gpus: int | None = None) -> list[MeasuredRun]:
         for repeat, run in runs.items():
             told = run["told"]
             # A line that begins with variables is of other links, which no calibration is for.
-            if told is not None and "all_step_seconds" in told and run["command"].startswith("megascale "):
+            if told is not None and "all_step_seconds" in told and run["command"].startswith(("megascale ", "python ")):
                 found.append(_benched(Path(f"{source.name}, {name}, repeat {int(repeat) + 1}"), told))
     if not found:
-        raise DataError(f"{source} holds no timed run that ended; run `megascale bench targets --out {source}`")
+        raise DataError(f"{source} holds no timed run that ended; run `python -m benchmarks targets --out {source}`")
     return found
 
 

@@ -77,8 +77,16 @@ def check(config: Config, world: int, *, model: bool = True, keeps: bool = False
     preflight(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
 
 
-def launch(words: list[str], world: int, config: Config, *, model: bool = True, keeps: bool = False) -> int:
-    """Run `megascale WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
+def launch(
+    words: list[str],
+    world: int,
+    config: Config,
+    *,
+    model: bool = True,
+    keeps: bool = False,
+    program: str = "megascale.cli.main",
+) -> int:
+    """Run `python -m PROGRAM WORDS` as `world` ranks; rank 0 talks to the terminal, the others to `logs/rank-N.log`.
 
     The host's data loader, where `config` (resolved) wants one, is started before them and ended after them.
 
@@ -93,7 +101,7 @@ def launch(words: list[str], world: int, config: Config, *, model: bool = True, 
     run_lock.check(config.run_folder)  # said once, before any process starts
     logs = config.run_folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "megascale.cli.main", *words]
+    command = [sys.executable, "-m", program, *words]
     # Rank 0 inherits it: a port that was only probed may be taken by the time of its use.
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = str(listener.getsockname()[1])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megascale.bench.resilience.crafted_checkpoints import CRAFTED, _rename, bomb, edit_commit, edit_index
 from megascale.checkpoint import inspect, load, save
 from megascale.checkpoint.complete_checkpoint import open_whole
 from megascale.checkpoint.conversion import export_torch
@@ -19,6 +18,7 @@ from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.cli.main import app
 from megascale.errors import DataError
+from tests.chaos.fuzz.crafted_checkpoints import CRAFTED, _rename, bomb, edit_commit, edit_index
 from tests.checkpoint.conftest import blank, logical_state, whole
 
 ROOM = 64 << 20  # bytes that reading a crafted checkpoint may take

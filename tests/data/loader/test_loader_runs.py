@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks.data import loader as bench
 from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
 from megascale.api import load_config, train
-from megascale.bench.data import loader_bench as bench
-from megascale.bench.data.loader_chaos import run_chaos
 from megascale.cli.main import app
 from megascale.core.events import Event
 from megascale.data.dataset.ledger import check
@@ -19,6 +18,7 @@ from megascale.data.dataset.samples import SampleSource, hash_ids
 from megascale.data.loader.data_watch import DataWatch, cause
 from megascale.data.loader.ring import MEASURES
 from megascale.errors import DataError
+from tests.chaos.data.loader import run_chaos
 from tests.conftest import lines
 from tests.data.loader.test_host_loader import configured
 from tests.exact.processes import Start, run_ranks

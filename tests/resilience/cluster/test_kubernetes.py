@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from megascale.bench.resilience.kubernetes_kubelets import Kubelets, machine
-from megascale.bench.resilience.kubernetes_server import Refused, Server, Store
 from megascale.config import from_tree
 from megascale.resilience.cluster.cluster_registry import ClusterRequest
 from megascale.resilience.cluster.kubernetes import KubernetesCluster
 from megascale.resilience.protocol.given import JobDescription
+from tests.chaos.kubernetes.kubelets import Kubelets, machine
+from tests.chaos.kubernetes.server import Refused, Server, Store
 
 pytest.importorskip("kubernetes")
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megascale.bench.resilience.kubernetes_kubelets import machine
-from megascale.bench.resilience.kubernetes_server import Server, Store
 from megascale.config import KubernetesConfig
 from megascale.errors import ConfigError
 from megascale.resilience.cluster import kubernetes_lease
 from megascale.resilience.cluster.kubernetes_api import KubernetesApi, KubernetesError
 from megascale.resilience.cluster.kubernetes_lease import DriverLease, is_dead, own_identity
 from megascale.resilience.cluster.kubernetes_watch import Watch
+from tests.chaos.kubernetes.kubelets import machine
+from tests.chaos.kubernetes.server import Server, Store
 
 pytest.importorskip("kubernetes")
 

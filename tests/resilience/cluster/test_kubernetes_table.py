@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
-from megascale.bench.resilience.kubernetes_kubelets import machine
 from megascale.resilience.cluster import kubernetes_verdicts as verdicts
 from megascale.resilience.cluster.kubernetes_api import KubernetesError
 from megascale.resilience.cluster.kubernetes_table import OUT_OF_SERVICE, Table
+from tests.chaos.kubernetes.kubelets import machine
 
 
 class Clock:

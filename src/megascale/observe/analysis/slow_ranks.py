@@ -9,7 +9,7 @@ deviation), without what is noise. A rank counts as slow where its excess is bey
 distribution that all healthy ranks together exceed in one of 1/ALARMS looks, and beyond LEAST. Of fewer than MANY ranks
 the spread cannot be seen: healthy ones are taken to differ by HEALTHY, as GPUs of one kind do, and a rank must be
 beyond that by the noise of its own steps, and beyond LEAST_OF_FEW. How often that alarms or misses is measured by
-`megascale bench observe --parts stragglers` and tested.
+`python -m benchmarks observe --parts stragglers` and tested.
 
 Hosts that were 10% slower were found so by hand (MegaScale section 5.1).
 """

@@ -1,0 +1,1 @@
+"""Benchmarks of MegaScale, run from a clone: `python -m benchmarks NAME`."""

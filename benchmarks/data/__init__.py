@@ -1,0 +1,1 @@
+"""The data loader and the tokenizer."""

@@ -1,0 +1,1 @@
+"""Helpers that benchmarks and chaos campaigns share."""

@@ -1,0 +1,1 @@
+"""Spans, timers, diagnosis and the dashboard."""

@@ -1,0 +1,98 @@
+"""The span service killed at random moments: what it acknowledged is there, once, and nothing half-written is read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascale.core.spans import SpanKind
+from megascale.observe.store.frames import ROLLUP, ROLLUPS, SPAN, SPANS
+from megascale.observe.store.ingest import Ingest
+from megascale.observe.store.parquet import ParquetWriter
+from megascale.observe.store.span_ring import SpanRing
+from megascale.observe.store.tables import SpanTables
+
+_SPANS = 50  # a step
+_MOST_SECONDS = 0.4  # that a service lives
+
+
+def _serve(ring: str, out: str, told: Any) -> None:
+    """What the service's thread does, faster: segments of 50 ms, so that most kills come while something is written."""
+    end = SpanRing(os.open(ring, os.O_RDWR))
+    ingest = Ingest(
+        Path(out), job="kills", host=0, hostname="here", sink=ParquetWriter, clock_ns=0, segment_seconds=0.05
+    )
+    told.send(None)
+    while True:
+        ingest.take(end)
+        ingest.flush()
+        ingest.tick()
+        time.sleep(0.002)
+
+
+def measure(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Kill services one after another and look at what each left; AssertionError with the seed if it is wrong."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.observe.kills", "duckdb"])
+    dice, ring = random.Random(seed), SpanRing()
+    path, out = f"/proc/{os.getpid()}/fd/{ring.handle}", folder / "spans" / "host=0"
+    rollups, spans = np.zeros(3, ROLLUP), np.zeros(_SPANS, SPAN)
+    rollups["kind"], rollups["count"] = [SpanKind.STEP, SpanKind.FORWARD, SpanKind.BACKWARD], 1
+    steps, in_files, in_spool, moments = 0, 0, 0, []
+    sent: list[tuple[int, int]] = []  # (head of the ring after it, step)
+    for number in range(kills + 1):
+        last = number == kills
+        here, there = multiprocessing.Pipe(duplex=False)
+        service = context.Process(target=_serve, args=(path, str(out), there))
+        service.start()
+        there.close()
+        here.recv()
+        lives = dice.uniform(0, _MOST_SECONDS)
+        until = time.monotonic() + lives
+        while time.monotonic() < until or (last and ring.read()):
+            if not last:
+                steps += 1
+                ring.write(ROLLUPS, steps, rollups, 0)
+                ring.write(SPANS, steps, spans, 0)
+                sent.append((ring._head, steps))
+            time.sleep(dice.uniform(0, 0.01))
+        assert service.pid is not None
+        os.kill(service.pid, signal.SIGKILL)
+        service.join()
+        moments.append(round(lives, 4))
+        tail = ring._head - len(ring.read())
+        acknowledged = max((step for head, step in sent if head <= tail), default=0)
+        in_spool += len(list(out.glob("spool-*.bin")))
+        in_files = len(list(out.glob("*.parquet")))
+        _check(folder, acknowledged, steps, f"kill {number} (seed {seed})")
+    ingest = Ingest(out, job="kills", host=0, hostname="here", sink=ParquetWriter, clock_ns=0)
+    ingest.take(ring)
+    ingest.close()
+    _check(folder, steps, steps, f"the end (seed {seed})")
+    return {
+        "kills": kills,
+        "seed": seed,
+        "steps": steps,
+        "lost": ring.lost,
+        "files": in_files,
+        "left_segments": in_spool,
+    }
+
+
+def _check(folder: Path, acknowledged: int, written: int, where: str) -> None:
+    with SpanTables(folder) as tables:
+        assert not tables.skipped, f"{where}: {tables.skipped}"
+        for table, rows in (("spans", _SPANS), ("rollups", 3)):
+            what = "count(*)" if table == "spans" else "sum(count)"
+            found = tables.query(f"SELECT step, {what}::BIGINT AS n FROM {table} GROUP BY step ORDER BY step")
+            steps = found["step"].tolist()
+            assert set(found["n"].tolist()) <= {rows}, f"{where}: a step is there in part or twice: {found}"
+            assert steps == list(range(1, len(steps) + 1)), f"{where}: steps are missing: {steps}"
+            assert acknowledged <= len(steps) <= written, f"{where}: {len(steps)} of {acknowledged} to {written} steps"

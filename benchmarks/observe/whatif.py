@@ -1,0 +1,87 @@
+"""What-if on traces whose result is published: how close, and how fast (`benchmarks observe --parts whatif`)."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from megascale.core import strict_json
+from megascale.core.operation_trace import read_trace
+from megascale.core.whatif import what_if
+from megascale.errors import DataError
+
+MOST_OFF, MOST_SECONDS = 0.01, 5.0
+
+
+def measure(folder: Path) -> list[dict[str, Any]]:
+    """For each trace-NAME.parquet with its result-NAME.json: ours, theirs and the seconds of a fresh reading.
+
+    DataError if the folder holds none, or if a result is not StragglerAnalysis'.
+    """
+    files = [file for file in sorted(folder.glob("trace-*.parquet")) if _result(file).is_file()]
+    if not files:
+        raise DataError(
+            f"--traces={folder} holds no trace-NAME.parquet with its result-NAME.json; name the folder `data` of "
+            "ByteDance's StragglerAnalysis"
+        )
+    found = []
+    for file in files:
+        begin, used = time.perf_counter(), time.process_time()
+        trace = read_trace(file)
+        ours = what_if(trace)
+        seconds, used = time.perf_counter() - begin, time.process_time() - used
+        try:
+            result = strict_json.loads(_result(file).read_text())
+            times = [_mean(result[name]) for name in ("step_t_base", "step_t_nodelay", "step_t_noblk")]
+            slow_down = float(result["blocking_slowdown"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{_result(file)} is no result of StragglerAnalysis: {error!r}") from None
+        pairs = {
+            "recorded": (ours.recorded, times[0]), "total": (ours.original, times[1]), "ideal": (ours.ideal, times[2]),
+            "slow-down": (ours.slow_down, slow_down),
+        }  # fmt: skip
+        for name, key, value in (("ms", "Ms", ours.stage_share), ("mw", "Mw", ours.worker_share)):
+            share = file.with_name(file.name.replace("trace-", f"{name}-")).with_suffix(".json")
+            if share.is_file() and not math.isnan(value):
+                pairs[key] = (value, float(strict_json.loads(share.read_text())[key]))
+        figures = {name: {"ours": mine, "published": theirs} for name, (mine, theirs) in pairs.items()}
+        name = file.stem.removeprefix("trace-")
+        found.append(
+            {"name": name, "operations": len(trace), "seconds": seconds, "cpu_seconds": used, "figures": figures}
+        )
+    return found
+
+
+def missed(found: list[dict[str, Any]]) -> list[str]:
+    """Which bounds are missed: total, ideal and slow-down to 1%, 5 s."""
+    out = []
+    for one in found:
+        for name in ("total", "ideal", "slow-down"):
+            figure = one["figures"][name]
+            if abs(figure["ours"] / figure["published"] - 1) > MOST_OFF:
+                out.append(f"{one['name']}: {name} {figure['ours']:.4f}, published {figure['published']:.4f}")
+        if one["seconds"] > MOST_SECONDS:
+            out.append(f"{one['name']}: {one['seconds']:.1f} s, {MOST_SECONDS:.0f} wanted")
+    return out
+
+
+def lines(found: list[dict[str, Any]]) -> list[str]:
+    """One line a trace."""
+    return [
+        f"what-if: {one['name']}: {one['operations']:,} operations in {one['seconds']:.2f} s ({one['cpu_seconds']:.2f} "
+        "CPU seconds); "
+        + ", ".join(
+            f"{name} {pair['ours']:.4f} (published {pair['published']:.4f})" for name, pair in one["figures"].items()
+        )
+        for one in found
+    ]
+
+
+def _result(file: Path) -> Path:
+    return file.with_name(file.name.replace("trace-", "result-")).with_suffix(".json")
+
+
+def _mean(seconds: dict[str, float]) -> float:
+    return math.fsum(seconds.values()) / len(seconds)

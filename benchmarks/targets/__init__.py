@@ -1,0 +1,1 @@
+"""Targets: what the project must reach, next to what was predicted."""

@@ -1,0 +1,36 @@
+"""What `benchmarks targets --list` names beside its cases: other commands whose figures are held to something."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+
+from pydantic import BaseModel, ConfigDict
+
+from benchmarks.targets.cases import shipped
+
+FILE = "targets_others.toml"
+
+
+class OtherCommands(BaseModel):
+    """Commands that measure one thing, what they need and what must come of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    needs: str
+    goal: str
+    lines: list[str]
+
+
+def load_others() -> list[OtherCommands]:
+    """The shipped ones."""
+    return [OtherCommands.model_validate(one) for one in tomllib.loads(shipped(FILE))["other"]]
+
+
+def others() -> Iterator[str]:
+    """Lines that say them."""
+    yield "Beside these cases:"
+    for one in load_others():
+        yield f"{one.title}: {one.needs}; {one.goal}"
+        yield from (f"  {line}" for line in one.lines)

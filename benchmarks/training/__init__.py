@@ -1,0 +1,1 @@
+"""Training steps, layouts, kernels' overlap, and peers."""

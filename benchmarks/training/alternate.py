@@ -1,0 +1,321 @@
+"""`python -m benchmarks alternate`: one engine, a setting changed back and forth between steps.
+
+Cards, clocks and hosts differ by more than many a setting is worth; here all its values see the same ones, and 0.2% can
+be told. Weights stay as they are (the learning rate is zero), so that losses and gradient norms can be compared too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megascale.core import strict_json
+from megascale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megascale.config import Config
+    from megascale.core.spans import Recorder
+    from megascale.train.engine import Engine
+
+GRAPHS = "kernels.graphs"  # the engine has them, whether they are used or not
+BACKWARD = "backward"  # not of the configuration: the thread that runs it, autograd's own or the one that calls
+
+# What can change between two steps of one engine: setting -> values it takes.
+SETTINGS = {
+    BACKWARD: ("apart", "here"),
+    GRAPHS: ("off", "on"),
+    "observe.timers": ("false", "true"),
+    "observe.spans": ("0", "1"),  # of no step, or of every one
+    "overlap.gemms": ("off", "on"),
+    "parallel.recompute": ("none", "norms", "activation", "selective", "full"),
+}
+
+
+@dataclass
+class Value:
+    """One value of the setting: seconds of its timed steps, the processor's seconds of them in this process, their
+    losses and gradient norms, peak memory in GiB."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    memory_gib: float | None = None
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench."""
+    app.command("alternate", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(alternate)
+
+
+def alternate(
+    context: typer.Context,
+    preset: str = typer.Argument(..., help="A shipped model shape, such as gpt-13b."),
+    setting: str = typer.Argument(..., help="Setting and values: overlap.gemms=off,on."),
+    turns: int = typer.Option(8, min=1, help="Turns of each value; every second round goes in reverse order."),
+    each: int = typer.Option(2, min=1, help="Timed steps of a turn."),
+    untimed: int = typer.Option(1, min=0, help="Steps of a turn before those that are timed."),
+    out: Path = typer.Option(Path("bench-alternate.json"), help="JSON file for the metrics."),
+) -> None:
+    """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
+
+    Settings that can change between steps: overlap.gemms, parallel.recompute, kernels.graphs, observe.timers (with
+    roll-ups; with observe.spans=0,1 all spans too), and the thread that runs backward (backward=apart,here; training
+    has it here). All others stay as given. The bound is of the median over pairs of turns, and holds with 95%
+    confidence.
+
+    Examples:
+
+      python -m benchmarks alternate gpt-13b overlap.gemms=off,on --model.layers=8 --train.global_batch=16
+
+      python -m benchmarks alternate gpt-13b parallel.recompute=none,activation --model.layers=8 --parallel.tensor=2
+
+      python -m benchmarks alternate gpt-13b observe.timers=false,true --turns=200 --each=1 --model.layers=20
+    """
+    from megascale import api
+    from megascale.bench.training_runs import load_shape
+    from megascale.core.layout import lay_out
+    from megascale.train import launcher
+
+    key, values = parse(setting)
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
+    config = load_shape(
+        ["--train.name=bench-alternate", *settings, *([] if key in (BACKWARD, GRAPHS) else [f"--{key}={values[0]}"])]
+    )
+    if not launcher.started_by_launcher():
+        world = launcher.processes_wanted(config, api.visible_gpus())
+        lay_out(config, world)
+        if world > 1:
+            raise typer.Exit(launcher.launch(sys.argv[1:], world, config, program="benchmarks"))
+    record = measure(config, key, values, turns, each, untimed)
+    if record is not None:
+        show(record)
+        out.write_text(strict_json.dumps(record, indent=1) + "\n")
+        typer.echo(f"metrics: {out}")
+
+
+def parse(setting: str) -> tuple[str, list[str]]:
+    """Such as "overlap.gemms=off,on" -> key and values; ConfigError naming what is wrong."""
+    key, _, told = setting.partition("=")
+    known = SETTINGS.get(key)
+    if known is None:
+        raise ConfigError(
+            f"{setting}: {key} cannot change between the steps of one engine; {', '.join(SETTINGS)} can. Compare runs "
+            "of bench train, or cases of benchmarks targets --file, for others"
+        )
+    values = told.split(",")
+    if wrong := [value for value in values if value not in known]:
+        raise ConfigError(f"{setting}: there is no value {wrong[0]!r}; there are {', '.join(known)}")
+    if len(values) < 2 or len(set(values)) < len(values):
+        raise ConfigError(f"{setting}: name two values or more, each once, such as {key}={','.join(known[:2])}")
+    return key, values
+
+
+def order(values: list[str], turns: int) -> list[str]:
+    """The values turn by turn: forth, back, forth."""
+    return [value for turn in range(turns) for value in (values if turn % 2 == 0 else values[::-1])]
+
+
+def measure(
+    config: Config, key: str, values: list[str], turns: int, each: int, untimed: int = 1
+) -> dict[str, Any] | None:
+    """Run the steps; the figures on rank 0, None elsewhere."""
+    import torch
+    from rich.progress import Progress
+
+    from megascale.bench.train import gemm_rate
+    from megascale.bench.training_runs import join, machine, random_rows
+    from megascale.core.flops import CONVENTION, device_peak, mfu
+    from megascale.core.layout import lay_out
+    from megascale.rendezvous.groups import shutdown
+    from megascale.train.engine import Engine
+    from megascale.train.garbage_collection import Garbage
+
+    place, groups = join(config)
+    cuda = place.device.type == "cuda"
+    engine = Engine(lay_out(config, place.world), groups, place.device)
+    model, train = config.model, config.train
+    rows = random_rows(config, engine.data_rank, place.device)
+    garbage = Garbage(train.gc_interval)
+    set_to, made = change(engine, key), 0
+    found = {value: Value(value) for value in values}
+
+    def step() -> tuple[float, float, float, float]:
+        nonlocal made
+        made += 1
+        began, busy = time.perf_counter(), time.process_time()
+        recorder = engine.runtime.recorder
+        recorder.step_begins(made)
+        engine.start_gather()
+        result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, more=True)
+        recorder.step_ended()
+        garbage.after(made)
+        loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
+        return time.perf_counter() - began, time.process_time() - busy, loss, norm
+
+    for value in values:  # loads kernels, and takes the memory that each needs
+        set_to(value)
+        step()
+        step()
+    before = gemm_rate(place.device, 2.0) if cuda else None
+    with Progress(transient=True, disable=place.rank > 0) as progress:
+        for value in progress.track(order(values, turns), description=key):
+            one = found[value]
+            set_to(value)
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(place.device)
+            for _ in range(untimed):
+                step()
+            for _ in range(each):
+                seconds, cpu_seconds, loss, norm = step()
+                one.seconds.append(seconds)
+                one.cpu_seconds.append(cpu_seconds)
+                one.losses.append(loss)
+                one.norms.append(norm)
+            if cuda:
+                one.memory_gib = max(one.memory_gib or 0.0, torch.cuda.max_memory_allocated(place.device) / 2**30)
+    after = gemm_rate(place.device, 2.0) if cuda else None
+    garbage.close()
+    engine.synchronize()
+    if groups is not None:
+        shutdown(groups)
+    if place.rank:
+        return None
+    about = machine(config)
+    peak = config.observe.peak_tflops or device_peak(about["device"])
+    tokens = train.global_batch * model.sequence_length
+
+    def share(one: Value) -> float | None:
+        return mfu(model, tokens / statistics.median(one.seconds), place.world, peak) if peak else None
+
+    return {
+        "date": date.today().isoformat(),
+        **about,
+        "preset": model.preset,
+        "setting": key,
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "processes": place.world,
+        "global_batch": train.global_batch,
+        "sequence_length": model.sequence_length,
+        "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
+        "gemm_flop_per_s": None if before is None or after is None else [before, after],
+        "active": engine.active,
+        "differences": {
+            one.name: {
+                "seconds": difference(found[values[0]].seconds, one.seconds),
+                "cpu_seconds": difference(found[values[0]].cpu_seconds, one.cpu_seconds),
+            }
+            for one in list(found.values())[1:]
+        },
+        "values": [vars(one) | {"mfu": share(one)} for one in found.values()],
+    }
+
+
+def change(engine: Engine, key: str) -> Callable[[str], object]:
+    """What sets the setting to a value, between steps."""
+    if key == "overlap.gemms":
+        return lambda value: engine.run_gemms_on_side_stream(value == "on")
+    if key == BACKWARD:
+        if (mode := engine.config.kernels.mode) != "auto":
+            raise ConfigError(
+                f"kernels.mode={mode!r} is not known to autograd's own thread, which backward=apart is about; "
+                "set --kernels.mode=auto"
+            )
+        return lambda value: setattr(engine, "backward_apart", value == "apart")
+    if key == GRAPHS:
+        return lambda value: engine.use_graphs(value == "on")
+    if key.startswith("observe."):
+        return _timers(engine, key)
+    return engine.recompute
+
+
+def _timers(engine: Engine, key: str) -> Callable[[str], object]:
+    """Puts timers in and out; what they write is taken over between turns, as the span service does on its own time."""
+    from megascale.core.spans import NoRecorder
+    from megascale.observe.store.span_ring import SpanRing
+    from megascale.train.rank_timers import make_timers
+
+    ring = SpanRing()
+    made: dict[str, Recorder] = {}  # each is used again, as in training: it has its events by then
+
+    def set_to(value: str) -> None:
+        ring.taken(len(ring.read()))
+        if value not in made:
+            off = key == "observe.timers" and value == "false"
+            every = int(value) if key == "observe.spans" else 0
+            made[value] = NoRecorder() if off else make_timers(engine.device, ring, every)
+        engine.runtime.recorder = made[value]
+
+    return set_to
+
+
+def difference(first: list[float], other: list[float]) -> tuple[float, float, float]:
+    """How much longer the steps of `other` are, in share of `first`'s: (median, lower and upper bound) over pairs.
+
+    The i-th timed steps of both make a pair. Bounds are order statistics of the pairs' ratios, which hold the median
+    with 95% confidence whatever its distribution: the k-th smallest and largest, k by the binomial law.
+    """
+    ratios = sorted(b / a - 1 for a, b in zip(first, other, strict=True))
+    below, k = 0.5 ** len(ratios), 0
+    total = below
+    while total <= 0.025 and k < len(ratios) // 2:
+        k += 1
+        below *= (len(ratios) - k + 1) / k
+        total += below
+    at = max(0, k - 1)
+    return statistics.median(ratios), ratios[at], ratios[-1 - at]
+
+
+def show(record: dict[str, Any]) -> None:
+    """The table: a value a row, beside the first."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.width = max(console.width, 100)  # a table whose digits are cut says nothing
+    console.print(
+        f"{record['preset']}, {record['global_batch']} x {record['sequence_length']} tokens a step, "
+        f"{record['processes']} x {record['device']}, torch {record['versions']['torch']}, {record['date']}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    heads = [record["setting"], "step, s", "from", "to", "faster", "MFU", "GiB", "loss", "gradient norm"]
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left", no_wrap=True)
+    first = statistics.median(record["values"][0]["seconds"])
+    for one in record["values"]:
+        median = statistics.median(one["seconds"])
+        table.add_row(
+            one["name"],
+            f"{median:.4f}",
+            f"{min(one['seconds']):.4f}",
+            f"{max(one['seconds']):.4f}",
+            f"{first / median - 1:+.2%}",
+            f"{one['mfu']:.1%}" if one["mfu"] is not None else "",
+            f"{one['memory_gib']:.1f}" if one["memory_gib"] is not None else "",
+            f"{statistics.median(one['losses']):.6f}",
+            f"{statistics.median(one['norms']):.5f}",
+        )
+    console.print(table)
+    for name, by in record["differences"].items():
+        for what, key in (("time", "seconds"), ("of this process's processor time", "cpu_seconds")):
+            middle, low, high = by[key]
+            console.print(
+                f"{name} takes {middle:+.2%} more {what} a step than {record['values'][0]['name']} "
+                f"(median of {len(record['values'][0]['seconds'])} pairs; 95%: {low:+.2%} to {high:+.2%})"
+            )
+    if record["gemm_flop_per_s"] is not None:
+        before, after = (x / 1e12 for x in record["gemm_flop_per_s"])
+        console.print(f"sustained GEMM: {before:.0f} TFLOP/s before, {after:.0f} after, in the same run")
+    for what, choice in record["active"].items():
+        if what != "independent GEMMs" or record["setting"] != "overlap.gemms":
+            console.print(f"{what}: {choice}")

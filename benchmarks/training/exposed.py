@@ -1,0 +1,593 @@
+"""`python -m benchmarks exposed`: how much of each kind of communication shows in a step, against the same run alone.
+
+One step is traced on every rank, as it is between others: from the sum of one step's gradient norm, after which weights
+change and the first of them are gathered, to the next one's. Exposed is the time in which a kind's kernels or copies
+run and no GEMM, norm or other computation does; where several kinds run at once they share it. A kernel that has
+begun before its other members have moves nothing yet: until the last of them has come it waits, for their compute and
+not for a network (a pipeline's bubble, uneven stages, uneven GPUs). Then the collectives that the step made are made
+again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from megascale.core import strict_json
+from megascale.core.calls import NoCalls
+from megascale.errors import TrainingError
+
+if TYPE_CHECKING:
+    from megascale.config import Config
+    from megascale.train.engine import Engine
+
+KINDS = ("tensor", "pipeline", "data gather", "data reduce", "other")
+COMPUTE, IDLE = "compute", "idle"
+WAITS = " waits"  # behind a kind: its kernels before all their members have begun
+# What a communicator is for, by the first part of its name (rendezvous/group_plan.py).
+_KIND_OF = {
+    "tensor": "tensor",
+    "forward": "pipeline",
+    "backward": "pipeline",
+    "data_gather": "data gather",
+    "data_reduce": "data reduce",
+}
+
+
+@dataclass(frozen=True)
+class BusyTime:
+    """A stretch of a device's time: seconds from the trace's first event, what ran (COMPUTE, one of KINDS, or one of
+    them and WAITS), and whose collective it was, if that is known."""
+
+    start: float
+    stop: float
+    kind: str
+    group: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench."""
+    app.command("exposed", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(exposed)
+
+
+def exposed(
+    context: typer.Context,
+    preset: str = typer.Argument("gpt-13b", help="A shipped model shape."),
+    warmup: int = typer.Option(5, min=2, help="Steps before the traced one."),
+    plot: Path | None = typer.Option(None, help="Draw the step's timeline, a track a kind, into this PNG."),
+    out: Path = typer.Option(Path("bench-exposed.json"), help="JSON file for the metrics."),
+) -> None:
+    """Trace a step and say how much of each kind of communication is not hidden under compute.
+
+    Needs GPUs, more than one. Any setting can be given as --section.key=value.
+
+    Example: python -m benchmarks exposed gpt-13b --parallel.tensor=2 --parallel.pipeline=2 --plot timeline.png
+    """
+    from megascale import api
+    from megascale.bench.training_runs import load_shape
+    from megascale.core.layout import lay_out
+    from megascale.errors import ConfigError
+    from megascale.train import launcher
+
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
+    config = load_shape(["--train.name=bench-exposed", *settings])
+    if not launcher.started_by_launcher():
+        gpus = api.visible_gpus()
+        if gpus < 2:
+            raise ConfigError(f"benchmarks exposed needs GPUs that talk to each other, and this machine shows {gpus}")
+        world = launcher.processes_wanted(config, gpus)
+        lay_out(config, world)
+        raise typer.Exit(launcher.launch(sys.argv[1:], world, config, program="benchmarks"))
+    record = measure(config, warmup)
+    if record is not None:
+        show(record)
+        out.write_text(strict_json.dumps(record, indent=1) + "\n")
+        if plot is not None:
+            draw(record, plot)
+            typer.echo(f"timeline: {plot}")
+        typer.echo(f"metrics: {out}")
+
+
+class Counting(NoCalls):
+    """Counts what a step asks of each communicator.
+
+    Attributes:
+        made: (group, operation, bytes) -> times.
+        others: the groups of calls of the kind "other", in order.
+    """
+
+    def __init__(self) -> None:
+        self.made: Counter[tuple[str, str, int]] = Counter()
+        self.others: list[str] = []
+
+    def begin(self, group: str, op: str, size: int) -> int:
+        self.made[group, op, size] += 1
+        if _kind_of(group) == "other":
+            self.others.append(group)
+        return -1
+
+
+def measure(config: Config, warmup: int) -> dict[str, Any] | None:
+    """Trace a step on each rank; the figures of all on rank 0, None elsewhere."""
+    import torch
+    import torch.distributed as dist
+
+    from megascale.bench.training_runs import machine, random_rows
+    from megascale.core.layout import lay_out
+    from megascale.rendezvous.groups import shutdown
+    from megascale.rendezvous.start_job import initialise
+    from megascale.train.engine import Engine
+    from megascale.train.garbage_collection import Garbage
+    from megascale.train.rank_info import find_rank_info
+
+    place = find_rank_info(config)
+    groups = initialise(config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device)
+    engine = Engine(lay_out(config, place.world), groups, place.device)
+    model, train = config.model, config.train
+    rows = random_rows(config, engine.data_rank, place.device)
+    seconds: list[float] = []
+    garbage = Garbage(train.gc_interval)
+
+    def step(number: int) -> None:
+        began = time.perf_counter()
+        engine.start_gather()
+        result = engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4, more=True)
+        garbage.after(number)  # as in training
+        float(result.loss)  # waits for the update, not for what goes on under the next step
+        seconds.append(time.perf_counter() - began)
+
+    def steps(first: int) -> None:
+        step(first)
+        step(first + 1)
+
+    counting = Counting()
+    for number in range(1, warmup + 1):
+        if number == warmup:
+            engine.runtime.calls = counting
+        step(number)
+    engine.runtime.calls = NoCalls()
+    plain = statistics.median(seconds[1:])
+    device, host = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
+    # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.
+    serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
+    stretches = after_meeting(busy(_traced(lambda: steps(warmup + 2), [device]), serves))
+    engine.synchronize()
+    mine = (engine.pipeline.stage, alone(engine, counting), stretches, counting.others)
+    told: list[Any] = [None] * place.world
+    dist.all_gather_object(told, mine)
+    shutdown(groups)
+    if place.rank:
+        return None
+    stages, by_itself, both, others = zip(*told, strict=True)
+    traces = [between_norms(trace, calls_) for trace, calls_ in zip(with_waits(both), others, strict=True)]
+    return {
+        "date": date.today().isoformat(),
+        **machine(config),
+        "preset": model.preset,
+        "layers": model.layers,
+        "processes": place.world,
+        "parallel": config.parallel.model_dump(exclude_none=True),
+        "micro_batch": train.micro_batch,
+        "global_batch": train.global_batch,
+        "step_seconds": plain,
+        "traced_step_seconds": statistics.mean(max(b.stop for b in trace) for trace in traces),
+        "active": engine.active,
+        "ranks": [
+            {
+                "stage": stage,
+                "times": shares(trace),
+                "alone": alone_,
+                "stretches": [(round(b.start, 7), round(b.stop, 7), b.kind) for b in trace],
+            }
+            for stage, alone_, trace in zip(stages, by_itself, traces, strict=True)
+        ],
+    }
+
+
+def _traced(step: Callable[[], None], activities: list[Any]) -> list[dict[str, Any]]:
+    """The events of a step as torch's profiler writes them."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as recorded:
+        # Profilers come up one after another: the first collective would wait for the last of them.
+        dist.barrier()
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        recorded.export_chrome_trace(f"{folder}/trace.json")
+        found: list[dict[str, Any]] = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    return found
+
+
+def groups_of(events: Iterable[dict[str, Any]]) -> dict[int, str]:
+    """Stream -> name of the group whose collectives run on it, of a trace that has the host's side."""
+    votes: dict[int, Counter[str]] = defaultdict(Counter)
+    for event in events:
+        group = _group(event)
+        if group:
+            votes[event["args"].get("stream", -1)][group] += 1
+    return {stream: names.most_common(1)[0][0] for stream, names in votes.items()}
+
+
+def _group(event: dict[str, Any]) -> str:
+    about = event.get("args", {})
+    if event.get("cat") != "kernel" or "nccl" not in event["name"].lower():
+        return ""
+    return str(about.get("Process Group Name") or about.get("Process Group Description", ""))
+
+
+def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None) -> list[BusyTime]:
+    """What a device did, from the events of a Chrome trace as torch's profiler writes it, in order of time.
+
+    serves: which group's collectives a stream runs, where the trace does not say (groups_of).
+    """
+    found = []
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        found.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, *_kind(event, serves or {})))
+    first = min((start for start, *_ in found), default=0.0)
+    return sorted((BusyTime(a - first, b - first, *what) for a, b, *what in found), key=lambda b: b.start)
+
+
+def after_meeting(stretches: list[BusyTime]) -> list[BusyTime]:
+    """Without the meeting of all ranks at the start, which is no part of the step."""
+    begun = next((i for i, b in enumerate(stretches) if b.kind != "other"), 0)
+    zero = stretches[begun].start if stretches else 0.0
+    return [replace(b, start=b.start - zero, stop=b.stop - zero) for b in stretches[begun:]]
+
+
+def _kind(event: dict[str, Any], serves: dict[int, str]) -> tuple[str, str]:
+    """An event's kind and its group's name, "" where it is no collective."""
+    name = event["name"]
+    if "nccl" in name.lower():
+        group = _group(event) or serves.get(event.get("args", {}).get("stream", -1), "")
+        return _kind_of(group), group
+    if "PtoP" in name:
+        return "tensor", ""  # the exchange's copies from peers
+    return COMPUTE, ""
+
+
+def _kind_of(group: str) -> str:
+    return _KIND_OF.get(group.split("/")[0], "other")
+
+
+def between_norms(stretches: list[BusyTime], others: Sequence[str]) -> list[BusyTime]:
+    """One step of a trace of two: from the end of the first sum of gradient norms to that of the second.
+
+    others: the groups of a step's calls of the kind "other", in order; the norm is the one over the "world".
+    TrainingError if the trace does not have two steps of them.
+    """
+    ends = [stretch.stop for stretch in stretches if stretch.kind == "other"]
+    if len(ends) != 2 * len(others) or others.count("world") != 1:
+        raise TrainingError(
+            f"the trace has {len(ends)} collectives beside those of the known kinds; two steps make {2 * len(others)} "
+            f"({', '.join(others)}), one a step over the world"
+        )
+    norm = others.index("world")
+    start, stop = ends[norm], ends[len(others) + norm]
+    return [
+        replace(b, start=max(b.start, start) - start, stop=min(b.stop, stop) - start)
+        for b in stretches
+        if b.stop > start and b.start < stop
+    ]
+
+
+def with_waits(traces: Sequence[list[BusyTime]]) -> list[list[BusyTime]]:
+    """The ranks' stretches, each collective cut in two where the last of its group's members begins it.
+
+    A group's n-th kernel on one member is its n-th on every other. Their clocks need not agree: such kernels end
+    together (within microseconds), so the median difference of two members' ends is that of their clocks. A group of
+    which members' traces have different numbers of kernels is left whole.
+    """
+    made: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # group -> rank -> places
+    for rank, trace in enumerate(traces):
+        for place, stretch in enumerate(trace):
+            if stretch.group:
+                made[stretch.group][rank].append(place)
+    met: list[dict[int, float]] = [{} for _ in traces]
+    for members in made.values():
+        if len(members) < 2 or len({len(places) for places in members.values()}) > 1:
+            continue
+        first = min(members)
+        ahead = {
+            rank: statistics.median(
+                traces[rank][a].stop - traces[first][b].stop for a, b in zip(places, members[first], strict=True)
+            )
+            for rank, places in members.items()
+        }
+        for places_at_once in zip(*members.values(), strict=True):
+            last = max(traces[r][p].start - ahead[r] for r, p in zip(members, places_at_once, strict=True))
+            for rank, place in zip(members, places_at_once, strict=True):
+                met[rank][place] = last + ahead[rank]
+    cut: list[list[BusyTime]] = []
+    for trace, meetings in zip(traces, met, strict=True):
+        parts = []
+        for place, stretch in enumerate(trace):
+            at = min(max(meetings.get(place, stretch.start), stretch.start), stretch.stop)
+            if at > stretch.start:
+                parts.append(replace(stretch, stop=at, kind=stretch.kind + WAITS))
+            parts.append(replace(stretch, start=at))
+        cut.append(sorted(parts, key=lambda b: b.start))
+    return cut
+
+
+def shares(stretches: list[BusyTime]) -> dict[str, dict[str, float]]:
+    """Seconds by kind: "busy" while any of it runs, "exposed" while no compute runs (shared between kinds that run
+    or wait at once). COMPUTE has "busy" alone, IDLE is the time in which nothing runs."""
+    points = sorted([(b.start, 1, b.kind) for b in stretches] + [(b.stop, -1, b.kind) for b in stretches])
+    waits = [kind + WAITS for kind in KINDS]
+    found = {kind: {"busy": 0.0, "exposed": 0.0} for kind in (COMPUTE, *KINDS, *waits, IDLE)}
+    running: Counter[str] = Counter()
+    last = points[0][0] if points else 0.0
+    for at, change, kind in points:
+        span, last = at - last, at
+        active = [k for k, n in running.items() if n > 0]
+        if not active:
+            found[IDLE]["busy"] += span
+        for one in active:
+            found[one]["busy"] += span
+            if not running[COMPUTE]:
+                found[one]["exposed"] += span / len(active)
+        running[kind] += change
+    return found
+
+
+def alone(engine: Engine, counting: Counting) -> dict[str, float]:
+    """Seconds of the counted collectives by kind, each communicator's in turn with nothing else running.
+
+    Collective over all ranks: a communicator is timed on all its members at once. Transfers between stages run on all
+    streams at once, as they do in a step.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = engine.device
+    axes = {axis.name: axis for axis in (engine.tensor, *_axes(engine)) if axis.size > 1}
+    wanted: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(wanted, sorted({name.split("/")[0] for name, _, _ in counting.made}))
+    took: dict[str, float] = defaultdict(float)
+    for purpose in sorted({p for purposes in wanted for p in purposes} - {"forward", "backward"}):
+        mine = [(key, times) for key, times in sorted(counting.made.items()) if key[0].split("/")[0] == purpose]
+        for warm in (True, False):
+            torch.cuda.synchronize(device)
+            dist.barrier()
+            began = time.perf_counter()
+            for (name, op, size), times in mine:
+                _again(axes[name], op, size, 1 if warm else times, device)
+            torch.cuda.synchronize(device)
+            if not warm:
+                took[_KIND_OF.get(purpose, "other")] += time.perf_counter() - began
+    streams = engine.pipeline.streams
+    for warm in (True, False):
+        torch.cuda.synchronize(device)
+        dist.barrier()
+        began = time.perf_counter()
+        for track in (streams.send_forward, streams.recv_forward, streams.send_backward, streams.recv_backward):
+            if track is None:
+                continue
+            for (name, op, size), times in sorted(counting.made.items()):
+                if name == track.name:
+                    _move(track, op, size, 1 if warm else times, device)
+        torch.cuda.synchronize(device)
+        if not warm:
+            took["pipeline"] = time.perf_counter() - began
+    return dict(took)
+
+
+def _axes(engine: Engine) -> list[Any]:
+    flat = engine.flats[0].axes
+    return [flat.data, flat.reduce, flat.tied, engine.world, engine.optimizer.rule.shards.stage]
+
+
+def _again(axis: Any, op: str, size: int, times: int, device: Any) -> None:
+    """Make a collective of `size` bytes some times; sums of gradients are of float32, the rest of bfloat16."""
+    import torch
+
+    from megascale.parallel.collectives import all_gather_into, all_reduce, reduce_scatter_in_place
+
+    wide = axis.name.startswith("data_reduce")
+    dtype = torch.float32 if wide and op != "all_to_all" else torch.bfloat16
+    count = max(axis.size, size // dtype.itemsize)
+    whole = torch.zeros(count - count % axis.size, dtype=dtype, device=device)
+    part = whole.view(axis.size, -1)[axis.rank]
+    for _ in range(times):
+        if op in ("all_gather", "fused_gather"):
+            all_gather_into(whole, part, axis).wait()
+        elif op in ("reduce_scatter", "fused_scatter"):
+            reduce_scatter_in_place(whole, axis).wait()
+        elif op == "all_to_all":
+            torch.distributed.all_to_all_single(torch.empty_like(whole), whole, group=axis.group)
+        else:
+            all_reduce(whole, axis).wait()
+
+
+def _move(track: Any, op: str, size: int, times: int, device: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    for _ in range(times):
+        move = dist.isend if op == "send" else dist.irecv
+        move(buffer, track.peer, group=track.group)
+
+
+def table(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry a kind: means over ranks of the time in which it moves bytes, in which it does so exposed, its time
+    alone, the share of that which shows, and the time without compute in which it waits for other members."""
+    ranks = record["ranks"]
+
+    def mean(kind: str, what: str) -> float:
+        return statistics.mean(rank["times"][kind][what] for rank in ranks)
+
+    found = []
+    for kind in KINDS:
+        running = mean(kind, "busy")
+        if not running:
+            continue
+        shown = mean(kind, "exposed")
+        by_itself = statistics.mean(rank["alone"].get(kind, 0.0) for rank in ranks)
+        found.append(
+            {
+                "kind": kind,
+                "busy": running,
+                "exposed": shown,
+                "alone": by_itself,
+                "share": shown / by_itself if by_itself else None,
+                "waits": mean(kind + WAITS, "exposed"),
+            }
+        )
+    return found
+
+
+def bounding(record: dict[str, Any]) -> dict[str, Any] | None:
+    """What transfers between stages show on the stage that computes most: the others wait for it in any case, so that
+    what shows there need not make the step longer. None for one stage."""
+    stages: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for rank in record["ranks"]:
+        stages[rank["stage"]].append(rank)
+    if len(stages) < 2:
+        return None
+
+    def mean(stage: int, kind: str, what: str) -> float:
+        return statistics.mean(rank["times"][kind][what] for rank in stages[stage])
+
+    most = max(stages, key=lambda stage: mean(stage, COMPUTE, "busy"))
+    shown = mean(most, "pipeline", "exposed")
+    by_itself = statistics.mean(rank["alone"].get("pipeline", 0.0) for rank in stages[most])
+    return {"stage": most, "exposed": shown, "share": shown / by_itself if by_itself else None}
+
+
+def show(record: dict[str, Any]) -> None:
+    """The table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    ranks = record["ranks"]
+    console.print(
+        f"{record['preset']}, {record['global_batch']} sequences a step, micro-batch {record['micro_batch']}, "
+        f"{record['processes']} x {record['device']}, {record['date']}: {record['step_seconds']:.4f} s a step, "
+        f"{record['traced_step_seconds']:.4f} s traced"
+    )
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, column in enumerate(("milliseconds, mean of ranks", "runs", "alone", "exposed", "of alone", "waits")):
+        shown.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for one in table(record):
+        shown.add_row(
+            one["kind"],
+            f"{1e3 * one['busy']:,.1f}",
+            f"{1e3 * one['alone']:,.1f}" if one["alone"] else "",
+            f"{1e3 * one['exposed']:,.1f}",
+            f"{100 * one['share']:.1f}%" if one["share"] is not None else "",
+            f"{1e3 * one['waits']:,.1f}" if one["waits"] else "",
+        )
+    for kind in (COMPUTE, IDLE):
+        mean = statistics.mean(rank["times"][kind]["busy"] for rank in ranks)
+        shown.add_row(kind, f"{1e3 * mean:,.1f}", "", "", "", "")
+    console.print(shown)
+    console.print(
+        "exposed: bytes move and nothing computes. waits: nothing computes, and a transfer that has begun here has not "
+        "on its other ranks, which still compute (bubble, uneven stages or devices)."
+    )
+    if (most := bounding(record)) is not None and most["share"] is not None:
+        console.print(
+            f"pipeline on stage {most['stage']}, which computes most and so bounds the step: "
+            f"{1e3 * most['exposed']:,.1f} ms, {100 * most['share']:.1f}% of alone"
+        )
+    for what, choice in record["active"].items():
+        console.print(f"{what}: {choice}")
+
+
+_BINS = 800
+
+
+def share_of_time(runs: list[tuple[float, float]], start: float, stop: float, bins: int) -> list[float]:
+    """Part of each of `bins` equal stretches between start and stop in which one of the runs (from, to) was on."""
+    import numpy as np
+
+    edges = np.linspace(start, stop, bins + 1)
+    merged: list[list[float]] = []
+    for a, b in sorted(runs):
+        if merged and a <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], b)
+        else:
+            merged.append([a, b])
+    if not merged:
+        return [0.0] * bins
+    a, b = np.array(merged).T
+    done = np.concatenate([[0.0], np.cumsum(b - a)])
+    # Time on before each edge: whole runs that ended, and what of the current one is over.
+    number = np.searchsorted(a, edges, side="right")
+    before = done[number] - np.where(number > 0, np.clip(b[number - 1] - edges, 0.0, None), 0.0)
+    return [float(x) for x in np.diff(before) / np.diff(edges)]
+
+
+def _busiest(ranks: Iterable[dict[str, Any]], end: float, length: float) -> tuple[float, float]:
+    """The piece of a step, of those in a row, in which communication runs most, the ends left out."""
+    moving = [(a, b) for rank in ranks for a, b, kind in rank["stretches"] if kind in KINDS[:-1]]
+    pieces = max(1, int(end / length))
+    shares_ = share_of_time(moving, 0.0, pieces * length, pieces)
+    inner = range(pieces // 10, pieces - pieces // 10)
+    start = length * max(inner, key=lambda i: shares_[i])
+    return start, start + length
+
+
+def draw(record: dict[str, Any], out: Path) -> None:
+    """The traced step of the first rank of each stage, a track for compute and one for each kind that runs, pale where
+    it waits: the whole step (height: part of the time), and below the piece of it with the most communication."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot as plt
+
+    firsts: dict[int, dict[str, Any]] = {}
+    for rank in record["ranks"]:
+        firsts.setdefault(rank["stage"], rank)
+    there = {kind.removesuffix(WAITS) for rank in firsts.values() for _, _, kind in rank["stretches"]}
+    streams = [kind for kind in (COMPUTE, *KINDS) if kind in there]
+    end = max(stop for rank in firsts.values() for _, stop, _ in rank["stretches"])
+    piece = _busiest(firsts.values(), end, min(end, 0.03))
+    height = 1.4 + 0.34 * len(streams) * 2 * len(firsts)
+    figure, axes = plt.subplots(2 * len(firsts), 1, figsize=(13, height), squeeze=False, layout="constrained")
+    for number, (stage, rank) in enumerate(sorted(firsts.items())):
+        whole, near = axes[number, 0], axes[len(firsts) + number, 0]
+        for row, kind in enumerate(streams):
+            colour = f"C{(COMPUTE, *KINDS).index(kind)}"
+            for name, alpha in ((kind + WAITS, 0.3), (kind, 1.0)):
+                runs = [(a, b) for a, b, k in rank["stretches"] if k == name]
+                shares_ = 0.8 * np.array(share_of_time(runs, 0.0, end, _BINS))
+                at, drawn = np.linspace(0.0, 1e3 * end, _BINS), {"color": colour, "alpha": alpha, "linewidth": 0}
+                whole.fill_between(at, row + 0.4, row + 0.4 - shares_, step="mid", **drawn)
+                bars = [(1e3 * a, 1e3 * (b - a)) for a, b in runs if b > piece[0] and a < piece[1]]
+                near.broken_barh(bars, (row - 0.4, 0.8), **drawn)
+        near.set_xlim(1e3 * piece[0], 1e3 * piece[1])
+        whole.set_xlim(0.0, 1e3 * end)
+        for place in (whole, near):
+            place.set_yticks(range(len(streams)), streams)
+            place.set_ylim(len(streams) - 0.5, -0.5)
+            place.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
+            place.spines[["top", "right"]].set_visible(False)
+    axes[len(firsts) - 1, 0].set_xlabel(
+        "milliseconds: the whole step, height is the part of the time in which it runs, pale: waits for other ranks"
+    )
+    axes[-1, 0].set_xlabel("milliseconds: the piece in which communication runs most")
+    cut = f" with {record['layers']} layers" if "layers" in record else ""
+    axes[0, 0].set_title(f"{record['preset']}{cut} on {record['processes']} x {record['device']}, {record['date']}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,459 @@
+"""`python -m benchmarks peers`: our training steps beside torchtitan's and Megatron-Core's, taking turns in one run.
+
+Each contestant is a process group of its own that trains the same model on the same number of random tokens with the
+same layout; MFU counts the same FLOPs for all. Peers run at the best settings found for them, which are printed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from benchmarks.harness.temporary import temporary_folder
+from megascale.core import strict_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from megascale.config import Config
+
+OURS = "megascale"
+RECOMPUTE = ("none", "selective", "full")
+# What each can do in float8, the fastest that was found for it first.
+FLOAT8 = {"torchtitan": ("tensorwise", "rowwise"), "megatron-core": ("delayed", "tensorwise")}
+# Name -> the package that must be there, and the child that runs it.
+PEERS = {
+    "torchtitan": ("torchtitan", "benchmarks.training.peer_torchtitan"),
+    "megatron-core": ("megatron.core", "benchmarks.training.peer_megatron"),
+}
+
+
+@dataclass(frozen=True)
+class PeerJob:
+    """What a contestant trains.
+
+    Attributes:
+        model: layers, hidden, heads, kv_heads, ffn, vocab (rows in memory), sequence, norm, activation, positions,
+            rotary_base, tied, bias.
+        tensor, pipeline, virtual, world: the layout; data parallelism is what is left.
+        recompute: of RECOMPUTE, in the peer's own meaning.
+        float8: its recipe for linear layers, of FLOAT8; "" for bfloat16.
+        steps, warmup: timed ones, and those before.
+        out: where rank 0 writes its figures.
+    """
+
+    model: dict[str, Any]
+    tensor: int
+    pipeline: int
+    virtual: int
+    world: int
+    micro_batch: int
+    global_batch: int
+    recompute: str
+    steps: int
+    warmup: int
+    out: str
+    float8: str = ""
+
+    def rows(self, data_rank: int, device: torch.device, count: int | None = None) -> torch.Tensor:
+        """Random tokens of a data-parallel rank, int64 [sequence + 1, count or micro_batch]."""
+        import torch
+
+        generator = torch.Generator().manual_seed(7 + data_rank)
+        size = (self.model["sequence"] + 1, count or self.micro_batch)
+        return torch.randint(0, self.model["vocab"], size, generator=generator).to(device)
+
+
+@dataclass
+class Timed:
+    """A contestant that is ready: a function that makes one step (and may return a loss), versions, its settings."""
+
+    step: Callable[[], Any]
+    versions: dict[str, str]
+    settings: str
+
+
+@dataclass
+class PeerResult:
+    """One turn of one contestant: seconds of each timed step, peak memory of rank 0 in GiB, versions and settings."""
+
+    name: str
+    turn: int
+    seconds: list[float]
+    memory_gib: float | None
+    versions: dict[str, str]
+    settings: str
+    sustained: float | None = None
+    losses: list[float] = field(default_factory=list)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench."""
+    app.command("peers", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(peers)
+
+
+def peers(
+    context: typer.Context,
+    preset: str = typer.Argument("llama-8b", help="A shipped model shape; torchtitan trains Llama shapes only."),
+    peer: list[str] = typer.Option([], help=f"Of {', '.join(PEERS)}; default: all that are installed."),
+    turns: int = typer.Option(2, min=1, help="Turns of each contestant, in alternating order."),
+    steps: int = typer.Option(10, min=1, help="Timed steps a turn."),
+    warmup: int = typer.Option(5, min=1, help="Steps before them."),
+    peer_micro_batch: int | None = typer.Option(
+        None, help="Micro-batch of the peers, where another suits them better."
+    ),
+    peer_recompute: str = typer.Option("none", help="Of the peers, where they need it to fit: none, selective, full."),
+    peer_float8: str = typer.Option(
+        "auto",
+        help="Recipe of the peers' linear layers: tensorwise, rowwise, delayed or none; auto: where "
+        "train.linear_precision is one of float8, the fastest that was found for each.",
+    ),
+    peer_seconds: float = typer.Option(
+        600, min=1, help="Seconds that a turn of a peer may take before the bench gives it up."
+    ),
+    out: Path = typer.Option(Path("bench-peers.json"), help="JSON file for the metrics."),
+) -> None:
+    """Train a model here and in peers, turn by turn on the same GPUs, and compare step times.
+
+    Any setting of ours can be given as --section.key=value; layout and batch hold for the peers too.
+    Peers are not installed with Megascale: put torchtitan or megatron-core into the same environment.
+
+    Examples:
+
+      python -m benchmarks peers llama-8b --train.global_batch=16 --train.micro_batch=2
+
+      python -m benchmarks peers gpt-13b --peer megatron-core --parallel.tensor=2 --parallel.pipeline=2 --turns 3
+
+      python -m benchmarks peers llama-8b --model.layers=12 --train.micro_batch=1 --train.linear_precision=float8
+    """
+    from rich.progress import Progress
+
+    from megascale import api
+    from megascale.bench.training_runs import load_shape
+    from megascale.core.layout import lay_out
+    from megascale.errors import ConfigError
+    from megascale.train.launcher import processes_wanted
+
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
+    config = load_shape(settings)
+    gpus = api.visible_gpus()
+    if not gpus:
+        raise ConfigError("benchmarks peers compares GPUs, and this machine shows none")
+    world = processes_wanted(config, gpus)
+    lay_out(config, world)
+    chosen, left_out = choose(peer, config, peer_float8)
+    if peer_recompute not in RECOMPUTE:
+        raise ConfigError(f"--peer-recompute={peer_recompute}: there are {', '.join(RECOMPUTE)}")
+    record: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "device": _device(),
+        "processes": world,
+        "preset": preset,
+        "settings": settings,
+        "left_out": left_out,
+    }
+    results: list[PeerResult] = []
+    with temporary_folder() as folder, Progress(transient=True) as progress:
+        names = [OURS, *chosen]
+        bar = progress.add_task("", total=turns * len(names))
+        for turn in range(turns):
+            for name in names if turn % 2 == 0 else names[::-1]:
+                progress.update(bar, description=f"{name}, turn {turn + 1}")
+                place = Path(folder) / f"{turn}-{name}.json"
+                if name == OURS:
+                    result = _ours(preset, settings, steps, warmup, place)
+                else:
+                    job = make_job(config, world, steps, warmup, place, peer_micro_batch, peer_recompute)
+                    job = replace(job, float8=recipe(name, config, peer_float8))
+                    result = _theirs(name, job, peer_seconds)
+                result.turn = turn
+                results.append(result)
+                # After each turn: whoever stops the bench keeps what it has measured.
+                out.write_text(strict_json.dumps(record | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
+                progress.advance(bar)
+    show(record, config, results)
+    typer.echo(f"metrics: {out}")
+
+
+def recipe(name: str, config: Config, asked: str) -> str:
+    """The float8 recipe that a peer trains with, "" for none; `asked` as --peer-float8."""
+    from megascale.config.parts import LINEAR_PRECISIONS
+
+    if asked == "auto":
+        return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8 != "none" else ""
+    return "" if asked == "none" else asked
+
+
+def choose(wanted: list[str], config: Config, float8: str = "auto") -> tuple[list[str], dict[str, str]]:
+    """The peers to run, and why others are left out. ConfigError for one that was asked for and cannot run."""
+    from megascale.errors import ConfigError
+
+    if unknown := set(wanted) - set(PEERS):
+        raise ConfigError(f"--peer={unknown.pop()}: there are {', '.join(PEERS)}")
+    if float8 not in (every := {"auto", "none", *(one for of in FLOAT8.values() for one in of)}):
+        raise ConfigError(f"--peer-float8={float8}: there are {', '.join(sorted(every))}")
+    chosen, left_out = [], {}
+    for name in wanted or PEERS:
+        why = _obstacle(name, config) or _float8_obstacle(name, recipe(name, config, float8))
+        if not why:
+            chosen.append(name)
+        elif wanted:
+            raise ConfigError(f"--peer={name}: {why}")
+        else:
+            left_out[name] = why
+    return chosen, left_out
+
+
+def _obstacle(name: str, config: Config) -> str:
+    """Why a peer cannot train this, "" if it can."""
+    package, _ = PEERS[name]
+    try:
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package} is not installed"
+    except ModuleNotFoundError:
+        return f"the package {package} is not installed"
+    model = config.model
+    if model.block == "parallel" or model.window is not None:
+        return "it has no parallel block and no sliding window; compare with --model.block=serial and no window"
+    llama = (model.norm, model.activation, model.positions) == ("rmsnorm", "swiglu", "rotary")
+    biased = model.attention_bias or model.mlp_bias
+    if name == "torchtitan" and (not llama or biased or model.tied_embeddings):
+        return "it trains Llama shapes only (RMSNorm, SwiGLU, rotary positions, no biases, untied embeddings)"
+    if name == "megatron-core" and model.attention_bias != model.mlp_bias:
+        return "it has biases in all linear layers or in none"
+    if config.optimizer.name != "adamw":
+        return "its optimizer is AdamW; compare with --optimizer.name=adamw"
+    return ""
+
+
+def _float8_obstacle(name: str, recipe: str) -> str:
+    """Why a peer cannot train with this recipe, "" if it can."""
+    if not recipe:
+        return ""
+    if recipe not in FLOAT8[name]:
+        return f"it has no float8 recipe {recipe}, but {', '.join(FLOAT8[name])} (--peer-float8)"
+    package = {"torchtitan": "torchao", "megatron-core": "transformer_engine"}[name]
+    if importlib.util.find_spec(package) is None:
+        return f"its float8 needs the package {package}, which is not installed"
+    return ""
+
+
+def make_job(
+    config: Config,
+    world: int,
+    steps: int,
+    warmup: int,
+    out: Path,
+    micro_batch: int | None = None,
+    recompute: str = "none",
+) -> PeerJob:
+    """What a peer is told to train."""
+    model, parallel, train = config.model, config.parallel, config.train
+    shape = {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv,
+        "ffn": model.ffn,
+        "vocab": model.padded_vocab,
+        "sequence": model.sequence_length,
+        "norm": model.norm,
+        "activation": model.activation,
+        "positions": model.positions,
+        "rotary_base": model.rotary_base,
+        "tied": model.tied_embeddings,
+        "bias": model.mlp_bias,
+    }
+    return PeerJob(
+        shape,
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.virtual_stages,
+        world,
+        micro_batch or train.micro_batch,
+        train.global_batch,
+        recompute,
+        steps,
+        warmup,
+        str(out),
+    )
+
+
+def connect(device: torch.device) -> None:
+    """Join torchrun's world; for a peer that does not do so itself."""
+    import torch.distributed as dist
+
+    cuda = device.type == "cuda"
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+
+
+def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> None:
+    """The life of a peer's process: prepare, make the steps, and on the last rank (which knows the loss) write."""
+    import torch
+    import torch.distributed as dist
+
+    job = PeerJob(**json.loads(Path(file).read_text()))
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+
+    def synchronize() -> float:
+        if cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    timed = prepare(job, device)
+    seconds, losses = [], []
+    for number in range(job.warmup + job.steps):
+        began = synchronize()
+        loss = timed.step()
+        if number >= job.warmup:
+            seconds.append(synchronize() - began)
+        losses += [] if loss is None else [float(loss)]
+        if losses and not math.isfinite(losses[-1]):
+            raise SystemExit(f"the loss of step {number + 1} is {losses[-1]}: not a run to compare with")
+    if rank == job.world - 1:
+        memory = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
+        versions = {"torch": torch.__version__, **timed.versions}
+        told = {"seconds": seconds, "memory_gib": memory, "versions": versions, "settings": timed.settings}
+        Path(job.out).write_text(strict_json.dumps(told | {"losses": losses}))
+    dist.destroy_process_group()
+
+
+def _ours(preset: str, settings: list[str], steps: int, warmup: int, out: Path) -> PeerResult:
+    words = ["bench", "train", preset, f"--steps={steps}", f"--warmup={warmup}", f"--out={out}", *settings]
+    _run([sys.executable, "-m", "megascale.cli.main", *words], OURS)
+    told = json.loads(out.read_text())
+    active = "; ".join(f"{what}: {choice}" for what, choice in told["active"].items())
+    rate = statistics.mean(told["gemm_flop_per_s"])
+    seconds = [told["step_seconds"]]
+    return PeerResult(OURS, 0, seconds, told["peak_memory_gib"], told["versions"], active, rate, told["losses"])
+
+
+def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
+    file = Path(job.out).with_suffix(".job.json")
+    file.write_text(strict_json.dumps(asdict(job)))
+    words = ["--nproc-per-node", str(job.world), "--master-port", str(_free_port()), "-m", PEERS[name][1], str(file)]
+    # Megatron's training script insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
+    # a step took 13% less at micro-batch 1 and no more at 4 (docs/performance.md), so the variable is left as it is.
+    _run([sys.executable, "-m", "torch.distributed.run", *words], name, limit)
+    return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(command: list[str], name: str, limit: float | None = None) -> None:
+    """TrainingError with the end of what it said if it fails or takes longer than `limit` seconds."""
+    from megascale.errors import TrainingError
+
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    ended = ""
+    try:
+        said, _ = process.communicate(timeout=limit)
+        if process.returncode:
+            ended = f"ended with exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        said, _ = process.communicate()
+        ended = f"had not ended after {limit:g} s"
+    finally:
+        process.terminate()
+        process.wait()
+    if ended:
+        last = said.decode(errors="replace").strip().splitlines()[-12:]
+        raise TrainingError(f"{name} {ended}:\n  " + "\n  ".join(last))
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def figures(
+    config: Config, processes: int, peak_tflops: float | None, results: list[PeerResult]
+) -> list[dict[str, Any]]:
+    """One entry a contestant: median step, how far its turns are apart, tokens/s and MFU of one count for all."""
+    from megascale.core.flops import mfu
+
+    found: list[dict[str, Any]] = []
+    for name in dict.fromkeys(result.name for result in results):
+        mine = [result for result in results if result.name == name]
+        turns = [statistics.median(result.seconds) for result in mine]
+        seconds = statistics.median(turns)
+        rate = config.train.global_batch * config.model.sequence_length / seconds
+        memory = [result.memory_gib for result in mine if result.memory_gib is not None]
+        found.append(
+            {
+                "name": name,
+                "seconds": seconds,
+                "spread": (max(turns) - min(turns)) / seconds,
+                "rate": rate / processes,
+                "mfu": mfu(config.model, rate, processes, peak_tflops) if peak_tflops else None,
+                "memory_gib": max(memory) if memory else None,
+                "settings": mine[-1].settings,
+                "versions": mine[-1].versions,
+            }
+        )
+    return found
+
+
+def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> None:
+    """The table, and what each contestant ran with."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from megascale.core.flops import CONVENTION, device_peak
+
+    console = Console(highlight=False)
+    peak = config.observe.peak_tflops or device_peak(record["device"])
+    found = figures(config, record["processes"], peak, results)
+    table = Table(box=box.SIMPLE_HEAD)
+    for number, column in enumerate(("", "s/step", "spread", "tokens/s each", "MFU", "GiB", "ours over it")):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    ours = next(one for one in found if one["name"] == OURS)
+    for one in found:
+        table.add_row(
+            one["name"],
+            f"{one['seconds']:.4f}",
+            f"{100 * one['spread']:.1f}%",
+            f"{one['rate']:,.0f}",
+            f"{100 * one['mfu']:.1f}%" if one["mfu"] else "",
+            f"{one['memory_gib']:.1f}" if one["memory_gib"] else "",
+            "" if one is ours else f"{one['seconds'] / ours['seconds']:.3f}x",
+        )
+    rates = [result.sustained for result in results if result.sustained]
+    console.print(
+        f"{record['preset']}, {config.train.global_batch} x {config.model.sequence_length} tokens a step, "
+        f"{record['processes']} x {record['device']}, {record['date']}"
+    )
+    console.print(table)
+    console.print(f"MFU: {CONVENTION}; peak {peak} TFLOP/s")
+    if rates:
+        console.print(f"sustained GEMM in the same run: {statistics.mean(rates) / 1e12:.0f} TFLOP/s")
+    for one in found:
+        versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
+        console.print(f"{one['name']}: {versions}; {one['settings']}")
+    for name, why in record["left_out"].items():
+        console.print(f"{name}: left out, {why}")

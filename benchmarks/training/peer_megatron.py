@@ -1,0 +1,255 @@
+"""A child of `python -m benchmarks peers`: training steps of Megatron-Core, as its own training script sets it up.
+
+Run under torchrun with a job file (see peer_comparison.py). Overlaps of gradients, parameters and transfers, the
+distributed optimizer, fp32 gradients and sequence parallelism are on. With TransformerEngine its layers are used;
+without it Megatron's own, given torch's fused attention and a norm that sequence parallelism knows, which they lack.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.training.peer_comparison import PeerJob, Timed, connect, run_child
+from megascale.train.garbage_collection import Garbage
+
+_FUSED = "fused_weight_gradient_mlp_cuda"
+
+
+def fuse_gradients() -> None:
+    """Let TransformerEngine's GEMMs add weight gradients in float32. To be called before Megatron is imported.
+
+    Megatron's switch for it also asks for a kernel of apex, which only the logits' layer then uses; where apex is not
+    installed, that layer's gradient takes two passes, as without the switch.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    if importlib.util.find_spec(_FUSED) is not None:
+        importlib.import_module(_FUSED)
+        return
+
+    def add(into: Tensor, gradient: Tensor, total: Tensor) -> None:
+        total.add_(gradient.t() @ into)
+
+    made = types.ModuleType(_FUSED)
+    made.wgrad_gemm_accum_fp32 = made.wgrad_gemm_accum_fp16 = add  # type: ignore[attr-defined]
+    sys.modules[_FUSED] = made
+
+
+class Attention(nn.Module):
+    """torch's fused causal attention where Megatron's own layers would write out the scores."""
+
+    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.groups = config.num_query_groups != config.num_attention_heads
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """[s, b, heads, size] each; [s, b, heads x size]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.groups)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class PeerNorm:
+    """Makes torch's norm; its parameters say that sequence-parallel ranks must sum their gradients."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        made = (nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm)(hidden_size, eps)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return made
+
+
+def layers(job: PeerJob) -> tuple[Any, str]:
+    """The specification of a layer, and in words what it is made of."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import transformer_block
+
+    try:
+        import transformer_engine
+
+        return specs.get_gpt_layer_with_transformer_engine_spec(), f"TransformerEngine {transformer_engine.__version__}"
+    except ImportError:
+        pass
+    spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm" if job.model["norm"] == "rmsnorm" else None)
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = transformer_block.LayerNormImpl = PeerNorm
+    parts.self_attention.submodules.core_attention = Attention
+    return spec, "its own layers with torch's fused attention (TransformerEngine is not installed)"
+
+
+def shape_of(job: PeerJob) -> Any:
+    """Its configuration of the model and of what runs beside what."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shape, virtual = job.model, job.virtual
+    swiglu = shape["activation"] == "swiglu"
+    float8: dict[str, Any] = {}
+    if job.float8:  # E4M3 forward, E5M2 for gradients; the first and the last layer too, as ours
+        float8 = {"fp8": "hybrid", "fp8_recipe": job.float8}
+        if job.float8 == "delayed":
+            float8 |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    return TransformerConfig(
+        **float8,
+        num_layers=shape["layers"],
+        hidden_size=shape["hidden"],
+        num_attention_heads=shape["heads"],
+        num_query_groups=shape["kv_heads"],
+        ffn_hidden_size=shape["ffn"],
+        normalization="RMSNorm" if shape["norm"] == "rmsnorm" else "LayerNorm",
+        add_bias_linear=shape["bias"],
+        gated_linear_unit=swiglu,
+        activation_func=nn.functional.silu if swiglu else nn.functional.gelu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=shape["bias"] or swiglu,
+        bias_dropout_fusion=True,
+        cross_entropy_loss_fusion=True,
+        gradient_accumulation_fusion=_FUSED in sys.modules,
+        tensor_model_parallel_size=job.tensor,
+        pipeline_model_parallel_size=job.pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        sequence_parallel=job.tensor > 1,
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        overlap_p2p_comm=virtual > 1,
+        batch_p2p_comm=virtual == 1,
+        deallocate_pipeline_outputs=True,
+        recompute_granularity=None if job.recompute == "none" else job.recompute,
+        recompute_method="uniform" if job.recompute == "full" else None,
+        recompute_num_layers=1 if job.recompute == "full" else None,
+    )
+
+
+def chunks_of(job: PeerJob, config: Any, spec: Any, data: int, device: torch.device) -> list[Any]:
+    """This rank's model chunks in their data-parallel wrappers, and `config` told of what these do by themselves."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+
+    shape, virtual = job.model, job.virtual
+    sharing = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=data > 1,
+        overlap_param_gather=data > 1,
+        use_distributed_optimizer=True,
+        bucket_size=max(40_000_000, 1_000_000 * data),
+    )
+    chunks = []
+    for chunk in range(virtual):
+        where = {"ignore_virtual": False, "vp_stage": chunk} if virtual > 1 else {}
+        model = GPTModel(
+            config,
+            spec,
+            vocab_size=shape["vocab"],
+            max_sequence_length=shape["sequence"],
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=shape["tied"],
+            position_embedding_type="rope" if shape["positions"] == "rotary" else "learned_absolute",
+            rotary_base=int(shape["rotary_base"]),
+            vp_stage=chunk if virtual > 1 else None,
+        )
+        model = model.to(device=device, dtype=torch.bfloat16)
+        chunks.append(DistributedDataParallel(config, sharing, model, disable_bucketing=chunk > 0))
+    if data > 1:
+        syncs = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = syncs if virtual > 1 else syncs[0]
+        if virtual > 1:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+            config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    return chunks
+
+
+def prepare(job: PeerJob, device: torch.device) -> Timed:
+    """Model, optimizer and a function that makes one step."""
+    from importlib.metadata import version
+
+    fuse_gradients()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    virtual, length = job.virtual, job.model["sequence"]
+    connect(device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=job.tensor,
+        pipeline_model_parallel_size=job.pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    config, (spec, words) = shape_of(job), layers(job)
+    data = parallel_state.get_data_parallel_world_size()
+    chunks = chunks_of(job, config, spec, data, device)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-4,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            clip_grad=1.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            overlap_param_gather=data > 1,
+        ),
+        chunks,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    forward_backward = get_forward_backward_func()
+    rows = job.rows(parallel_state.get_data_parallel_rank(), device)  # [s + 1, b]
+    tokens, labels = rows[:-1].T.contiguous(), rows[1:].T.contiguous()
+    positions = torch.arange(length, device=device).expand_as(tokens)
+
+    def forward_step(_: Any, model: Any) -> Any:
+        output = model(tokens, positions, None, labels=labels)
+
+        def loss(output: Tensor) -> Any:
+            value = output.float().mean()
+            return value, {"loss": value.detach()}
+
+        return output, loss
+
+    garbage = Garbage(100)
+    precision = f"float8 {job.float8}" if job.float8 else "bfloat16"
+
+    def step() -> Tensor | None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        told = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=[None] * virtual if virtual > 1 else None,
+            model=chunks if virtual > 1 else chunks[0],
+            num_microbatches=job.global_batch // (job.micro_batch * data),
+            seq_length=length,
+            micro_batch_size=job.micro_batch,
+            forward_only=False,
+        )
+        optimizer.step()
+        garbage.after(1)  # its --manual-gc
+        return torch.stack([one["loss"] for one in told]).mean() if told else None
+
+    return Timed(
+        step,
+        {"megatron-core": version("megatron-core")},
+        f"{words}, {precision}, distributed optimizer, all overlaps, planned collection"
+        + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
+        + f", CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'not set')}",
+    )
+
+
+if __name__ == "__main__":
+    run_child(prepare, sys.argv[1])

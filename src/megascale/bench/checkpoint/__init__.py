@@ -1,1 +1,0 @@
-"""Benches of saving and loading."""

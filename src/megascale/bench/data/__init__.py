@@ -1,1 +1,0 @@
-"""Benches of building data sets and reading them."""

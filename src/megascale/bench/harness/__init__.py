@@ -1,1 +1,0 @@
-"""What benches share: whole runs, timing, what a GPU and /proc tell; and the soak."""

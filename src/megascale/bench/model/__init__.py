@@ -1,1 +1,0 @@
-"""Soaks of models from elsewhere."""

@@ -1,1 +1,0 @@
-"""Benches of what a run records of itself."""

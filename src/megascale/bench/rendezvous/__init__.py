@@ -1,1 +1,0 @@
-"""Benches of how thousands of ranks meet."""

@@ -1,1 +1,0 @@
-"""Benches of finding faults and recovering from them."""

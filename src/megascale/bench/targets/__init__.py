@@ -1,1 +1,0 @@
-"""The figures that this project holds itself to."""

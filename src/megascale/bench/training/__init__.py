@@ -1,1 +1,0 @@
-"""Benches of training steps, layouts and learning."""

@@ -1,0 +1,123 @@
+"""`megascale bench train --watch`: lines of nvidia-smi, a child that ends with the steps, and what it comes to."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.bench import gpu_watch
+from megascale.bench import train as train_bench
+from megascale.errors import ConfigError, TrainingError
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """Puts a shell script called nvidia-smi first on PATH; it leaves its process id and words in this folder."""
+
+    def make(script: str) -> Path:
+        file = tmp_path / "bin" / "nvidia-smi"
+        file.parent.mkdir()
+        file.write_text(f'#!/bin/sh\necho $$ > "{tmp_path}/pid"\necho "$@" > "{tmp_path}/words"\n{script}\n')
+        file.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{file.parent}:{os.environ['PATH']}")
+        return tmp_path
+
+    return make
+
+
+def gone(folder: Path) -> bool:
+    try:
+        os.kill(int((folder / "pid").read_text()), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("1755, 690.12, 45\n", (1755.0, 690.12, 45.0)),
+        ("1755, [N/A], [Not Supported]", (1755.0, None, None)),
+        ("1755, 690.12", None),
+        ("No devices were found", None),
+        ("a, b, c", None),
+        ("", None),
+    ],
+)
+def test_lines(line, values):
+    assert gpu_watch.parse(line) == values
+
+
+def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
+    folder = smi("printf '1755, 690.1, 45\\n1740, [N/A], 61\\n'; exec sleep 600")
+    began = time.perf_counter()
+    with gpu_watch.GpuWatch("GPU-abc") as watched:
+        assert not gone(folder)
+    assert gone(folder)
+    assert watched.problem is None
+    found = watched.since(began)
+    assert [sample[1:] for sample in found] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
+    assert 0 <= found[0][0] <= found[1][0]
+    assert watched.since(time.perf_counter()) == []
+    words = (folder / "words").read_text()
+    assert "-i GPU-abc" in words
+    assert "clocks.sm,power.draw,temperature.gpu" in words
+
+
+def test_the_child_ends_with_steps_that_fail(smi):
+    folder = smi("echo 1755, 690.1, 45; exec sleep 600")
+    with pytest.raises(ZeroDivisionError), gpu_watch.GpuWatch("GPU-abc"):
+        raise ZeroDivisionError
+    assert gone(folder)
+
+
+def test_without_a_sample_its_reason_is_told_before_the_steps(smi):
+    folder = smi("echo No devices were found; exit 6")
+    with pytest.raises(TrainingError, match="No devices were found"), gpu_watch.GpuWatch("GPU-abc"):
+        pytest.fail("the steps began")
+    assert gone(folder)
+
+
+def test_a_child_that_ends_early_is_told(smi):
+    smi("echo 1755, 690.1, 45; echo Lost the GPU")
+    with gpu_watch.GpuWatch("GPU-abc") as watched:
+        watched._thread.join()
+        watched._process.wait()
+    assert watched.problem is not None
+    assert "Lost the GPU" in watched.problem
+    assert len(watched.since(0.0)) == 1
+
+
+def test_without_nvidia_smi_or_a_gpu_it_is_refused(tmp_path, monkeypatch, megascale):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="nvidia-smi"):
+        gpu_watch.check(True)
+    monkeypatch.undo()
+    found = megascale("bench", "train", "tiny", "--watch", "--train.global_batch=8", "--train.device=cpu")
+    assert found.returncode == 2
+    assert "--watch" in found.stderr
+    assert "GPU" in found.stderr
+
+
+def test_the_summary_compares_the_ends():
+    samples = [[0.5 * i, 1755.0 - 15 * (i >= 18), None if i else 690.0, 45.0 + i] for i in range(20)]
+    assert gpu_watch.summary(samples) == "clock 1,755 -> 1,740 MHz, power 690 -> ? W, temperature 46 -> 64 C"
+    assert "no sample" in gpu_watch.summary([])
+
+
+def test_the_bench_prints_what_was_watched(tmp_path, megascale, capsys):
+    words = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--model.sequence_length=16"]
+    words += ["--train.micro_batch=1", "--train.global_batch=1", "--train.device=cpu", "--steps=1", "--warmup=1"]
+    done = megascale("bench", "train", "tiny", *words, "--out", "t.json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "t.json").read_text())
+    assert told["watched"] is None
+    assert "watched" not in done.stdout
+    train_bench.show(told | {"watched": [[0.1, 1755.0, 690.0, 45.0]], "watch_trouble": "nvidia-smi ended"})
+    shown = capsys.readouterr().out
+    assert "clock 1,755 -> 1,755 MHz" in shown
+    assert "nvidia-smi ended" in shown

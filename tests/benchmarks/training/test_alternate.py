@@ -1,0 +1,117 @@
+"""`python -m benchmarks alternate`: one engine in real processes, values in turn, and what is changed between steps."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.training.alternate import SETTINGS, change, difference, order, parse
+
+from megascale.config import ParallelConfig, from_tree
+from megascale.core.layout import lay_out
+from megascale.core.spans import NoRecorder
+from megascale.errors import ConfigError
+from megascale.model.block import SerialBlock
+from megascale.observe.rank.timers import Timers
+from megascale.train.engine import Engine
+
+SMALL = [
+    "--model.layers=2", "--model.hidden=32", "--model.heads=2", "--model.sequence_length=16", "--model.vocab_size=64",
+    "--train.micro_batch=2", "--train.global_batch=4", "--train.precision=float32", "--train.device=cpu",
+]  # fmt: skip
+
+
+def test_values_take_turns_and_train_alike(benchmarks, tmp_path):
+    words = ["tiny", "parallel.recompute=none,selective,full", "--turns=2", "--each=2", "--parallel.tensor=2", *SMALL]
+    found = benchmarks("alternate", *words, "--out", tmp_path / "a.json")
+    assert found.returncode == 0, found.stderr
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert (record["processes"], record["setting"]) == (2, "parallel.recompute")
+    assert [one["name"] for one in record["values"]] == ["none", "selective", "full"]
+    assert all(len(one["seconds"]) == 4 and min(one["seconds"]) > 0 for one in record["values"])
+    # The learning rate is zero: every step of every value sees the same weights.
+    losses = [loss for one in record["values"] for loss in one["losses"]]
+    assert losses == pytest.approx([losses[0]] * 12, rel=1e-5)
+    assert "selective" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("overlap.data=on,off", "overlap.data cannot change"), ("overlap.gemms=on", "two values or more"),
+        ("overlap.gemms=on,on", "each once"), ("overlap.gemms=on,maybe", "no value 'maybe'"),
+        ("parallel.recompute", "no value ''"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_name_the_remedy(setting, part):
+    with pytest.raises(ConfigError, match=part):
+        parse(setting)
+
+
+def test_settings_are_those_of_the_configuration():
+    assert SETTINGS["parallel.recompute"] == ParallelConfig.model_fields["recompute"].annotation.__args__
+    assert order(["a", "b"], 3) == ["a", "b", "b", "a", "a", "b"]
+
+
+@pytest.fixture
+def engine():
+    tree = {
+        "model": {"layers": 2, "hidden": 16, "heads": 2, "sequence_length": 8, "vocab_size": 32},
+        "train": {"micro_batch": 1, "global_batch": 1, "precision": "float32"},
+    }
+    return Engine(lay_out(from_tree(tree), 1), None, torch.device("cpu"))
+
+
+def test_backward_runs_in_the_calling_thread_unless_asked_for_apart(engine):
+    rows = torch.arange(9)[:, None]
+    seen = []
+    engine.chunks[0].token_embedding.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
+    for value in (None, *SETTINGS["backward"]):
+        if value is not None:
+            change(engine, "backward")(value)
+        engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
+    assert seen == [False, True, False]
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_an_engine_changes_between_steps(engine):
+    rows = torch.arange(9)[:, None]
+    seen = {}
+    for what in ("none", "full"):
+        engine.recompute(what)
+        with mock.patch.object(SerialBlock, "forward", autospec=True, side_effect=SerialBlock.forward) as forward:
+            told = engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
+        seen[what] = (forward.call_count, float(told.grad_norm))
+    assert (seen["none"][0], seen["full"][0]) == (2, 4)
+    assert seen["none"][1] == pytest.approx(seen["full"][1], rel=1e-6)
+    exchange = SimpleNamespace(on_side_stream=False)
+    engine.tensor = SimpleNamespace(exchange=exchange)
+    with mock.patch.object(engine.runtime, "use_side_stream") as use:
+        engine.run_gemms_on_side_stream(True)
+    assert exchange.on_side_stream
+    use.assert_called_once_with(True, torch.device("cpu"))
+
+
+def test_the_bound_of_a_difference_holds_the_truth():
+    """Of 200 sets of pairs whose true median is 1%, at most a few bounds miss it; with few pairs they are the ends."""
+    rng, missed = np.random.default_rng(0), 0
+    for _ in range(200):
+        middle, low, high = difference([1.0] * 40, list(1.01 + 0.05 * rng.standard_normal(40)))
+        assert low <= middle <= high
+        missed += not low <= 0.01 <= high
+    assert 1 <= missed <= 16  # 5% are 10
+    assert difference([1.0, 1.0], [1.0, 2.0]) == (0.5, 0.0, 1.0)
+
+
+def test_timers_are_put_in_and_out(engine):
+    set_to = change(engine, "observe.timers")
+    set_to("true")
+    assert isinstance(engine.runtime.recorder, Timers)
+    set_to("false")
+    assert isinstance(engine.runtime.recorder, NoRecorder)
+    change(engine, "observe.spans")("1")
+    assert engine.runtime.recorder.every == 1

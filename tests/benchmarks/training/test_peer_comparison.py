@@ -1,0 +1,146 @@
+"""`python -m benchmarks peers`: who can train what, the same job for all, one count of FLOPs; no GPU, no comparison."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from benchmarks.training import peer_comparison, peer_megatron, peer_torchtitan
+from megascale.config import load_command_line
+from megascale.core.flops import mfu
+from megascale.errors import ConfigError, TrainingError
+
+
+def config(preset: str, *words: str):
+    return load_command_line(
+        None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000", *words]
+    )
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", lambda name: object())
+
+
+def test_peers_that_are_not_installed_are_left_out_or_refused(monkeypatch):
+    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", lambda name: None)
+    chosen, left_out = peer_comparison.choose([], config("llama-8b"))
+    assert chosen == []
+    assert set(left_out) == set(peer_comparison.PEERS)
+    assert all("not installed" in why for why in left_out.values())
+    with pytest.raises(ConfigError, match=r"--peer=torchtitan: .*not installed"):
+        peer_comparison.choose(["torchtitan"], config("llama-8b"))
+    with pytest.raises(ConfigError, match="--peer=nobody"):
+        peer_comparison.choose(["nobody"], config("llama-8b"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "words", "able"),
+    [
+        ("llama-8b", (), ["torchtitan", "megatron-core"]),
+        ("gpt-13b", (), ["megatron-core"]),
+        ("gpt-13b", ("--model.block=parallel",), []),
+        ("llama-8b", ("--model.window=1024",), []),
+        ("llama-8b", ("--optimizer.name=lamb",), []),
+        ("llama-8b", ("--model.mlp_bias=true",), []),
+    ],
+)
+def test_a_peer_is_run_only_where_it_trains_the_same(installed, preset, words, able):
+    chosen, left_out = peer_comparison.choose([], config(preset, *words))
+    assert chosen == able
+    assert set(left_out) == set(peer_comparison.PEERS) - set(able)
+
+
+def test_peers_run_in_float8_where_ours_does(installed, tmp_path):
+    plain, float8 = config("llama-8b"), config("llama-8b", "--train.linear_precision=float8")
+    assert [peer_comparison.recipe(name, plain, "auto") for name in peer_comparison.PEERS] == ["", ""]
+    found = {name: peer_comparison.recipe(name, float8, "auto") for name in peer_comparison.PEERS}
+    assert found == {"torchtitan": "tensorwise", "megatron-core": "delayed"}
+    assert peer_comparison.choose([], float8, "rowwise")[0] == ["torchtitan"]
+    assert peer_comparison.choose([], plain, "delayed")[0] == ["megatron-core"]
+    with pytest.raises(
+        ConfigError, match="--peer=torchtitan: it has no float8 recipe delayed, but tensorwise, rowwise"
+    ):
+        peer_comparison.choose(["torchtitan"], float8, "delayed")
+    with pytest.raises(
+        ConfigError, match="--peer-float8=blockwise: there are auto, delayed, none, rowwise, tensorwise"
+    ):
+        peer_comparison.choose([], float8, "blockwise")
+    job = peer_comparison.make_job(float8, 2, 10, 5, tmp_path / "a.json")
+    words = peer_torchtitan._arguments(replace(job, float8="tensorwise"))
+    # Their trainer refuses a named recipe where parameters are gathered in float8; without a name it is tensor-wise.
+    assert not any("recipe_name" in word for word in words)
+    assert "--quantize.linear.float8.recipe_name=rowwise" in peer_torchtitan._arguments(replace(job, float8="rowwise"))
+    assert "--quantize.linear.float8.filter_fqns=output" in words
+    assert "--quantize.linear.float8.enable_fsdp_float8_all_gather" in words
+    assert not any("float8" in word for word in peer_torchtitan._arguments(job))
+
+
+def test_megatron_adds_weight_gradients_inside_gemms_where_it_can(monkeypatch):
+    """Without apex the logits' layer alone gets what apex's kernel does."""
+    there: set[str] = set()
+    monkeypatch.setattr(peer_megatron.importlib.util, "find_spec", lambda name: name if name in there else None)
+    peer_megatron.fuse_gradients()
+    assert peer_megatron._FUSED not in sys.modules
+    there.add("transformer_engine")
+    monkeypatch.delitem(sys.modules, peer_megatron._FUSED, raising=False)
+    peer_megatron.fuse_gradients()
+    made = sys.modules.pop(peer_megatron._FUSED)
+    total, into, gradient = torch.ones(3, 2), torch.randn(5, 2), torch.randn(5, 3)
+    made.wgrad_gemm_accum_fp32(into, gradient, total)
+    torch.testing.assert_close(total, 1 + gradient.T @ into)
+
+
+def test_float8_of_a_peer_needs_its_package(monkeypatch):
+    there = lambda name: None if name in ("torchao", "transformer_engine") else object()
+    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", there)
+    assert peer_comparison.choose([], config("llama-8b"))[0] == ["torchtitan", "megatron-core"]
+    chosen, left_out = peer_comparison.choose([], config("llama-8b", "--train.linear_precision=float8"))
+    assert chosen == []
+    assert "torchao" in left_out["torchtitan"]
+    assert "transformer_engine" in left_out["megatron-core"]
+
+
+def test_all_get_the_same_job(tmp_path):
+    ours = config("llama-8b", "--parallel.tensor=2", "--train.micro_batch=2", "--train.global_batch=16")
+    job = peer_comparison.make_job(ours, 8, 10, 5, tmp_path / "a.json", None)
+    assert (job.model["ffn"], job.model["kv_heads"], job.model["vocab"]) == (14336, 8, ours.model.padded_vocab)
+    assert (job.tensor, job.world, job.micro_batch, job.global_batch) == (2, 8, 2, 16)
+    assert peer_comparison.make_job(ours, 8, 10, 5, tmp_path / "a.json", 4).micro_batch == 4
+    again = peer_comparison.PeerJob(**json.loads(json.dumps(asdict(job))))
+    rows = again.rows(1, torch.device("cpu"))
+    assert rows.shape == (8193, 2)
+    assert torch.equal(rows, job.rows(1, torch.device("cpu")))
+    assert not torch.equal(rows, job.rows(0, torch.device("cpu")))
+    assert int(rows.max()) < job.model["vocab"]
+
+
+def test_figures_take_the_median_turn_and_one_count_of_flops():
+    ours = config("gpt-13b", "--train.global_batch=64")
+
+    def turn(name: str, *seconds: float) -> peer_comparison.PeerResult:
+        return peer_comparison.PeerResult(name, 0, list(seconds), 50.0, {}, "")
+
+    results = [turn("megascale", 2.0), turn("megatron-core", 2.4, 9.0, 2.4), turn("megatron-core", 2.6)]
+    first, second = peer_comparison.figures(ours, 8, 989.4, results)
+    assert (first["name"], first["seconds"], first["spread"]) == ("megascale", 2.0, 0.0)
+    assert second["seconds"] == pytest.approx(2.5)
+    assert second["spread"] == pytest.approx(0.08)
+    assert first["mfu"] == pytest.approx(mfu(ours.model, 64 * 2048 / 2.0, 8, 989.4))
+    assert first["mfu"] / second["mfu"] == pytest.approx(2.5 / 2.0)
+
+
+def test_without_a_gpu_there_is_nothing_to_compare(benchmarks, tmp_path):
+    found = benchmarks("peers", "llama-8b", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert found.returncode == 2
+    assert "GPU" in found.stderr
+
+
+def test_a_peer_that_hangs_is_given_up_with_what_it_said():
+    code = "import time; print('building the model', flush=True); time.sleep(1000)"
+    with pytest.raises(TrainingError, match="megatron-core had not ended after 2 s:\n  building the model"):
+        peer_comparison._run([sys.executable, "-c", code], "megatron-core", 2)

@@ -1,0 +1,1 @@
+"""Campaigns that break real jobs: `python -m tests.chaos NAME`."""

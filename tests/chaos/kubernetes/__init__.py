@@ -1,0 +1,1 @@
+"""Faults of jobs on a real Kubernetes."""

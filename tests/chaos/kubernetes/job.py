@@ -1,0 +1,198 @@
+"""A tiny job on a Kubernetes of one's own: its driver on the machine of the control plane, its agents in real pods."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.launched import WAIT, Launched
+
+from megascale.errors import TrainingError
+from tests.chaos.kubernetes.node import IMAGE
+from tests.chaos.kubernetes.site import KubernetesSite, mounts, source
+from tests.chaos.kubernetes.witness import Witness
+from tests.chaos.machines.network import wait
+
+LABEL, SLOT, ROLE = "megascale.dev/job", "megascale.dev/slot", "megascale.dev/role"  # of a job's pods
+
+
+class KubernetesJob(Launched):
+    """`megascale launch --cluster kubernetes` of two ranks with a spare, in a namespace of its own.
+
+    Args:
+        site: where.
+        file: settings (launched.py::make).
+        name: of the run, and of the namespace.
+        words: more settings.
+        pace: least seconds of a step.
+
+    Attributes:
+        witness: sees each trainer until `close`.
+        step_before: the last step before the fault.
+        outside: whether the driver is no pod.
+    """
+
+    outside = True
+
+    def __init__(self, site: KubernetesSite, file: Path, name: str, words: Sequence[str], pace: float) -> None:
+        self.site, self.name, self.folder = site, name, file.parent
+        self.shared = file.parent / "shared" / name
+        self.witness, self.step_before = Witness(name), 0
+        site.kubectl("create", "namespace", name)
+        own = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
+        own += [f"--kubernetes.kubeconfig={site.kubeconfig}"] if self.outside else []
+        own += [
+            f"--kubernetes.{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in here(file.parent).items()
+        ]
+        own += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
+        own += [f"--resilience.listen={site.address}"] if self.outside else []
+        own.append("--resilience.test_spares=false")
+        super().__init__(file, name, [*own, *words], pace)
+        self.witness.__enter__()
+
+    def start(self) -> Any:
+        """The driver, on the machine with the control plane."""
+        self.command = self.site.inside(self.command[self.command.index(sys.executable) :])
+        return super().start()
+
+    def second(self) -> subprocess.Popen[bytes]:
+        """Another driver of the same job, whose run folder is one of its own."""
+        runs = self.folder / "others"
+        words = [word for word in self.command if not word.startswith("--train.runs=")]
+        with open(self.output.with_suffix(".second"), "ab") as out:
+            return subprocess.Popen(
+                [*words, f"--train.runs={runs}"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End the driver if it is there, and all that the namespace holds."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.witness.__exit__()
+        gone = ["--wait=false", "--ignore-not-found"]
+        self.site.kubectl("delete", "pods", "--all", "-n", self.name, "--force", "--grace-period=0", *gone)
+        self.site.kubectl("delete", "namespace", self.name, *gone)
+
+    def kubectl(self, *words: str) -> str:
+        """What kubectl prints, in the job's namespace."""
+        return self.site.kubectl("--namespace", self.name, *words)
+
+    # what the cluster knows -------------------------------------------------------------------------------------------
+
+    def pods(self) -> list[dict[str, Any]]:
+        """Of its nodes, as the API has them."""
+        return self.site.get("pods", "-n", self.name, "-l", f"{LABEL}={self.name},{ROLE}=agent")
+
+    def holder(self, rank: int) -> str:
+        """The name, in the job, of the node that holds a rank now."""
+        node: str = next(e for e in reversed(self.events()) if e.kind == "attempt_started").nodes[rank]
+        return node
+
+    def pod(self, node: str) -> str:
+        """The name of a node's pod. A node has the name of its machine, and behind it what tells pods there apart."""
+        machine, _, slot = node.partition(".")
+        for pod in self.pods():
+            about, there = pod["metadata"], pod["spec"].get("nodeName")
+            if (there, about["labels"].get(SLOT, "")) == (machine, slot) and "deletionTimestamp" not in about:
+                return str(about["name"])
+        raise TrainingError(f"no pod of node {node} is there")
+
+    # what it does -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """The last step that rank 0 has told of."""
+        file = self.run / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
+
+    def until_step(self, step: int, seconds: float = WAIT) -> None:
+        """Wait for a step; TrainingError if it does not come."""
+        wait(lambda: self.step() >= step, f"step {step} of {self.name}", seconds)
+
+    def until_joined(self, count: int) -> None:
+        """Wait until so many agents have come, spares too."""
+        wait(lambda: len(self.joined()) >= count, f"{count} nodes of {self.name}", WAIT)
+
+    def joined(self, since: float = 0.0) -> list[str]:
+        """Nodes whose agents have come since then, seconds since 1970."""
+        return sorted({n for e in self.events() if e.kind == "node_joined" and e.time > since for n in e.nodes})
+
+    def said(self) -> str:
+        """What the driver said."""
+        return self.output.read_text(errors="replace")
+
+    def attempts(self) -> int:
+        """How often trainers were started."""
+        return sum(e.kind == "attempt_started" for e in self.events())
+
+
+class DriverPodJob(KubernetesJob):
+    """The same with the driver in a pod too: as `launch --dry-run --form driver` prints it, for `kubectl apply`."""
+
+    outside = False
+
+    _asked = 0.0  # when the server was asked last, monotonic
+
+    def start(self) -> Any:
+        """Print the manifests and have the cluster make them; nothing of the job is a child of this process."""
+        words = self.command[self.command.index(sys.executable) :]
+        done = subprocess.run([*words, "--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
+        self.output.with_suffix(".yaml").write_text(done.stdout)
+        self.site.kubectl("apply", "--namespace", self.name, "-f", "-", said=done.stdout)
+        self.process = subprocess.Popen(["sleep", "0"])  # there is none here
+        return self.process
+
+    def over(self) -> bool:
+        """As Launched.over: the driver's Job has ended; the server is asked now and then."""
+        if time.monotonic() - self._asked <= 2.0:
+            return False
+        self._asked = time.monotonic()
+        return self.state() != ""
+
+    def state(self) -> str:
+        """Complete or Failed once the driver's Job is that, else ""."""
+        jobs = self.site.get("jobs", "-n", self.name)
+        states = [c["type"] for job in jobs for c in job["status"].get("conditions", ()) if c["status"] == "True"]
+        return states[0] if states else ""
+
+    def end(self, grace_period: float = WAIT) -> int:
+        """0 if the driver's Job is complete, 1 if it has failed, -1 if neither."""
+        deadline = time.monotonic() + grace_period
+        while not (state := self.state()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return {"Complete": 0, "Failed": 1}.get(state, -1)
+
+    def said(self) -> str:
+        """What the newest driver said."""
+        try:
+            return self.kubectl("logs", self.driver()["metadata"]["name"])
+        except TrainingError as error:
+            return str(error)
+
+    def driver(self) -> dict[str, Any]:
+        """The newest pod of the driver."""
+        found = self.site.get("pods", "-n", self.name, "-l", f"{ROLE}=driver")
+        if not found:
+            raise TrainingError("no pod of the driver is there")
+        return max(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+
+
+def here(folder: Path) -> dict[str, str | list[str]]:
+    """Settings of [kubernetes] by which pods run what is installed here.
+
+    Args:
+        folder: the job's, which pods see as if on shared storage.
+    """
+    mounted = [*(f"host:{each}:{each}:ro" for each in mounts()), f"host:{folder}:{folder}"]
+    environment = [f"PYTHONPATH={source()}", "OMP_NUM_THREADS=1"]
+    return {"image": IMAGE, "python": sys.executable, "mounts": mounted, "environment": environment}

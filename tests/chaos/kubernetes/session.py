@@ -1,0 +1,94 @@
+"""A session on Kubernetes as docs/kubernetes.md shows it: from an empty cluster to a run that outlives a pod."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.harness.launched import WAIT, make
+
+from megascale.resilience.driver.state.journal import events_of
+from tests.chaos.kubernetes.job import ROLE, here
+from tests.chaos.kubernetes.site import KubernetesSite
+from tests.chaos.machines.network import wait
+
+_LAUNCH = "megascale launch job.toml --cluster kubernetes --nodes 2 --spares 1 --train.name=demo --train.steps=300"
+_SETTINGS = (("hidden = 32", "hidden = 64"), ("interval = 50", "interval = 100"))
+_PODS = "kubectl get pods --output=custom-columns=NAME:.metadata.name,PHASE:.status.phase,NODE:.spec.nodeName"
+
+
+def session(site: KubernetesSite, folder: Path, say: Callable[[str], None]) -> bool:
+    """Type commands on a machine that reaches the cluster, and say them with what they print; whether all went well.
+
+    Args:
+        site: empty.
+        folder: to work in.
+    """
+    work = folder / "job"
+    work.mkdir()
+    file, run = make(work), work / "runs" / "demo"
+    text = file.read_text()
+    for old, new in _SETTINGS:
+        text = text.replace(old, new)
+    shared = work / "shared"
+    settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in here(work).items())
+    text = text.replace("[checkpoint]\n", f'[checkpoint]\nlocation = "{shared}"\n')
+    file.write_text(f'{text}\n[kubernetes]\nnamespace = "team"\n{settings}')
+    environment = site.environment | {"KUBECONFIG": str(site.kubeconfig), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{site.programs}:{os.environ['PATH']}"
+    driver = None
+
+    def command(line: str) -> list[str]:
+        return site.inside(["bash", "-c", f"cd {work} && {_own(line)}"])
+
+    def typed(line: str) -> None:
+        done = subprocess.run(command(line), capture_output=True, text=True, env=environment)
+        say(f"$ {line}")
+        for each in (done.stdout + done.stderr).splitlines():
+            say(each.rstrip().replace(f"{work}/", ""))
+
+    def until(what: str, times: int = 1) -> None:
+        events = run / "events.jsonl"
+        wait(lambda: events.exists() and events.read_text().count(f'"event": "{what}"') >= times, what, 3 * WAIT)
+
+    def lost() -> str:
+        """The pod that holds rank 1."""
+        node = next(e for e in reversed(events_of(run, 0)) if e.kind == "attempt_started").nodes[1]
+        pods = site.get("pods", "-n", "team", "-l", f"{ROLE}=agent")
+        return str(next(pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") == node))
+
+    typed("kubectl get nodes")
+    typed("kubectl create namespace team")
+    typed("kubectl config set-context --current --namespace=team")
+    launch = _LAUNCH + f" --resilience.listen={site.address}"
+    say(f"$ {launch} > demo.out &")
+    with open(work / "demo.out", "w") as out:
+        driver = subprocess.Popen(command(f"exec {_own(launch)}"), stdout=out, stderr=out, env=environment)
+    try:
+        until("first_step")
+        until("node_joined", 3)
+        typed(_PODS)
+        typed("megascale access runs/demo > demo.access && chmod 600 demo.access")
+        typed("megascale nodes demo.access")
+        typed(f"kubectl delete pod {lost()} --wait=false")
+        until("first_step", 2)
+        typed("megascale events runs/demo | tail -n 12")
+        typed(_PODS)
+        code = driver.wait(3 * WAIT)
+        typed("tail -n 4 demo.out")
+        typed(_PODS)
+    finally:
+        driver.kill()
+        driver.wait()
+    return code == 0
+
+
+def _own(line: str) -> str:
+    """The line with this installation's command."""
+    own = f"{shlex.quote(sys.executable)} -m megascale.cli.main "
+    return own + line.removeprefix("megascale ") if line.startswith("megascale ") else line

@@ -1,0 +1,289 @@
+"""A Kubernetes of one's own: a real control plane and real kubelets with containers, on machines of one kernel.
+
+etcd, kube-apiserver, kube-controller-manager and kube-scheduler run on the machine `head`, and nodes are called k1, k2,
+...; pods have their own addresses, Services work by address, and there is no DNS. `scripts/kubernetes-build` builds the
+programs once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megascale.errors import TrainingError
+from tests.chaos.kubernetes.node import (
+    IMAGE,
+    PAUSE,
+    SERVICES,
+    Given,
+    Image,
+    KubernetesNode,
+    write_images,
+)
+from tests.chaos.machines import network as machines
+from tests.chaos.machines.network import Machines, Site, wait
+
+PORT = 16443
+PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl")
+_NEEDS = ("containerd", "ctr", "runc", "openssl", "pkill", "nice")
+_CONFIG = """apiVersion: v1
+kind: Config
+clusters: [{{name: test, cluster: {{server: "https://{address}:{port}", certificate-authority: {authority}}}}}]
+users: [{{name: admin, user: {{token: {token}}}}}]
+contexts: [{{name: test, context: {{cluster: test, user: admin}}}}]
+current-context: test
+"""
+# An image needs next to nothing, since pods have the host's Python: places to mount on, names and the loader's list.
+_FOLDERS = ("usr", "etc", "proc", "sys", "dev", "root", "tmp", "run", "var", "var/lib", "home")
+_LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
+_FILES = ("etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/ld.so.cache")
+
+
+def programs() -> Path:
+    """Where `scripts/kubernetes-build` puts what it builds."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("MEGASCALE_KUBERNETES") or cache / "megascale" / "kubernetes")
+
+
+def impossible() -> str:
+    """Why there can be no Kubernetes here, "" if there can."""
+    folder = programs()
+    if missing := [name for name in (*PROGRAMS, "pause", "VERSION") if not (folder / name).exists()]:
+        return f"no {missing[0]} in {folder}: scripts/kubernetes-build"
+    missing = [name for name in _NEEDS if shutil.which(name) is None]
+    if not Path("/usr/lib/cni/bridge").exists():
+        missing.append("containernetworking-plugins")
+    if missing:
+        return f"{', '.join(missing)} not installed (scripts/system-packages kubernetes)"
+    return machines.impossible()
+
+
+class KubernetesSite(Site):
+    """`with KubernetesSite(folder, 3) as site: site.kubectl("get", "nodes")`.
+
+    Args:
+        folder: for everything.
+        nodes: how many.
+        gpus: that each says it has.
+
+    Attributes:
+        kubeconfig: of an administrator; the API is reached from the machine `head` and from nodes.
+    """
+
+    def __init__(self, folder: Path, nodes: int, gpus: int = 0) -> None:
+        self.folder, self.programs, self._gpus = folder, programs(), gpus
+        self._group = f"ms-{os.urandom(4).hex()}"
+        self.names = [f"k{i + 1}" for i in range(nodes)]
+        self.machines = Machines(folder / "m", ["head", *self.names])
+        self.kubeconfig = folder / "kubeconfig"
+        self.environment = {k: v for k, v in os.environ.items() if "PROXY" not in k.upper()} | {"GOMAXPROCS": "2"}
+        self.nodes: dict[str, KubernetesNode] = {}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def address(self) -> str:
+        """Of the machine with the control plane."""
+        return self.machines["head"].address
+
+    def _start(self) -> None:
+        images = self._images()
+        self._control_plane()
+        given = Given(self.programs, self.kubeconfig, images, self.environment, self._group, self._gpus)
+        for number, name in enumerate(self.names, 1):
+            self.nodes[name] = KubernetesNode(
+                self.machines[name], number, given, f"topology.megascale/switch=s{number % 2}"
+            )
+        self._routes()
+        for node in self.nodes.values():
+            node.boot()
+        for node in self.nodes.values():
+            node.join()
+        self.until_ready(self.names)
+
+    def _routes(self) -> None:
+        """Everybody reaches the pods of each node, and the network of Services, by its address."""
+        for here in self.machines:
+            for node in self.nodes.values():
+                if node.machine is not here:
+                    here.ip("route", "add", node.pods, "via", node.machine.address)
+            here.ip("route", "add", SERVICES, "dev", "eth0")
+
+    def _images(self) -> Path:
+        pause = Image(PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
+        files = {name: Path("/", name).read_bytes() for name in _FILES if Path("/", name).exists()}
+        places = sorted({str(p).strip("/") for m in mounts() for p in (Path(m), *Path(m).parents) if p != Path("/")})
+        own = Image(IMAGE, files, list(dict.fromkeys([*_FOLDERS, *places])), _LINKS)
+        write_images(self.folder / "images.tar", [pause, own])
+        return self.folder / "images.tar"
+
+    # the control plane ------------------------------------------------------------------------------------------------
+
+    def _control_plane(self) -> None:
+        certificates = self.folder / "certificates"
+        certificates.mkdir()
+        subprocess.run(["openssl", "genrsa", "-out", f"{certificates}/sa.key", "2048"], check=True, capture_output=True)
+        token = os.urandom(16).hex()
+        (self.folder / "tokens.csv").write_text(f"{token},admin,admin,system:masters\n")
+        authority = certificates / "apiserver.crt"
+        text = _CONFIG.format(address=self.address, port=PORT, authority=authority, token=token)
+        self.kubeconfig.write_text(text)
+        self.kubeconfig.chmod(0o600)
+        clients, peers = "http://127.0.0.1:12379", "http://127.0.0.1:12380"
+        words = [f"--data-dir={self.folder}/etcd", f"--listen-client-urls={clients}", f"--listen-peer-urls={peers}"]
+        # What it keeps dies with this folder: no need to wait for the disk, which others use.
+        self._daemon("etcd", [*words, f"--advertise-client-urls={clients}", "--unsafe-no-fsync", "--logger=zap"])
+        self.start_api()
+        key = f"--service-account-private-key-file={certificates}/sa.key"
+        words = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--bind-address=127.0.0.1", "--port=0"]
+        own = [key, f"--root-ca-file={authority}", "--use-service-account-credentials=false"]
+        own += ["--node-monitor-period=1s", "--node-monitor-grace-period=8s", "--node-eviction-rate=100"]
+        own += [
+            "--secondary-node-eviction-rate=100",
+            "--large-cluster-size-threshold=0",
+            "--unhealthy-zone-threshold=1",
+        ]
+        self._daemon("kube-controller-manager", [*words, *own])
+        self._daemon("kube-scheduler", words)
+
+    def start_api(self) -> None:
+        """kube-apiserver, for the first time or again; back when it is ready."""
+        certificates = self.folder / "certificates"
+        key = f"{certificates}/sa.key"
+        words = ["--etcd-servers=http://127.0.0.1:12379", f"--secure-port={PORT}", f"--bind-address={self.address}"]
+        words += [f"--advertise-address={self.address}", f"--cert-dir={certificates}", "--allow-privileged"]
+        words += [f"--token-auth-file={self.folder}/tokens.csv", "--authorization-mode=RBAC"]
+        words += [f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}"]
+        words += ["--service-account-issuer=https://kubernetes.default.svc", f"--service-cluster-ip-range={SERVICES}"]
+        words += ["--kubelet-preferred-address-types=InternalIP", "--profiling=false"]
+        self._daemon("kube-apiserver", words)
+        wait(lambda: self._answers("--raw=/readyz") == "ok", "kube-apiserver", 90.0)
+
+    def stop_api(self) -> None:
+        """SIGKILL to kube-apiserver."""
+        self._kill("kube-apiserver")
+
+    def _kill(self, name: str) -> None:
+        head = self.machines["head"]
+        subprocess.run(head.inside(["pkill", f"-{signal.SIGKILL}", "-f", f"^{self.programs}/{name} "]), check=True)
+        self._daemons.pop(name).wait()
+
+    def _daemon(self, name: str, words: Sequence[str]) -> None:
+        with open(self.folder / f"{name}.log", "ab") as out:
+            command = ["nice", "-n", "5", f"{self.programs}/{name}", *words]
+            self._daemons[name] = subprocess.Popen(
+                [*machines.WITH_US, *self.machines["head"].inside(command)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+    # what is asked of it ----------------------------------------------------------------------------------------------
+
+    def inside(self, words: Sequence[str]) -> list[str]:
+        """The command that runs `words` on the machine with the control plane, from which the API is reached."""
+        return self.machines["head"].inside(words)
+
+    def kubectl(self, *words: str, said: str | None = None, seconds: float = 60.0) -> str:
+        """What kubectl prints; TrainingError with what it says if it fails. said: on its stdin."""
+        command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}", *words])
+        done = subprocess.run(
+            command, input=said, capture_output=True, text=True, env=self.environment, timeout=seconds
+        )
+        if done.returncode:
+            raise TrainingError(f"kubectl {' '.join(words)}: {done.stderr.strip()[-2000:]}")
+        return done.stdout
+
+    def _answers(self, *words: str) -> str:
+        try:
+            return self.kubectl("get", *words, seconds=10.0).strip()
+        except (TrainingError, subprocess.TimeoutExpired):
+            return ""
+
+    def get(self, *words: str) -> list[dict[str, Any]]:
+        """Objects as JSON; none while the API does not answer."""
+        text = self._answers(*words, "-o", "json")
+        found = json.loads(text) if text else {"items": []}
+        return list(found["items"]) if "items" in found else [found]
+
+    def states(self) -> dict[str, str]:
+        """Each node's Ready: True, False or Unknown."""
+        found = {}
+        for node in self.get("nodes"):
+            ready = [c["status"] for c in node["status"].get("conditions", ()) if c["type"] == "Ready"]
+            found[node["metadata"]["name"]] = ready[0] if ready else "Unknown"
+        return found
+
+    def until_ready(self, names: Sequence[str], wanted: Sequence[str] = ("True",), seconds: float = 120.0) -> None:
+        """Wait until Ready of all these is one of `wanted`."""
+
+        def there() -> bool:
+            now = self.states()
+            if all(now.get(name) in wanted for name in names):
+                return True
+            time.sleep(0.3)
+            return False
+
+        wait(there, f"{', '.join(names)} to be Ready {' or '.join(wanted)}", seconds)
+
+    def repair(self) -> None:
+        """The API answers, every node has power, network, a kubelet and healthy GPUs, and takes pods."""
+        if "kube-apiserver" not in self._daemons:
+            self.start_api()
+        for node in self.nodes.values():
+            if not node.on:
+                node.power_on()
+            node.machine.heal()
+            node.break_gpus([])
+            if not node.has_kubelet:
+                node.start_kubelet()
+        self.until_ready(self.names)
+        self.kubectl("uncordon", *self.names)
+
+    def close(self) -> None:
+        """End all, and remove the kernel's groups of containers that were made."""
+        for node in self.nodes.values():
+            node.close()
+        self.machines.close()
+        for daemon in self._daemons.values():
+            daemon.kill()
+            daemon.wait()
+        self._daemons.clear()
+        _remove_groups(self._group)
+
+
+def source() -> Path:
+    """Where this package is imported from."""
+    import megascale
+
+    return Path(megascale.__file__).resolve().parent.parent
+
+
+def mounts() -> list[str]:
+    """Folders of this machine that a pod needs, read-only, to run what is installed here."""
+    wanted = ["/usr", sys.prefix, sys.base_prefix, str(source())]
+    found: list[str] = []
+    for each in sorted(dict.fromkeys(wanted), key=len):
+        if not any(Path(each).is_relative_to(other) for other in found):
+            found.append(each)
+    return found
+
+
+def _remove_groups(name: str) -> None:
+    """The kernel's groups of containers that have ended."""
+    for top in Path("/sys/fs/cgroup").glob(f"*/{name}"):
+        for group in sorted((p for p in top.rglob("*") if p.is_dir()), key=lambda p: -len(p.parts)):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        with contextlib.suppress(OSError):
+            top.rmdir()

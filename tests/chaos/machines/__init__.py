@@ -1,0 +1,1 @@
+"""Faults of machines, as network namespaces."""

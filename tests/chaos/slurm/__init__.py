@@ -1,0 +1,1 @@
+"""Faults of jobs under a real Slurm."""

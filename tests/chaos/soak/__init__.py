@@ -1,0 +1,1 @@
+"""Random cases by the hundred."""
