@@ -5,8 +5,7 @@
 
 NAMES are parts of identifiers, file names and configuration keys (`round_size` has the parts round and size, and is
 itself listed); PROSE are regular expressions over comments, strings and documents. CHANGELOG, docs/log.md and
-docs/reports/ tell history in its own words, files called migration.py or *_migration.py name what older files have,
-since they read it, and `tests/test_lint.py` old words, since it looks for them.
+docs/reports/ tell history in its own words, and `tests/test_lint.py` has old words, since it looks for them.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ HISTORY = (
     "CHANGELOG.md",
     "docs/log.md",
     "docs/reports/",
-    "migration.py",
     "scripts/lint_words.py",
     "tests/test_lint.py",
 )

@@ -124,7 +124,7 @@ def test_any_override_text_is_accepted_or_refused_with_a_message(text):
     ("gemms", "hidden", "micro_batch", "on_side_stream"),
     [
         ("auto", 5120, 2, True), ("auto", 5120, 3, False), ("auto", 2048, 1, False), ("on", 2048, 8, True),
-        ("off", 5120, 1, False), (True, 2048, 8, True), (False, 5120, 1, False),
+        ("off", 5120, 1, False),
     ],
 )  # fmt: skip
 def test_gemms_share_two_streams_where_it_pays_or_as_told(gemms, hidden, micro_batch, on_side_stream):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, Section, from_tree, migrate
+from megascale.config import ACCEPTABLE, Config, ModelConfig, OptimizerConfig, Section, from_tree
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.errors import ConfigError
 
@@ -49,7 +49,6 @@ def read_saved(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
     It is not judged: a value that is no longer allowed stands as it was saved.
     """
     try:
-        tree = migrate(tree)
         return from_tree(tree), []
     except ConfigError:
         pass

@@ -53,7 +53,6 @@ def register(app: typer.Typer) -> None:
         persistent: bool = typer.Option(
             False, "--persistent", help="Inject it again after every restart (a broken machine or program)."
         ),
-        persistent_before: bool = typer.Option(False, "--stays", hidden=True),  # its name in older versions
         group: str = typer.Option("data_reduce", help="mismatch: world, tensor, data_gather or data_reduce."),
     ) -> None:
         """Break one thing in a run.
@@ -69,7 +68,7 @@ def register(app: typer.Typer) -> None:
         from megascale.resilience.faults.inject import Options
         from megascale.resilience.faults.inject import inject as inject_fault
 
-        options = Options(rank, node, seconds, step, persistent or persistent_before, group)
+        options = Options(rank, node, seconds, step, persistent, group)
         for line in inject_fault(run, kind, options):
             typer.echo(line)
 

@@ -1,4 +1,4 @@
-"""The one typed tree of settings: sections as typed models, loading with overrides, migration of old keys.
+"""The one typed tree of settings: sections as typed models, loading with overrides.
 
 Every package may import this one; it imports nothing of ours but the errors. A key exists here only if some code
 obeys it.
@@ -8,7 +8,6 @@ from megascale.config.base import DEEP, MOST, Section
 from megascale.config.data_section import DataConfig
 from megascale.config.kubernetes_section import KubernetesConfig
 from megascale.config.loading import from_tree, load, load_command_line, preset, presets
-from megascale.config.migration import migrate
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import FEW_TOKENS, WIDE, OverlapConfig, ParallelConfig
 from megascale.config.resilience_section import ResilienceConfig
@@ -40,7 +39,6 @@ __all__ = [
     "from_tree",
     "load",
     "load_command_line",
-    "migrate",
     "preset",
     "presets",
     "split_password",

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from megascale.config.base import _check_text
-from megascale.config.migration import RENAMED, migrate
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
 
@@ -51,12 +50,6 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
             raise ConfigError(f"configuration file {str(file)!r} is not valid TOML: {error}") from None
     for text in overrides:
         section, key, value = _parse_override(text)
-        if (renamed := RENAMED.get(f"{section}.{key}")) is not None:
-            tree = migrate(tree)  # an override replaces what the file says under either name
-            migrate({section: {key: value}})
-            key = renamed.partition(".")[2]
-        elif f"{section}.{key}" in RENAMED.values():
-            tree = migrate(tree)
         table = tree.setdefault(section, {})
         if isinstance(table, dict):
             table[key] = value
@@ -89,7 +82,7 @@ def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Validate nested dictionaries (as TOML gives them) into a Config; ConfigError on anything wrong."""
-    tree = migrate(tree)
+    tree = dict(tree)
     for name, table in tree.items():
         for key, value in table.items() if isinstance(table, dict) else ():
             _check_text(f"{name}.{key}", value)

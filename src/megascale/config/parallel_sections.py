@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from megascale.config.base import DEEP, MOST, Section
 
@@ -108,12 +108,6 @@ class OverlapConfig(Section):
     data_channels: int = Field(
         12, ge=1, le=64, description="most NCCL channels of gathering parameters and of reducing gradients, likewise"
     )
-
-    @field_validator("gemms", mode="before")
-    @classmethod
-    def _gemms(cls, told: Any) -> Any:
-        # It was a switch once: records and configurations of older runs have true or false.
-        return {True: "on", False: "off"}[told] if isinstance(told, bool) else told
 
     def channels(self, axis: str) -> int | None:
         """Most NCCL channels of `axis`, pipeline or data; None, NCCL's own choice, where no compute runs beside it."""

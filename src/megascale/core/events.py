@@ -95,15 +95,6 @@ class Event(StrEnum):
     CHECKSUM_MISMATCH = "checksum_mismatch"
 
 
-# Names in journals and events.jsonl of older versions.
-RENAMED = {"ladder": Event.RECOVERY_ACTION.value}
-
-
-def current_name(name: str) -> str:
-    """Today's name of an event that was written under this one."""
-    return RENAMED.get(name, name)
-
-
 def date_of(seconds: float) -> str:
     """A time in seconds since 1970 as people and tools read it: UTC, to the millisecond, ISO 8601."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

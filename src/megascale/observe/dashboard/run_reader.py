@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megascale.core.events import current_name
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard.effective_time import EffectiveTime, effective_time
@@ -50,7 +49,7 @@ class RunReader:
             self.events.clear()
             self.event_count = 0
         for record in records:
-            record["event"] = current_name(str(record.get("event", "")))
+            record["event"] = str(record.get("event", ""))
             self.events.append(record)
         self.event_count += len(records)
 

@@ -9,7 +9,6 @@ Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]
 
 # From mildest to hardest: of several verdicts the hardest is acted upon.
 SEVERITY: dict[Action, int] = {"none": 0, "alert": 1, "recover": 2, "diagnose": 3, "evict": 4, "stop": 5}
-_OLD: dict[str, Action] = {"respawn": "recover"}  # as rules of other packages may still say
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,5 @@ class Verdict:
     person: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "action", _OLD.get(self.action, self.action))
         if self.action not in SEVERITY:
             raise ValueError(f"action={self.action!r} of verdict {self.kind} is none of {', '.join(SEVERITY)}")

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from megascale.resilience.driver.state.journal_migration import current_fields
-
 
 class Phase(StrEnum):
     """Where a job stands."""
@@ -136,7 +134,8 @@ class JobState:
     @classmethod
     def from_fields(cls, record: Any) -> JobState:
         """As `fields` gave it, from this version or another; ValueError, TypeError or KeyError for anything else."""
-        record = current_fields(record)
+        if not isinstance(record, dict):
+            raise TypeError("the state of a job is not a table")
         known = {each.name for each in fields(cls)} - {"nodes"}  # a newer version may know more
         return cls(**{name: from_plain(name, value) for name, value in record.items() if name in known})
 

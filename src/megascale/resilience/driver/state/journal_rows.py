@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.core import strict_json
-from megascale.core.events import current_name
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, from_plain
 from megascale.resilience.driver.state.transitions import JobEvent, follow
 
@@ -62,12 +61,12 @@ def sealed(record: dict[str, Any], *columns: Any) -> str:
 
 
 def unsealed(text: str, *columns: Any) -> dict[str, Any]:
-    """The record; ValueError if its checksum is wrong. Rows of older versions have none."""
+    """Return the record of a sealed row. Raise ValueError if its checksum is missing or wrong."""
     record = json.loads(text)
     if type(record) is not dict:
         raise ValueError("a row that is no record")
     kept = record.pop(_SUM, None)
-    if kept is not None and kept != _sum(record, columns):
+    if kept != _sum(record, columns):
         raise ValueError(f"the checksum of a row is wrong: {text[:100]}")
     return record
 
@@ -97,10 +96,9 @@ def read_job(db: sqlite3.Connection) -> JobState | None:
     if row is None:
         return None
     job = JobState.from_json(row[0])
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'transitions'").fetchone():  # older versions have none
-        for event, data in db.execute("SELECT event, data FROM transitions ORDER BY id"):
-            changes = {name: from_plain(name, value) for name, value in _open_record(data).items()}
-            job = follow(job, JobEvent(event), changes)
+    for event, data in db.execute("SELECT event, data FROM transitions ORDER BY id"):
+        changes = {name: from_plain(name, value) for name, value in _open_record(data).items()}
+        job = follow(job, JobEvent(event), changes)
     return replace(job, nodes={node.name: node.record() for node in read_nodes(db)})
 
 
@@ -120,7 +118,7 @@ def read_events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
             id=row[0],
             time=row[1],
             attempt=row[2],
-            kind=current_name(row[3]),
+            kind=row[3],
             action=row[4],
             nodes=tuple(json.loads(row[5])),
             ranks=tuple(json.loads(row[6])),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.core import strict_json
-from megascale.core.events import Event, current_name
+from megascale.core.events import Event
 from megascale.resilience.driver.state.job_state import NodeState
 from megascale.resilience.driver.state.journal import Entry, Journal, NodeRow
 
@@ -80,7 +80,7 @@ def read(file: Path) -> list[Entry]:
                 id=0,
                 time=float(record["time"]),
                 attempt=int(record["attempt"]),
-                kind=current_name(str(record["event"])),
+                kind=str(record["event"]),
                 action=str(record.get("action", "")),
                 nodes=tuple(str(node) for node in record.get("nodes", ())),
                 ranks=tuple(int(rank) for rank in record.get("ranks", ())),
