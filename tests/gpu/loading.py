@@ -97,7 +97,10 @@ def main() -> int:
     finally:
         if rank == 0:
             for file in sorted(folder.rglob("*"), reverse=True):
-                file.rmdir() if file.is_dir() else file.unlink()
+                if file.is_dir():
+                    file.rmdir()
+                else:
+                    file.unlink()
             folder.rmdir()
     dist.destroy_process_group()
     return int(wrong > 0)

@@ -28,7 +28,10 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False)
     """
     if not (target.is_cuda and target.dtype == torch.float32) or target.dtype == a.dtype:
         a, b = a.to(target.dtype), b.to(target.dtype)
-        torch.mm(a, b, out=target) if overwrite else target.addmm_(a, b)
+        if overwrite:
+            torch.mm(a, b, out=target)
+        else:
+            target.addmm_(a, b)
     elif (kernels := CURRENT.get()).wide_gemm:
         _add_float32(target, a, b, overwrite)
     elif kernels.wide_gemm is None:
@@ -39,12 +42,19 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False)
         except (RuntimeError, TypeError) as error:
             kernels.wide_gemm = False
             kernels.note("weight gradient", f"GEMM in {a.dtype}, then added ({error})")
-            target.copy_(a @ b) if overwrite else target.add_(a @ b)
+            _write_or_add(target, a @ b, overwrite)
         else:
             kernels.wide_gemm = True
             kernels.note("weight gradient", "added in float32 inside the GEMM")
     else:
-        target.copy_(a @ b) if overwrite else target.add_(a @ b)
+        _write_or_add(target, a @ b, overwrite)
+
+
+def _write_or_add(target: Tensor, value: Tensor, overwrite: bool) -> None:
+    if overwrite:
+        target.copy_(value)
+    else:
+        target.add_(value)
 
 
 def _add_float32(target: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:

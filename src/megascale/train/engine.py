@@ -327,7 +327,8 @@ class Engine:
 
         def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             if i not in read:
-                read.clear() if len(self.chunks) == 1 else None
+                if len(self.chunks) == 1:
+                    read.clear()
                 read[i] = batches(i)
             return read[i]
 

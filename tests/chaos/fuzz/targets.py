@@ -235,7 +235,10 @@ def _pickles(folder: Path) -> Feed:
         kind = rng.randrange(3)
         file.write_bytes((odd_bytes(rng, index), odd_bytes(rng, pickle.dumps(dump, 2)), _text(rng, dump))[kind])
         with contextlib.suppress(DataError):
-            read_flight(file) if kind else read_index(file)
+            if kind:
+                read_flight(file)
+            else:
+                read_index(file)
 
     return feed
 

@@ -153,7 +153,10 @@ def test_memory_loads_on_another_layout(run: Path) -> None:
     assert run_group(2, _load_from_memory, run, "columns") == [("memory", {"step": 5})] * 2
     # The folder gone, the memory of its run is of no account.
     for path in sorted((run / "checkpoints").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
     assert Checkpointer(background(), run, whole(blank(logical_state()))).load() is None
 
 

@@ -58,7 +58,10 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.kill()
         server.wait()
         for key, value in keep.items():
-            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
 
 
 @pytest.fixture(params=["local", "file", "memory", "s3"])

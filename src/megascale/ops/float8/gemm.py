@@ -115,8 +115,11 @@ def matmul_into(
     """
     assert target.shape == (a.shape[0], b.shape[0]), (target.shape, a.shape, b.shape)
     if not _on_tensor_cores(a, a_scale, b, b_scale):
-        found = _reference(a, a_scale, b, b_scale, target.dtype)
-        target.copy_(found) if unset else target.add_(found)
+        product = _reference(a, a_scale, b, b_scale, target.dtype)
+        if unset:
+            target.copy_(product)
+        else:
+            target.add_(product)
         return
     assert target.dtype == torch.float32, target.dtype
     assert all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (target, a, b)), "not aligned to 16 bytes"

@@ -125,8 +125,8 @@ def processes(view: View) -> list[Verdict]:
     for member, worker in guilty:
         by_cause.setdefault(cause_of(member, worker), []).append((member, worker))
     # Signals that a launcher sends to survivors are no cause of their own.
-    if len(by_cause) > 1:
-        by_cause.pop(KILLED, None) if all(w.code == signal.SIGTERM for _, w in by_cause.get(KILLED, ())) else None
+    if len(by_cause) > 1 and all(worker.code == signal.SIGTERM for _, worker in by_cause.get(KILLED, ())):
+        by_cause.pop(KILLED, None)
     first = min((_ended(m, w) for m, w in guilty), default=0.0)
     for cause in list(by_cause):
         later = all(_ended(m, w) > first for m, w in by_cause[cause])

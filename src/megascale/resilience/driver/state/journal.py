@@ -314,7 +314,8 @@ def _check(db: sqlite3.Connection) -> None:
     columns = "time, attempt, kind, action, nodes, ranks, evidence, details"
     for *rest, details in db.execute(f"SELECT {columns} FROM events"):
         unsealed(details, *rest)
-        [list(json.loads(part)) for part in rest[4:]]
+        for part in rest[4:]:
+            list(json.loads(part))
 
 
 @contextmanager
