@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.exact.cases import Case, case
-from tests.exact.pool import Pool
-from tests.exact.training import Told, make_engine, run_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megascale.train.engine import Engine
+from tests.exact.cases import Case, case
+from tests.exact.pool import Pool
+from tests.exact.training import Told, make_engine, run_step
 
 ROTARY: dict[str, Any] = {"block": "parallel", "positions": "rotary"}
 PLAIN: dict[str, Any] = {"attention_bias": False, "tied_embeddings": False}

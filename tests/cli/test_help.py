@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.__main__ import BENCHMARKS
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as benchmarks
+from benchmarks.__main__ import BENCHMARKS
 from megascale.cli.bench import BENCHES, MOVED
 from megascale.cli.main import COMMANDS, app, command_line
 from tests.chaos import __main__ as chaos

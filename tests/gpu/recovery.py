@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import Launched, Steps, phases
-
 from megascale.core.status import read_status
 from tests.chaos.local.fault_cases import CASES
 

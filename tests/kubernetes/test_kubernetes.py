@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.harness.launched import make
 
+from benchmarks.harness.launched import make
 from megascale.core import strict_json
 from tests.chaos.kubernetes.campaign import one
 from tests.chaos.kubernetes.faults import FAULTS

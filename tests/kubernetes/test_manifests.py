@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from benchmarks.harness.launched import make
 
 BASE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base"

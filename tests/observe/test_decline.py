@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from benchmarks.observe import decline as decline_bench
 from benchmarks.observe.replayed_job import Extra, replayed
 from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
-
 from megascale.core import strict_json
 from megascale.observe.analysis.decline import decline, windows
 from megascale.observe.analysis.rank_parts import rank_parts

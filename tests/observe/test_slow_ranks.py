@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.observe.stragglers import error_rates
 
+from benchmarks.observe.stragglers import error_rates
 from megascale.observe.analysis.slow_ranks import judge
 
 STEPS = np.arange(1, 51)

@@ -8,10 +8,10 @@ import shutil
 import duckdb
 import numpy as np
 import pytest
+
 from benchmarks.observe.replayed_job import Faults, replayed
 from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
-
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError
 from megascale.observe.analysis.rank_parts import PARTS, RankParts, rank_parts, window

@@ -7,9 +7,9 @@ import subprocess
 import time
 
 import pytest
-from benchmarks.__main__ import app
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from megascale.errors import MegascaleError
 from tests.forked import PACED, Forked
 from tests.rendezvous.conftest import needs_redis
@@ -65,7 +65,6 @@ def test_the_bench_of_starts(tmp_path):
 
 def test_the_papers_number_of_calls():
     from benchmarks.rendezvous.init import megatron_groups
-
     from megascale.core.grid import Grid
 
     names = megatron_groups(Grid(tensor=8, data=32, pipeline=8))

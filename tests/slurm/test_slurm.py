@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.harness.launched import make
 
+from benchmarks.harness.launched import make
 from tests.chaos.slurm.campaign import one
 from tests.chaos.slurm.faults import FAULTS
 from tests.chaos.slurm.session import session

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.__main__ import app
-from benchmarks.data.tokenize import write_jsonl
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
+from benchmarks.data.tokenize import write_jsonl
 from megascale.data.build import stdlib
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.harness.launched import Launched
 
+from benchmarks.harness.launched import Launched
 from megascale.core.status import FAILED_IN_STEP, StatusFile
 
 

@@ -6,9 +6,9 @@ import os
 import shutil
 
 import pytest
-from benchmarks.harness.temporary import temporary_folder
 
 from benchmarks.harness import temporary
+from benchmarks.harness.temporary import temporary_folder
 
 
 def test_who_writes_into_it_at_its_end_is_waited_for(monkeypatch):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from benchmarks.observe.command import _show_cost
-from benchmarks.observe.synthetic_spans import Job, made, rows_of_stage
 
 from benchmarks.observe import kills
+from benchmarks.observe.command import _show_cost
+from benchmarks.observe.synthetic_spans import Job, made, rows_of_stage
 from megascale.core import strict_json
 from megascale.core.spans import SpanKind
 

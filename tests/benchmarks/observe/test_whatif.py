@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks.observe.whatif import lines, measure, missed
 
+from benchmarks.observe.whatif import lines, measure, missed
 from megascale.core.operation_trace import write_trace
 from megascale.errors import DataError
 from tests.core.recorded_jobs import Job

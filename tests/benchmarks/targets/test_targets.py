@@ -12,17 +12,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from benchmarks.__main__ import app
-from benchmarks.targets.cases import load
-from benchmarks.targets.others import load_others
-from benchmarks.targets.runs import Record, TargetJob, TargetRun, choose, missing, run_all
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.targets import command as targets
 from benchmarks.targets import predicted as targets_predicted
 from benchmarks.targets import runs as targets_runs
+from benchmarks.targets.cases import load
+from benchmarks.targets.others import load_others
+from benchmarks.targets.runs import Record, TargetJob, TargetRun, choose, missing, run_all
 from megascale.errors import ConfigError, MegascaleError
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
 from tests.benchmarks.targets.target_cases import case, kept
@@ -210,7 +210,6 @@ def test_settings_hold_for_all_cases_and_wrong_ones_are_named():
 
 def test_names_of_gpus_are_those_that_this_process_sees(monkeypatch):
     from benchmarks.targets.command import _devices
-
     from megascale import api
 
     monkeypatch.setattr(api, "visible_gpus", lambda: 2)

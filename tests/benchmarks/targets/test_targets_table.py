@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+
+from benchmarks.targets import table as targets_table
 from benchmarks.targets.cases import FIGURES, load
 from benchmarks.targets.predicted import predicted
 from benchmarks.targets.runs import Record
-
-from benchmarks.targets import table as targets_table
 from benchmarks.training import exposed
 from megascale.core.flops import flops_per_token
 from tests.benchmarks.targets.target_cases import case, kept, told

@@ -6,8 +6,8 @@ import json
 from itertools import pairwise
 
 import pytest
-from benchmarks.training.ablation import PAPER, AblationRun, rows_of, table
 
+from benchmarks.training.ablation import PAPER, AblationRun, rows_of, table
 from megascale.config import from_tree
 
 

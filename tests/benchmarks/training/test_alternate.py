@@ -9,8 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from benchmarks.training.alternate import SETTINGS, change, difference, order, parse
 
+from benchmarks.training.alternate import SETTINGS, change, difference, order, parse
 from megascale.config import ParallelConfig, from_tree
 from megascale.core.layout import lay_out
 from megascale.core.spans import NoRecorder

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from benchmarks.__main__ import app
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.training import convergence as bench
 from benchmarks.training import convergence_report as report
 from benchmarks.training import plain

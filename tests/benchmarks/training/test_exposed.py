@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks.training.exposed import COMPUTE, IDLE, KINDS, BusyTime
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.training import exposed
+from benchmarks.training.exposed import COMPUTE, IDLE, KINDS, BusyTime
 from megascale.errors import TrainingError
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.__main__ import app
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from megascale.errors import ConfigError
 
 TINY = ["layers=2", "hidden=32", "heads=2", "sequence_length=32", "vocab_size=64"]

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+
 from benchmarks.training.layouts import relative
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks.training.overlap import exposed, gemms_of
 
+from benchmarks.training.overlap import exposed, gemms_of
 from megascale.config import from_tree
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from benchmarks.harness.temporary import temporary_folder
 
+from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.errors import TrainingError
 from megascale.resilience.protocol import agent_channel

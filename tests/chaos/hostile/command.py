@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from benchmarks.harness.temporary import temporary_folder
 
+from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 
 if TYPE_CHECKING:
     from benchmarks.harness.launched import Launched
-
     from tests.chaos.hostile.files import FileCost
 
 MIB = 64.0  # most that an attack may cost a process
@@ -106,10 +105,10 @@ def hostile(
 
     Example: python -m tests.chaos hostile --seconds 5
     """
-    from benchmarks.harness.launched import make
     from rich.console import Console
     from rich.table import Table
 
+    from benchmarks.harness.launched import make
     from megascale.errors import TrainingError
 
     console = Console(highlight=False, soft_wrap=True)
@@ -149,8 +148,8 @@ def hostile(
 def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost], list[str], dict[str, Any]]:
     """All attacks on a job, and what is wrong with it afterwards."""
     import torch
-    from benchmarks.harness.launched import Launched
 
+    from benchmarks.harness.launched import Launched
     from megascale.checkpoint import latest
     from tests.chaos.hostile.attacks import ATTACKS
     from tests.chaos.hostile.job_processes import RANK, ports

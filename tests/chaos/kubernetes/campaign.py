@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from benchmarks.harness.launched import make
 
+from benchmarks.harness.launched import make
 from megascale.core import strict_json
 from tests.chaos.kubernetes.faults import FAULTS
 from tests.chaos.kubernetes.run import LOCAL, one_local, one_of

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import WAIT, Launched
-
 from megascale.errors import TrainingError
 from tests.chaos.kubernetes.node import IMAGE
 from tests.chaos.kubernetes.site import KubernetesSite, mounts, source

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import Launched, Steps, make, phases, recovery
-
 from tests.chaos.kubernetes.faults import FAULTS, Injected, KubernetesFault
 from tests.chaos.kubernetes.job import DriverPodJob, KubernetesJob
 from tests.chaos.kubernetes.site import KubernetesSite

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.launched import WAIT, make
-
 from megascale.resilience.driver.state.journal import events_of
 from tests.chaos.kubernetes.job import ROLE, here
 from tests.chaos.kubernetes.site import KubernetesSite

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
 from benchmarks.harness.launched import Launched, make, phases
 from benchmarks.harness.temporary import temporary_folder
-
 from megascale.core import strict_json
 from tests.chaos.local.fault_cases import CASES, FaultCase
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
-from benchmarks.harness.temporary import temporary_folder
 
+from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.errors import ConfigError
 

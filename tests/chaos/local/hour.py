@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import Launched, phases
-
 from megascale.core import strict_json
 from tests.chaos.local.fault_cases import CASES
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from benchmarks.harness.temporary import temporary_folder
 
+from benchmarks.harness.temporary import temporary_folder
 from megascale.config import Config
 from megascale.core import strict_json
 
@@ -92,9 +92,9 @@ def restarts(
 
     Example: python -m tests.chaos restarts examples/stdlib-3d.toml --layout tensor=2,pipeline=1,data=1
     """
-    from benchmarks.training.layouts import _parse
     from rich.progress import Progress
 
+    from benchmarks.training.layouts import _parse
     from megascale import api
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
@@ -269,7 +269,6 @@ def _prepared(config: Config, parallel: dict[str, Any], steps: int, memory: bool
 def compare(calm: Path, killed: Path) -> Comparison:
     """Two finished run folders, the second against the first."""
     from benchmarks.training.layouts import relative
-
     from megascale.train.restore import restore
 
     def lines(file: Path) -> list[dict[str, Any]]:

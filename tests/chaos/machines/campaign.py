@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
 from benchmarks.harness.launched import Launched, Steps, make, phases, weights
 from benchmarks.harness.temporary import temporary_folder
-
 from megascale.core import strict_json
 from tests.chaos.machines import torchrun as torchrun_machines
 from tests.chaos.machines.faults import FAULTS, HEADS, LINK, NODES, MachinesJob

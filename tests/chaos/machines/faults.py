@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import Launched
-
 from megascale.resilience.agent.node_folder import PROCESS
 from tests.chaos.machines.network import Machine, Machines
 

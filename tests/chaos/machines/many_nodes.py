@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
 from benchmarks.harness.launched import Launched, make
 from benchmarks.harness.temporary import temporary_folder
-
 from megascale.core import strict_json
 from tests.chaos.machines.network import Machines, impossible, wait
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.launched import WAIT, make
-
 from tests.chaos.machines.network import Machine, Machines, wait
 
 _SETTINGS = (("hidden = 32", "hidden = 64"), ("interval = 50", "interval = 100"), ("linger = 20", "linger = 60"))

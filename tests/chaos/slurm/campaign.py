@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from benchmarks.harness.launched import Launched, Steps, make, phases, recovery
 
+from benchmarks.harness.launched import Launched, Steps, make, phases, recovery
 from megascale.core import strict_json
 from tests.chaos.slurm.faults import FAULTS, SlurmFault
 from tests.chaos.slurm.job import SlurmJob

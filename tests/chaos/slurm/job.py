@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import WAIT, Launched
-
 from tests.chaos.machines.network import wait
 from tests.chaos.slurm.site import SlurmSite
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.launched import WAIT, make
-
 from tests.chaos.machines.network import wait
 from tests.chaos.slurm.site import SlurmSite
 

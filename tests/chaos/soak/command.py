@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
-from benchmarks.harness.temporary import temporary_folder
 
+from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 
 # Part -> number of cases without --count. Each part is a module of this package with

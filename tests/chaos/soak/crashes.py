@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import Launched, make
-
 from tests.chaos.soak.command import Report, SoakCase
 
 MOST = 10  # starts

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import WAIT, Launched, make
-
 from tests.chaos.soak.command import Report, SoakCase
 
 _STEPS = 10_000_000  # never reached: the job is interrupted

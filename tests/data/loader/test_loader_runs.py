@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.data import loader as bench
 from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.data import loader as bench
 from megascale.api import load_config, train
 from megascale.cli.main import app
 from megascale.core.events import Event

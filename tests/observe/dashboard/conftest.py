@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.observe.dashboard_set import write_metrics, write_ranks
 from benchmarks.observe.synthetic_spans import Job, made
-
 from megascale.core import strict_json
 from megascale.observe.store.frames import ROLLUPS, SPANS
 from megascale.observe.store.ingest import Ingest

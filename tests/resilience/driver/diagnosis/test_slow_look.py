@@ -6,10 +6,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+
 from benchmarks.observe.replayed_job import Faults, replayed
 from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
-
 from megascale.resilience.driver.diagnosis.slow_look import EVERY, SlowLook, findings
 from megascale.resilience.driver.process.loop_tasks import LoopTasks
 from megascale.resilience.driver.state.job_state import Phase
