@@ -20,8 +20,7 @@ from megascale.resilience.rules.view import HISTORY, Metric, RankView, View
 from tests.resilience.rules.views import WINDOW, ended, heartbeat, one, view, worker
 
 
-def test_an_own_rule_may_say_the_old_word_and_no_unknown_one():
-    assert Verdict("mine", action="respawn") == Verdict("mine", action="recover")
+def test_an_unknown_action_is_refused():
     with pytest.raises(ValueError, match="action='restart' of verdict mine is none of none, alert, recover"):
         Verdict("mine", action="restart")
 
