@@ -24,7 +24,7 @@ help:
 
 .venv/core: .venv/ready pyproject.toml constraints.txt
 	@echo "installing megascale into .venv (PyTorch is large: this can take some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots,spans]'
 	@touch $@
 
 .venv/dev: .venv/core

@@ -52,6 +52,31 @@ def named(kind: str, words: str) -> MegascaleError:
     return found(words) if isinstance(found, type) and issubclass(found, MegascaleError) else TrainingError(words)
 
 
+# Package of an extra -> the extra that installs it.
+EXTRAS = {
+    "matplotlib": "plots",
+    "duckdb": "spans",
+    "numba": "network",
+    "fastapi": "driver",
+    "uvicorn": "driver",
+    "cryptography": "driver",
+    "pyarrow": "formats",
+    "zstandard": "formats",
+    "tiktoken": "formats",
+    "kubernetes": "kubernetes",
+    "confluent_kafka": "kafka",
+    "s3fs": "s3",
+}
+
+
+def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
+    """Return the error that names the extra of a missing optional package, or None for any other module."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    return ConfigError(f"the package {package} is not installed; {remedy(EXTRAS[package])}")
+
+
 def remedy(extra: str) -> str:
     """How to get what an optional part of the package needs."""
     checkout = Path(__file__).parents[2]

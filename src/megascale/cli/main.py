@@ -6,11 +6,12 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable
+from typing import NoReturn
 
 import typer
 
 from megascale.core.secrets import hide_password
-from megascale.errors import EXIT_INTERRUPTED, MegascaleError
+from megascale.errors import EXIT_INTERRUPTED, MegascaleError, missing_extra
 
 # Command -> the module that registers it, in the order of --help. Each has `register(app)` and imports heavy packages
 # only inside its functions. Other commands of a module than its first stand beside it.
@@ -89,15 +90,24 @@ def main() -> None:
     run_app(_named())
 
 
+def _exit_with(error: MegascaleError) -> NoReturn:
+    typer.secho(f"error: {error}", fg="red", err=True)
+    if os.environ.get("MEGASCALE_TRACEBACK"):
+        raise error
+    sys.exit(error.exit_code)
+
+
 def run_app(app: typer.Typer) -> None:
     """Run a command line. A MegascaleError prints its message and sets the exit code."""
     try:
         app()
     except MegascaleError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        if os.environ.get("MEGASCALE_TRACEBACK"):
+        _exit_with(error)
+    except ModuleNotFoundError as error:
+        known = missing_extra(error)
+        if known is None:
             raise
-        sys.exit(error.exit_code)
+        _exit_with(known)
     except KeyboardInterrupt:
         typer.secho("interrupted", fg="yellow", err=True)
         sys.exit(EXIT_INTERRUPTED)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from megascale.errors import missing_extra
 
 if TYPE_CHECKING:
     from megascale.api import RunDescription
@@ -99,10 +102,7 @@ def print_end(config: Config, result: TrainResult) -> None:
         )
     if result.evaluation is not None:
         print_evaluation(result.evaluation)
-    from megascale.observe.plots import plot_runs
-
-    path = plot_runs([folder], folder / "plots" / "loss.png")
-    console.print(f"loss curve: {path}", markup=False)
+    _draw_losses(folder)
     if config.train.sample_prompt is not None:
         from megascale.api import generate
 
@@ -111,6 +111,21 @@ def print_end(config: Config, result: TrainResult) -> None:
         console.print(config.train.sample_prompt + "".join(pieces), markup=False, soft_wrap=True)
         console.rule()
         console.print(f"more: megascale generate {folder} --prompt import", markup=False)
+
+
+def _draw_losses(folder: Path) -> None:
+    """Draw the run's losses, or say which extra draws them."""
+    from megascale.observe.plots import plot_runs
+
+    try:
+        path = plot_runs([folder], folder / "plots" / "loss.png")
+    except ModuleNotFoundError as error:
+        known = missing_extra(error)
+        if known is None:
+            raise
+        console.print(f"no loss curve: {known}", markup=False, soft_wrap=True)
+        return
+    console.print(f"loss curve: {path}", markup=False)
 
 
 def print_evaluation(found: Evaluation) -> None:

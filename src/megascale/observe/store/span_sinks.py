@@ -7,6 +7,7 @@ one that is down for an hour gets what it missed, and what another has is not se
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from megascale.config.parts import SPAN_SINKS, SinkFacts
 from megascale.config.registry import Registry
+from megascale.errors import missing_extra
 from megascale.observe.store.spool import Segment
 
 log = logging.getLogger("megascale.observe.spans")
@@ -73,6 +75,7 @@ class _Several:
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self._names, self._folder = names, folder
         self._sinks: dict[str, SegmentSink] = {}
+        self._missing: set[str] = set()  # sinks whose package is not installed
         self._have: dict[str, int] = {}  # the newest segment that a sink has
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
@@ -92,6 +95,12 @@ class _Several:
                 rows = rows or told
             except OSError as error:
                 failed = failed or OSError(error.errno, f"{name}: {error.strerror or error}")
+            except ModuleNotFoundError as error:
+                problem = missing_extra(error) or error
+                if given not in self._missing:
+                    self._missing.add(given)
+                    log.warning("the span sink %s waits, and its frames stay in the spool: %s", name, problem)
+                failed = failed or OSError(errno.ENOSYS, f"{name}: {problem}")
             except Exception as error:  # a sink of others must not end the service
                 log.exception("the span sink %s failed", name)
                 failed = failed or OSError(5, f"{name}: {type(error).__name__}: {error}")

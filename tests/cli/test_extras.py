@@ -1,0 +1,60 @@
+"""Training without the packages of extras: it trains, and what needs a package names the extra that installs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megascale.errors import EXIT_USAGE, missing_extra
+from megascale.observe.store.span_sinks import open_span_sinks
+from megascale.observe.store.spool import Segment
+
+ABSENT = ("matplotlib", "duckdb")
+
+
+@pytest.fixture
+def without_extras(tmp_path: Path):
+    """Return a function that runs `megascale WORDS` in a new process that cannot import the packages of ABSENT."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megascale", *map(str, words)]
+        path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_training_needs_no_extra(without_extras, tiny, tmp_path):
+    done = without_extras("train", tiny, "--train.steps=2", "--train.name=core", "--observe.timers=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no loss curve: the package matplotlib is not installed" in done.stdout
+    run = next(tmp_path.rglob("core/metrics.jsonl")).parent
+    assert list(run.glob("spans/host=0/*.bin"))  # The frames wait for a process that has duckdb.
+    for words, extra in ((("plot", run), "plots"), (("spans", run), "spans")):
+        done = without_extras(*words)
+        assert done.returncode == EXIT_USAGE, done.stderr
+        assert f"[{extra}]" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_span_sink_without_its_package_keeps_the_segment(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    sink = open_span_sinks(["parquet"])(tmp_path)
+    for number in (0, 0, 1):
+        with pytest.raises(OSError, match=r"parquet: the package duckdb is not installed.*\[spans\]"):
+            sink.write_segment(number, Segment({}, {}))
+    assert len(caplog.records) == 1
+
+
+def test_other_missing_modules_are_no_extras():
+    assert missing_extra(ModuleNotFoundError("No module named 'numpy'", name="numpy")) is None
+    assert missing_extra(ModuleNotFoundError("no name")) is None
+    assert "[network]" in str(missing_extra(ModuleNotFoundError("", name="numba.core")))
