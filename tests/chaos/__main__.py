@@ -15,10 +15,8 @@ from megascale.cli.main import run_app
 
 # Each module has `register(app)`.
 CAMPAIGNS: dict[str, str] = {
-    "local": "tests.chaos.local.campaign",
-    "machines": "tests.chaos.machines.campaign",
-    "slurm": "tests.chaos.slurm.campaign",
-    "kubernetes": "tests.chaos.kubernetes.campaign",
+    "faults": "tests.chaos.faults.command",
+    "hour": "tests.chaos.local.hour",
     "hang": "tests.chaos.local.hang",
     "restarts": "tests.chaos.local.restarts",
     "checkpoint": "tests.chaos.checkpoint.command",
@@ -39,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Break real jobs and check what follows. Example: python -m tests.chaos local --kind kill-rank --runs 1",
+    help="Break real jobs and check what follows. Example: python -m tests.chaos faults --kind kill-rank --runs 1",
 )
 app.callback()(interrupt_on_sigterm)
 

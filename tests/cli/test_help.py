@@ -83,6 +83,6 @@ def test_every_measurement_is_in_its_list(folder, command, modules):
 @pytest.mark.parametrize("name", sorted(MOVED))
 def test_a_bench_that_left_the_package_names_its_new_command(name):
     result = CliRunner().invoke(app, ["bench", name, "--help"])
-    program, _, word = MOVED[name].removeprefix("python -m ").partition(" ")
+    program, word = MOVED[name].removeprefix("python -m ").split()[:2]
     assert MOVED[name] in str(result.exception)
     assert word in {"benchmarks": BENCHMARKS, "tests.chaos": CAMPAIGNS}[program]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.kubernetes.campaign import NODES
+from tests.chaos.kubernetes.kubernetes_faults_site import NODES
 from tests.chaos.kubernetes.site import KubernetesSite, impossible
 
 _ASKED = os.environ.get("MEGASCALE_TEST_KUBERNETES")

@@ -1,4 +1,4 @@
-"""Parts of `python -m tests.chaos kubernetes` that need no cluster: who sees trainers, images, a device plugin."""
+"""Parts of the chaos site `kubernetes` that need no cluster: trainers seen by the witness, images, a device plugin."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Machines with addresses of their own (network namespaces) and a real sshd: what one machine cannot show.
 
-The campaigns are `python -m tests.chaos machines`; this is what each run of the suite can afford.
+The campaigns are `python -m tests.chaos faults --site machines`; this is what each run of the suite can afford.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.slurm.campaign import NODES
 from tests.chaos.slurm.site import SlurmSite, impossible
+from tests.chaos.slurm.slurm_faults_site import NODES
 
 WHY = impossible() or ("" if os.environ.get("MEGASCALE_TEST_SLURM") else "trains under a real Slurm: make test-slurm")
 

@@ -27,12 +27,14 @@ MOVED: dict[str, str] = {
     **{
         name: f"python -m tests.chaos {name}"
         for name in (
-            "restarts", "soak", "hang", "driver", "fuzz", "hostile", "machines", "many-nodes", "slurm",
+            "restarts", "soak", "hang", "driver", "fuzz", "hostile", "many-nodes",
         )
     },
-    "resilience": "python -m tests.chaos local",
+    "resilience": "python -m tests.chaos faults",
+    "machines": "python -m tests.chaos faults --site machines",
+    "slurm": "python -m tests.chaos faults --site slurm",
     "kubernetes": "python -m tests.chaos kubernetes-scale",
-    "kubernetes-faults": "python -m tests.chaos kubernetes",
+    "kubernetes-faults": "python -m tests.chaos faults --site kubernetes",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Kinds of fault of `python -m tests.chaos kubernetes`: what befalls a job's pods and nodes, and what is right."""
+"""Kinds of fault of the site `kubernetes`: what is done to pods and nodes, and what must follow."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 It knows what the driver uses of the API, with versions, conflicts, bookmarks, expired watches (410) and deletion with
 grace, so that a thousand pods can be simulated and outages timed on two cores. It is no substitute for a real one:
-`python -m tests.chaos kubernetes` has that.
+`python -m tests.chaos faults --site kubernetes` has that.
 """
 
 from __future__ import annotations

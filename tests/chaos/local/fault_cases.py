@@ -1,4 +1,4 @@
-"""Kinds of fault of `python -m tests.chaos local`, and what is right after each."""
+"""Kinds of fault of `python -m tests.chaos faults`, and what is right after each."""
 
 from __future__ import annotations
 

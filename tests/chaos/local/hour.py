@@ -18,7 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from benchmarks.harness.launched import Launched, phases
+from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from tests.chaos.local.fault_cases import CASES
 
@@ -31,6 +34,34 @@ _RIDDEN = ("kill-driver", "nan-gradient")  # training goes on without a start
 _NODES = ("kill-agent", "kill-node")
 # Faults come some hundred times as often as in life, so budgets count over minutes in place of an hour.
 _WORDS = ["--train.steps=10000000", "--resilience.budget_seconds=300", "--resilience.checksum_interval=1"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `python -m tests.chaos hour`."""
+    app.command("hour")(hour)
+
+
+def hour(
+    hours: float = typer.Option(1.0, min=0.01, help="Hours to train."),
+    every: float = typer.Option(90.0, min=20.0, help="Seconds between faults, on average."),
+    seed: int = typer.Option(0, help="Seed of the faults and their times."),
+    out: Path = typer.Option(Path("chaos-hour.json"), help="JSON file for the figures."),
+) -> None:
+    """Train one launched job under random faults and print its effective training time. Needs no GPU.
+
+    Exit code 1 if a fault was not recovered from with the right verdict.
+
+    Example: python -m tests.chaos hour --hours 0.5 --every 90
+    """
+    from benchmarks.harness.launched import make
+    from tests.chaos.faults.report import describe_machine
+
+    with temporary_folder() as name:
+        figures, good = long_run(make(Path(name)), hours, every, seed)
+    out.write_text(strict_json.dumps(describe_machine() | figures, indent=1))
+    typer.echo(f"figures: {out}")
+    if not good:
+        raise typer.Exit(1)
 
 
 def long_run(file: Path, hours: float, every: float, seed: int) -> tuple[dict[str, Any], bool]:

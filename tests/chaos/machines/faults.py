@@ -1,4 +1,4 @@
-"""Kinds of fault of `python -m tests.chaos machines`: what is done to a machine or link, and what is right."""
+"""Kinds of fault of the site `machines`: what is done to a machine or link, and what must follow."""
 
 from __future__ import annotations
 

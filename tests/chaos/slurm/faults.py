@@ -1,4 +1,4 @@
-"""Kinds of fault of `python -m tests.chaos slurm`: what Slurm, or whoever runs it, does to a job, and what is right."""
+"""Kinds of fault of the site `slurm`: what Slurm or its administrator does to a job, and what must follow."""
 
 from __future__ import annotations
 

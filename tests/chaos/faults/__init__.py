@@ -1,0 +1,1 @@
+"""One runner and one report for faults on every site: local, machines, Slurm and Kubernetes."""

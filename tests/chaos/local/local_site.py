@@ -1,0 +1,143 @@
+"""Faults of jobs on this machine: two nodes and a spare are processes, one fault per run."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.harness.launched import Launched, make, phases
+from tests.chaos.faults.site import FaultSite, Row, Weights, equal_weights
+from tests.chaos.local.fault_cases import CASES, FaultCase
+
+
+class LocalSite(FaultSite):
+    """Two ranks on two nodes of this machine, with one spare; every step is copied to a peer's memory."""
+
+    name = "local"
+    kinds = CASES
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._file = make(folder)
+
+    @classmethod
+    def find_problem_of(cls, kind: str) -> str:
+        """See FaultSite."""
+        case = CASES[kind]
+        if case.redis and shutil.which("redis-server") is None:
+            return "redis-server is not installed"
+        if case.own_network and subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+            return "this machine does not permit network namespaces"
+        return ""
+
+    def run_once(self, kind: str, name: str) -> Row:
+        """See FaultSite."""
+        case, number = CASES[kind], int(name.rpartition("-")[2])
+        expected = self.reference.after(case.steps) if case.same else {}
+        tested = str(case.spare).lower()
+        words = [f"--train.steps={case.steps}", f"--resilience.test_spares={tested}", *case.words]
+        with _redis(case.redis) as more:
+            job = Launched(self._file, name, [*words, *more], own_network=case.own_network)
+            try:
+                return _strike(job, kind, case, number, expected)
+            finally:
+                job.end(0.1)
+
+
+@contextmanager
+def _redis(wanted: bool) -> Iterator[list[str]]:
+    """A Redis server of our own on a free port; the words that make a job use it."""
+    if not wanted:
+        yield []
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield [f"--rendezvous.url=redis://127.0.0.1:{port}"]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: Weights) -> Row:
+    from megascale.resilience.faults.inject import Options, inject
+
+    started = job.first(lambda e: e.kind == "first_step")
+    if case.spare:
+        job.first(lambda e: e.kind == "node_diagnosed")
+    time.sleep(0.7 + 0.21 * number)  # the fault falls on another step each time
+    options = Options(**dict(case.options))
+    if kind == "slow-link":
+        time.sleep(3.0)  # steps to compare with
+        options = Options(node="n1", seconds=25.0)
+    places = next((e.nodes for e in reversed(job.events()) if e.kind == "attempt_started"), ())
+    if options.node is not None and places and options.node not in places:
+        options = replace(options, node=places[-1])  # a start on a busy machine may have gone to the spare
+    injected = time.time()
+    failed: list[BaseException] = []
+
+    def inject_it() -> None:
+        try:
+            inject(job.run, case.kind or kind, options)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=inject_it)  # some faults take a while
+    thread.start()
+    if kind == "kill-driver":
+        thread.join()
+        job.process.wait()
+        job.start()
+    actions = ("recover", "evict", "diagnose", "stop")
+    hard = None
+    if case.ends == "recover":
+        hard = job.first(lambda e: e.time > injected and e.action in actions)
+    done = job.step()  # before the next attempt begins
+    verdict = job.first(lambda e: e.time > injected and e.kind in case.verdicts) if case.verdicts else None
+    hard = hard or next((e for e in job.events() if e.time > injected and e.action in actions), verdict)
+    again = None
+    if case.ends == "recover" and verdict is not None:
+        again = job.first(lambda e: e.kind == "first_step" and e.time > injected)
+    elif kind == "kill-driver":
+        again = job.first(lambda e: e.kind == "node_joined" and e.time > injected)
+    code = job.end()
+    thread.join()
+    row = phases(job, injected, hard, again if case.ends == "recover" else None)
+    row["total"] = again.time - injected if again else None
+    events = [e for e in job.events() if e.time > injected]
+    same = not expected or code != 0 or equal_weights(job.weights(), expected)
+    found = sorted({e.kind for e in events if e.kind in case.verdicts})
+    right = not failed and started is not None and (bool(found) or not case.verdicts)
+    if case.ends == "stop":
+        person = next((e for e in events if e.action == "stop" and e.details.get("person")), None)
+        right = right and code == 1 and person is not None
+    else:
+        attempts = sum(e.kind == "attempt_started" for e in events)
+        right = right and code == 0 and (not case.same or same) and (case.ends == "recover") == bool(attempts)
+    resumed = row.pop("resumed_from")
+    lost = max(0, done - int(resumed)) if case.ends == "recover" and resumed is not None else None
+    return {
+        "right": right,
+        "exit_code": code,
+        "same": same if case.same and code == 0 else None,
+        "lost": lost,
+        **row,
+        "actions": [e.action for e in events if e.kind == "recovery_action"],
+        "verdicts": found,
+        "evidence": list(verdict.evidence)[:2] if verdict else [],
+        "failed": [str(error) for error in failed],
+        # What was said instead of what should have been.
+        "events": []
+        if right
+        else [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:300]}" for e in events],
+    }
