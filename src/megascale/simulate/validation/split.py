@@ -59,6 +59,11 @@ SETS = {
         "fourth round, predicted before measured",
         "nothing before they were measured; older forms of five of them are in the log",
     ),
+    "own-fifth": MeasuredSet(
+        HELD_OUT,
+        "fifth round, one to four H100 or H200, predicted before measured",
+        "nothing: the configurations were chosen on 2026-11-26 because none had been measured",
+    ),
     "vtrain-other": MeasuredSet(HELD_OUT, "vTrain's other multi-node rows, for others to check", "nothing"),
     "vtrain-single": MeasuredSet(
         HELD_OUT, "vTrain's single-node rows, for others to check", "a mean error of an earlier model, told by others"
