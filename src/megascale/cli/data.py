@@ -32,8 +32,8 @@ def build(
 ) -> None:
     """Make a data set: token files for training and evaluation, a tokenizer and a manifest.
 
-    Reads text files (each is a document), .jsonl, .jsonl.gz, .jsonl.zst and .parquet, and folders of them. Killed and
-    called again it goes on where it stopped; when all is done it says so and does nothing.
+    Reads text files (each is a document), .jsonl and .json (also .gz and .zst), .parquet, and folders of them. Killed
+    and called again it goes on where it stopped; when all is done it says so and does nothing.
 
     Examples:
 
@@ -76,7 +76,7 @@ def build(
         )
     console.print(table)
     for reason, count in made.manifest.skipped.items():
-        console.print(f"skipped {count} files: {reason}")
+        console.print(f"skipped {reason}: {count:,}", markup=False)
     console.print(
         f"Train on it with --data.train={out}/train --data.valid={out}/valid", soft_wrap=True, highlight=False
     )

@@ -200,9 +200,10 @@ def _plan(recipe: str, files: Sequence[sources.SourceFile], described: list[str]
 
 
 def _no_text(described: list[str], skipped: dict[str, int]) -> DataError:
-    found = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items())
     return DataError(
-        f"{', '.join(described)}: no text to learn from ({found or 'no documents'}); give files of UTF-8 text"
+        f"{', '.join(described)} has no text to learn from; skipped were {reasons or 'no documents'}. Give files of "
+        "UTF-8 text, or name the key of the records' text with --text-key"
     )
 
 

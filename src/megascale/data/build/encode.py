@@ -20,7 +20,7 @@ _BATCH = 1 << 20  # characters handed to the tokenizer at a time
 
 @dataclass
 class EncodedPiece:
-    """What a finished piece holds: bytes of text a side, and files or documents left out, by reason."""
+    """What a finished piece holds: bytes of text per side, and number of files and records left out, by reason."""
 
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
     skipped: dict[str, int] = field(default_factory=dict)

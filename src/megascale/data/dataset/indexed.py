@@ -48,10 +48,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def paths(prefix: str | Path) -> tuple[Path, Path]:
-    """The `.bin` and `.idx` of a prefix; a prefix that ends in either is understood too."""
+    """Return the `.bin` and `.idx` of a prefix; a prefix that ends in either, in either case, is understood too."""
     text = os.fspath(prefix)
-    for suffix in (".bin", ".idx"):
-        text = text.removesuffix(suffix)
+    if text.lower().endswith((".bin", ".idx")):
+        text = text[: -len(".bin")]
     return Path(text + ".bin"), Path(text + ".idx")
 
 

@@ -55,7 +55,7 @@ class Manifest:
         tokenizer: file name in the folder, sha256, vocab_size, end_of_document.
         dtype: type of a stored token.
         parts: `train` and `valid`.
-        skipped: files that were not text, by reason.
+        skipped: number of files and records left out, by reason.
         version: of megascale that built it.
     """
 
