@@ -77,6 +77,8 @@ def build(
     console.print(table)
     for reason, count in made.manifest.skipped.items():
         console.print(f"skipped {reason}: {count:,}", markup=False)
+    for note in made.manifest.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
         f"Train on it with --data.train={out}/train --data.valid={out}/valid", soft_wrap=True, highlight=False
     )

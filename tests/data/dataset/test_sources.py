@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.data.build.split import Split, place
 from megascale.data.dataset import compressed_files, sources
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.sources import clean, cut, find_files, read
@@ -349,22 +348,3 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b \ud83d\ude00"}')
     assert documents(tmp_path / "a.jsonl") == ["a�b \U0001f600"]
     assert clean("a\ud83d\ude00") == "a\U0001f600"
-
-
-@given(sizes=st.lists(st.integers(1, 1000), min_size=20, max_size=60), share=st.floats(0.01, 0.5))
-@settings(max_examples=60, deadline=None)
-def test_known_documents_are_split_by_bytes(sizes: list[int], share: float) -> None:
-    texts = [f"{i}:" + "x" * size for i, size in enumerate(sizes)]
-    split = Split.of([(place(t), len(t)) for t in texts], share)
-    sides = [split.parts(sources.TextRecord(t, 0))[0][0] for t in texts]
-    held = sum(len(t) for t, side in zip(texts, sides, strict=True) if side == "valid")
-    assert 0 < held < sum(map(len, texts))
-    assert held < share * sum(map(len, texts)) + max(map(len, texts))
-
-
-def test_equal_documents_stand_on_one_side() -> None:
-    split = Split.by_share(0.3)
-    for text in TEXTS:
-        assert split.parts(sources.TextRecord(text, 0)) == split.parts(sources.TextRecord(text, 99))
-    sides = [split.parts(sources.TextRecord(text, 0))[0][0] for text in TEXTS]
-    assert 0.2 < sides.count("valid") / len(sides) < 0.4

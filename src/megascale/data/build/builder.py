@@ -27,7 +27,7 @@ from megascale import __version__
 from megascale.core.capacity import usable_cores
 from megascale.data.build import stdlib, worker_pool
 from megascale.data.build.encode import SIDES, finished, part_prefix
-from megascale.data.build.split import Split, place
+from megascale.data.build.split import FEW, Split, place
 from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset import compressors, sources
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
@@ -178,13 +178,15 @@ def _plan_stdlib(recipe: str) -> _Plan:
         sides=["valid" if name in apart else "train" for name in texts],
     )
     described = f"Python {platform.python_version()} standard library, {len(texts)} files"
-    return _Plan(recipe, [described], [piece], Split.by_share(stdlib.HELD_OUT), "text")
+    return _Plan(recipe, [described], [piece], Split.by_share(stdlib.HELD_OUT, piece.size), "text")
 
 
 def _plan(recipe: str, files: Sequence[sources.SourceFile], described: list[str], share: float, key: str) -> _Plan:
     total = sum(f.size for f in files)
     pieces = sources.cut(files, max(_PIECE, total // _PIECES))
-    split = Split.by_share(share)
+    split = Split.by_share(share, total)
+    if len(files) < FEW and all(file.kind == "text" for file in files):
+        split = Split.by_ends(share)
     if total <= _KNOWN:
         skipped: dict[str, int] = {}
         known: list[tuple[int, int]] = []
@@ -222,12 +224,16 @@ def _workplace(out: Path, plan: _Plan) -> Iterator[Path]:
             raise DataError(
                 f"another process is building in {out}; wait for it, end it, or choose another --out"
             ) from None
-        state = json.dumps({"recipe": plan.recipe, "pieces": [asdict(piece) for piece in plan.pieces]})
-        told = parts / "plan.json"
-        if not told.exists() or told.read_text() != state:
+        # Pieces that another version encoded, or by another split, do not fit those to come.
+        pieces = [asdict(piece) for piece in plan.pieces]
+        state = json.dumps(
+            {"recipe": plan.recipe, "version": __version__, "split": asdict(plan.split), "pieces": pieces}
+        )
+        record = parts / "plan.json"
+        if not record.exists() or record.read_text() != state:
             shutil.rmtree(parts)
             parts.mkdir()
-            told.write_text(state)
+            record.write_text(state)
         for stale in (*parts.glob("*.tmp"), *out.glob("*.tmp")):
             stale.unlink(missing_ok=True)
         try:
@@ -312,9 +318,18 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
         "end_of_document": words.end_of_document,
     }
     dtype = token_dtype(words.vocab_size).name
-    manifest = Manifest(plan.described, plan.recipe, told, dtype, made, skipped, __version__)
+    notes = [note for note in (_share_note(size, plan),) if note]
+    manifest = Manifest(plan.described, plan.recipe, told, dtype, made, skipped, __version__, notes=notes)
     manifest.save(out)
     return manifest
+
+
+def _share_note(size: dict[str, int], plan: _Plan) -> str:
+    """Return a note if the held-out share is far from what was asked for; documents may be few and long."""
+    share = size["valid"] / sum(size.values())
+    if any(piece.sides for piece in plan.pieces) or abs(share - plan.split.share) <= plan.split.share / 2:
+        return ""
+    return f"{share:.2%} of the text is held out, where --held-out={plan.split.share:g} asks for {plan.split.share:.2%}"
 
 
 def _bars(show: bool) -> Progress:

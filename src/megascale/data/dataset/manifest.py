@@ -57,6 +57,7 @@ class Manifest:
         parts: `train` and `valid`.
         skipped: number of files and records left out, by reason.
         version: of megascale that built it.
+        notes: what a reader of the build's report should know.
     """
 
     sources: list[str]
@@ -67,6 +68,7 @@ class Manifest:
     skipped: dict[str, int] = field(default_factory=dict)
     version: str = ""
     format: int = FORMAT
+    notes: list[str] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
