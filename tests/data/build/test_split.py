@@ -67,6 +67,13 @@ def test_a_document_that_is_repeated_too_often_is_trained_on() -> None:
         assert 0 < sides(split, repeated)["valid"] < 0.06 * sum(map(len, repeated))
 
 
+@pytest.mark.parametrize("distinct", [2, 3, 10])
+def test_of_documents_that_are_all_repeated_too_often_the_rarest_is_held_out(distinct: int) -> None:
+    texts = [f"text {i} " + "word " * 10 for i in range(distinct) for _ in range(20 + i)]
+    split = of(texts, 0.05)
+    assert [split.parts(TextRecord(text, 0))[0][0] for text in texts] == ["valid"] * 20 + ["train"] * (len(texts) - 20)
+
+
 @pytest.mark.parametrize(
     ("text", "ends"),
     [

@@ -33,6 +33,7 @@ from megascale.data.dataset import compressors, sources
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megascale.data.dataset.manifest import NAME, DataSetPart, Manifest, read_manifest, sha256_file
 from megascale.data.dataset.sources import InputPiece
+from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
@@ -40,6 +41,8 @@ TOKENIZER = "tokenizer.json"
 PARTS = ".parts"
 # A tokenizer learns little from text beyond this; it takes about a second for 4 MB.
 TOKENIZER_TEXT = 50_000_000
+# Text in which a given tokenizer is tried, where it might not represent all of it.
+_SAMPLE = 1_000_000
 # Input up to this is read once more beforehand, to split it exactly as asked.
 _KNOWN = 64 << 20
 _PIECE, _PIECES = 16 << 20, 2048
@@ -99,7 +102,7 @@ def build(
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} is not a share between 0 and 1; try 0.05")
     words = load_tokenizer(tokenizer) if tokenizer else None
-    with_words = [words.sha256, words.end_of_document] if words else vocab_size
+    with_words = [words.sha256, words.end_of_document, *words.begin_of_document] if words else vocab_size
     settings = [with_words, None if use_stdlib else [held_out, text_key]]
     files = [] if use_stdlib else sources.find_files([Path(p) for p in inputs], without=out)
     recipe = _recipe(settings, files)
@@ -112,9 +115,10 @@ def build(
         if not (parts / TOKENIZER).exists():
             if words is None:
                 task = bars.add_task("training the tokenizer", total=None)
-                words = train_tokenizer(_tokenizer_text(plan), vocab_size)
+                words = train_tokenizer(_training_text(plan, TOKENIZER_TEXT), vocab_size)
                 bars.update(task, total=1, completed=1)
             (parts / "new").mkdir(exist_ok=True)
+            _check_sample(words, plan)
             words.save(parts / "new" / TOKENIZER)
             for file in (parts / "new").iterdir():
                 if file.name != TOKENIZER:
@@ -258,12 +262,12 @@ def _clear(out: Path) -> None:
         out.rmdir()
 
 
-def _tokenizer_text(plan: _Plan) -> Iterator[str]:
-    """Training text for the tokenizer: all of a small data set, the beginnings of evenly spread pieces of a large."""
-    chosen, each = plan.pieces, TOKENIZER_TEXT
-    if sum(piece.size for piece in plan.pieces) > TOKENIZER_TEXT:
+def _training_text(plan: _Plan, most: int) -> Iterator[str]:
+    """Yield training text: all of a small data set, the beginnings of evenly spread pieces of one beyond `most`."""
+    chosen, each = plan.pieces, most
+    if sum(piece.size for piece in plan.pieces) > most:
         chosen = plan.pieces[:: max(1, len(plan.pieces) // 64)]
-        each = TOKENIZER_TEXT // len(chosen)
+        each = most // len(chosen)
     for piece in chosen:
         left = each
         for item in sources.read(piece, plan.key):
@@ -284,6 +288,7 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
         for reason, count in record.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
     size = {side: sum(record.bytes[side] for record in records) for side in SIDES}
+    lost = {side: sum(record.lost[side] for record in records) for side in SIDES}
     if not any(size.values()):
         shutil.rmtree(parts)
         raise _no_text(plan.described, skipped)
@@ -292,6 +297,7 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
             f"{', '.join(plan.described)}: a held-out share of {plan.split.share} leaves {size['train']} bytes to "
             f"train on and {size['valid']} to evaluate on; give more text or another --held-out"
         )
+    check_representation(words, sum(size.values()), sum(lost.values()), ", ".join(plan.described))
     words.save(out / TOKENIZER)
     made = {}
     for side in SIDES:
@@ -310,18 +316,46 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
             idx_bytes=idx.stat().st_size,
             idx_sha256=sha256_file(idx),
             compressed=compressors.compress(texts) if side == "valid" else None,
+            lost_bytes=lost[side],
         )
-    told = {
+    tokenizer = {
         "file": TOKENIZER,
         "sha256": words.sha256,
         "vocab_size": words.vocab_size,
         "end_of_document": words.end_of_document,
+        "begin_of_document": list(words.begin_of_document),
     }
     dtype = token_dtype(words.vocab_size).name
-    notes = [note for note in (_share_note(size, plan),) if note]
-    manifest = Manifest(plan.described, plan.recipe, told, dtype, made, skipped, __version__, notes=notes)
+    notes = [note for note in (_begin_note(words), _loss_note(size, lost), _share_note(size, plan)) if note]
+    manifest = Manifest(plan.described, plan.recipe, tokenizer, dtype, made, skipped, __version__, notes=notes)
     manifest.save(out)
     return manifest
+
+
+def _begin_note(words: Tokenizer) -> str:
+    if not words.begin_of_document:
+        return ""
+    begin = words.decode(words.begin_of_document)
+    return f"each document begins with {begin}, as the tokenizer's template begins a prompt"
+
+
+def _check_sample(words: Tokenizer, plan: _Plan) -> None:
+    """Refuse a tokenizer that cannot represent the text before hours are spent on encoding it."""
+    if not words.loses_text:
+        return
+    sample = [text for text in _training_text(plan, _SAMPLE) if text]
+    size = sum(len(text.encode()) for text in sample)
+    check_representation(words, size, words.count_lost_bytes(sample), ", ".join(plan.described))
+
+
+def _loss_note(size: dict[str, int], lost: dict[str, int]) -> str:
+    if not any(lost.values()):
+        return ""
+    parts = ", ".join(f"{lost[side]:,} of {size[side]:,} bytes of {side}" for side in SIDES)
+    return (
+        f"the tokenizer cannot represent {parts}: they became unknown tokens, or were dropped. Bits per byte count "
+        "these bytes at 8 bits each"
+    )
 
 
 def _share_note(size: dict[str, int], plan: _Plan) -> str:

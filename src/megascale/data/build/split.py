@@ -56,9 +56,13 @@ class Split:
         if count < FEW or len(sizes) < 2:
             return cls.by_ends(share)
         cut_above = int(share * sum(groups.values()))
-        dealt = sorted(hash_ for hash_ in sizes if groups[hash_] <= cut_above)
-        trained = [hash_ for hash_ in sizes if sizes[hash_] <= cut_above < groups[hash_]]
-        return cls(share, _threshold(dealt, groups, share, len(dealt) < len(sizes)), cut_above, tuple(sorted(trained)))
+        whole = {hash_: groups[hash_] for hash_, size in sizes.items() if size <= cut_above}
+        dealt = sorted(hash_ for hash_, size in whole.items() if size <= cut_above)
+        any_cut = len(whole) < len(sizes)
+        if not dealt and not any_cut:  # each is repeated too often, so the rarest must do
+            dealt = [min(whole, key=lambda hash_: (whole[hash_], hash_))]
+        below = _threshold(dealt, whole, share, may_be_none=any_cut, may_be_all=len(dealt) < len(sizes))
+        return cls(share, below, cut_above, tuple(sorted(whole.keys() - set(dealt))))
 
     def parts(self, item: TextRecord) -> list[tuple[str, str]]:
         """Return (side, text) of what a document becomes: one part, two if it is cut, none for what was left out."""
@@ -72,21 +76,21 @@ class Split:
         return [("valid" if hash_ < self.below and hash_ not in self.trained else "train", text)]
 
 
-def _threshold(dealt: list[int], groups: dict[int, int], share: float, others: bool) -> int:
+def _threshold(dealt: list[int], groups: dict[int, int], share: float, *, may_be_none: bool, may_be_all: bool) -> int:
     """Return the hash below which documents are held out, so that `share` of the bytes dealt out is met best.
 
     Args:
         dealt: hashes in ascending order.
         groups: bytes of all documents of a hash.
-        others: there are documents that are not dealt out, so one side of these may be empty.
+        may_be_none, may_be_all: other documents are held out in part, or trained on.
     """
     target = share * sum(groups[hash_] for hash_ in dealt)
     taken = 0
-    best = (target, 0) if others or not dealt else (float("inf"), 0)
-    for hash_ in dealt if others else dealt[:-1]:  # something is left to train on
+    choices = [(target, 0)] if may_be_none else []
+    for hash_ in dealt if may_be_all else dealt[:-1]:
         taken += groups[hash_]
-        best = min(best, (abs(taken - target), hash_ + 1))
-    return best[1]
+        choices.append((abs(taken - target), hash_ + 1))
+    return min(choices)[1]
 
 
 def _has_more_bytes(text: str, limit: int) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 from megascale.config import Config
@@ -11,10 +13,13 @@ from megascale.data.dataset import sources, tokenizer_agreement
 from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.formats import files_of, is_text
 from megascale.data.dataset.samples import HeldOut
+from megascale.data.tokenizer.base import check_representation
 from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import DataError
 
 NAME = "sources.json"
+# A sample of text that is tokenised on the fly: pieces, the records at the beginning of each, and their characters.
+_SAMPLE_PIECES, _SAMPLE_RECORDS, _SAMPLE_PIECE = 32, 16, 1 << 16
 
 
 def fingerprints(config: Config) -> dict[str, str]:
@@ -43,13 +48,14 @@ def keep(record: Path, now: dict[str, str]) -> None:
     os.replace(new, record)
 
 
-def watch(config: Config, consumed: int, leader: bool) -> None:
-    """At a start that goes on after `consumed` samples: files and tokenizer must be those of the run's first start, the
-    files unless checkpoint.accept_changes has data.train.
+def watch(config: Config, consumed: int, leader: bool) -> list[str]:
+    """Check the data at a start that goes on after `consumed` samples, and return notes on it.
 
-    Raises DataError as `fingerprints`, `compare`, `check_tokenizers` and `check_run` do.
+    Files and tokenizer must be those of the run's first start, the files unless checkpoint.accept_changes has
+    data.train. Raises DataError as `fingerprints`, `compare`, `check_tokenizers`, `check_text` and `check_run` do.
     """
     check_tokenizers(config)
+    notes = check_text(config)
     run = config.run_folder
     record, now = run / "samples" / NAME, fingerprints(config)
     accepted = "data.train" in config.checkpoint.accept_changes
@@ -61,6 +67,7 @@ def watch(config: Config, consumed: int, leader: bool) -> None:
         keep(record, now)
     if leader and not (consumed and tokenizer_agreement.remembered(run)):
         tokenizer_agreement.remember(run, config)
+    return notes
 
 
 def compare(record: Path, now: dict[str, str]) -> None:
@@ -110,3 +117,28 @@ def check_tokenizers(config: Config) -> None:
         tokenizer_agreement.check_tokens("data.valid", config.data.valid, own, config.model.vocab_size)
         # What cannot be opened or used is said at the start, not at the first evaluation.
         HeldOut(config.data.valid, config.model.sequence_length, config.model.vocab_size).check()
+
+
+def check_text(config: Config) -> list[str]:
+    """Return a note if the tokenizer cannot represent all text that is tokenised on the fly; DataError if most of it.
+
+    A sample of the text is judged, and only for tokenizers that may lose text.
+    """
+    entries = [Path(entry) for entry in config.data.train if is_text(entry)]
+    words = tokenizer_for(config.data) if entries else None
+    if words is None or not words.loses_text:
+        return []
+    pieces = sources.cut(sources.find_files(entries), _SAMPLE_PIECE)
+    size = lost = 0
+    for piece in pieces[:: max(1, len(pieces) // _SAMPLE_PIECES)]:
+        with closing(sources.read(piece, config.data.text_key)) as records:
+            texts = [record.text[:_SAMPLE_PIECE] for record in islice(records, _SAMPLE_RECORDS)]
+        size += sum(len(text.encode()) for text in texts)
+        lost += words.count_lost_bytes(texts)
+    check_representation(words, size, lost, f"data.train={','.join(map(str, entries))}")
+    if not lost:
+        return []
+    return [
+        f"the tokenizer cannot represent about {lost / size:.2%} of the text of data.train (of a sample of {size:,} "
+        "bytes): it becomes unknown tokens or is dropped"
+    ]

@@ -26,6 +26,7 @@ class DataSetPart:
     Attributes:
         documents, tokens: counts; each document's end is one token.
         bytes: UTF-8 bytes of the text that was encoded.
+        lost_bytes: of these about as many that no token of their own stands for: unknown to the tokenizer or dropped.
         bin_bytes, idx_bytes: sizes of the files.
         idx_sha256: hash of the index.
         compressed: general compressors' sizes of the same text (held-out part only).
@@ -38,6 +39,7 @@ class DataSetPart:
     idx_bytes: int
     idx_sha256: str
     compressed: Compressed | None = None
+    lost_bytes: int = 0
 
     @property
     def bytes_per_token(self) -> float:
@@ -52,7 +54,7 @@ class Manifest:
     Attributes:
         sources: what it was made of, as given.
         recipe: hash of everything that decides the result; equal recipes need no second build.
-        tokenizer: file name in the folder, sha256, vocab_size, end_of_document.
+        tokenizer: file name in the folder, sha256, vocab_size, end_of_document, begin_of_document.
         dtype: type of a stored token.
         parts: `train` and `valid`.
         skipped: number of files and records left out, by reason.

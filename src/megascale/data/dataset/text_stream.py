@@ -148,8 +148,9 @@ class TextStream:
         self.meter = meter
 
     def _recipe(self, size: int) -> str:
-        """Hash of all that decides token counts."""
-        digest = hashlib.blake2b(f"{size} {self._key} {self._words.sha256}".encode(), digest_size=12)
+        """Return a hash of all that decides token counts."""
+        words = [self._words.sha256, *self._words.begin_of_document]
+        digest = hashlib.blake2b(" ".join(map(str, [size, self._key, *words])).encode(), digest_size=12)
         done: set[str] = set()
         for piece in self._pieces:
             for path in piece.paths:
