@@ -62,10 +62,13 @@ def resolve(config: Config) -> Config:
     """
     if not config.data.train and config.model.vocab_size is not None:
         return config
+    from megascale.data.dataset.presence import check_entry
     from megascale.data.tokenizer.tokenizer import tokenizer_for
 
     if config.model.vocab_size is not None and config.data.tokenizer is None:
         return config
+    if config.data.train and config.data.tokenizer is None:
+        check_entry(config.data.train[0])  # the tokenizer is looked for beside it
     size = tokenizer_for(config.data).vocab_size
     if config.model.vocab_size is None:
         model = config.model.model_copy(update={"vocab_size": size})

@@ -23,6 +23,10 @@ from megascale.errors import ConfigError, DataError
 CONFIG = "tokenizer_config.json"
 
 
+class NotATokenizerError(ValueError):
+    """Contents that are not those of a tokenizer.json."""
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of the `tokenizers` library."""
 
@@ -70,13 +74,16 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str, end_of_document: str | None, source: str) -> HuggingFaceTokenizer:
-        """Of a tokenizer.json's contents; `source` names it in errors."""
+        """Return the tokenizer of a tokenizer.json's contents; `source` names it in errors.
+
+        Raises NotATokenizerError for contents of another kind.
+        """
         from tokenizers import Tokenizer as Library
 
         try:
             inner = Library.from_str(text)
         except Exception as error:  # the library raises plain Exception on a file it cannot parse
-            raise DataError(f"tokenizer {source} is not a tokenizer.json that can be read: {error}") from None
+            raise NotATokenizerError(str(error)) from None
         return cls(inner, end_of_document, source, json.loads(text))
 
     @classmethod
