@@ -30,10 +30,13 @@ from megascale.data.build.encode import SIDES, finished, part_prefix
 from megascale.data.build.split import FEW, Split, place
 from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset import compressors, sources
+from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megascale.data.dataset.manifest import NAME, DataSetPart, Manifest, read_manifest, sha256_file
 from megascale.data.dataset.sources import InputPiece
+from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.tokenizer.base import Tokenizer, check_representation
+from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
@@ -157,17 +160,27 @@ def _already(out: Path, recipe: str) -> Manifest | None:
                 "choose another --out, or move the files away"
             )
         return None
-    whole = all(
-        (out / f"{name}.{kind}").exists() and (out / f"{name}.{kind}").stat().st_size == size
-        for name, part in manifest.parts.items()
-        for kind, size in (("bin", part.bin_bytes), ("idx", part.idx_bytes))
-    )
     if manifest.recipe == recipe:
-        return manifest if whole and (out / TOKENIZER).exists() else None
+        return manifest if _is_whole(out, manifest) else None
     raise DataError(
         f"{out / NAME} says that the folder holds a data set made of other inputs or settings "
         f"({', '.join(manifest.sources)}); choose another --out, or delete the folder"
     )
+
+
+def _is_whole(out: Path, manifest: Manifest) -> bool:
+    """Return whether all files are there as they were built; of the tokens a sample is looked at."""
+    for name, part in manifest.parts.items():
+        for kind, size in (("bin", part.bin_bytes), ("idx", part.idx_bytes)):
+            path = out / f"{name}.{kind}"
+            if not path.exists() or path.stat().st_size != size:
+                return False
+        if part.bin_fingerprint and fingerprint(out / f"{name}.bin") != part.bin_fingerprint:
+            return False
+    try:
+        return (out / TOKENIZER).exists() and not has_other_tokenizer(out, manifest)
+    except DataError:  # it is not even a tokenizer
+        return False
 
 
 def _plan_stdlib(recipe: str) -> _Plan:
@@ -302,7 +315,7 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
     made = {}
     for side in SIDES:
         task = bars.add_task(f"joining {side}", total=len(plan.pieces))
-        with IndexedWriter(out / side, token_dtype(words.vocab_size)) as writer:
+        with IndexedWriter(out / side, token_dtype(words.vocab_size), hashed=True) as writer:
             for piece in plan.pieces:
                 writer.append(IndexedDataset(part_prefix(parts, piece.number, side)))
                 bars.advance(task)
@@ -317,6 +330,8 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
             idx_sha256=sha256_file(idx),
             compressed=compressors.compress(texts) if side == "valid" else None,
             lost_bytes=lost[side],
+            bin_sha256=writer.digest.hexdigest() if writer.digest is not None else "",
+            bin_fingerprint=fingerprint(out / f"{side}.bin"),
         )
     tokenizer = {
         "file": TOKENIZER,
@@ -324,6 +339,7 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
         "vocab_size": words.vocab_size,
         "end_of_document": words.end_of_document,
         "begin_of_document": list(words.begin_of_document),
+        "eos_token": configured_end(out / CONFIG),
     }
     dtype = token_dtype(words.vocab_size).name
     notes = [note for note in (_begin_note(words), _loss_note(size, lost), _share_note(size, plan)) if note]

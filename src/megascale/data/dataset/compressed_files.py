@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def compression_of(path: str | Path) -> str:
     return suffix if suffix in ("gz", "zst") else ""
 
 
-def read_chunks(path: Path, meter: Meter | None = None) -> Iterator[tuple[bytes, int]]:
+def read_chunks(path: Path, meter: Meter | None = None) -> Generator[tuple[bytes, int], None, None]:
     """Yield the contents of a file, decompressed, and the bytes of input that each chunk took.
 
     A compressed file may have several members and zeros after them, as `gzip` reads them (tapes pad files with zeros).

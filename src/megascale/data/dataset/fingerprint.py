@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 from megascale.config import Config
-from megascale.data.dataset import sources, tokenizer_agreement
-from megascale.data.dataset.file_hash import fingerprint
+from megascale.data.dataset import integrity, sources, tokenizer_agreement
+from megascale.data.dataset.file_hash import fingerprint, is_same_file
 from megascale.data.dataset.formats import files_of, is_text
 from megascale.data.dataset.samples import HeldOut
 from megascale.data.tokenizer.base import check_representation
@@ -52,8 +52,10 @@ def watch(config: Config, consumed: int, leader: bool) -> list[str]:
     """Check the data at a start that goes on after `consumed` samples, and return notes on it.
 
     Files and tokenizer must be those of the run's first start, the files unless checkpoint.accept_changes has
-    data.train. Raises DataError as `fingerprints`, `compare`, `check_tokenizers`, `check_text` and `check_run` do.
+    data.train. Raises DataError as `fingerprints`, `compare`, `check_samples`, `check_tokenizers`, `check_text` and
+    `check_run` do.
     """
+    integrity.check_samples(config)
     check_tokenizers(config)
     notes = check_text(config)
     run = config.run_folder
@@ -79,9 +81,9 @@ def compare(record: Path, now: dict[str, str]) -> None:
         before: dict[str, str] = json.loads(record.read_text())
     except (FileNotFoundError, ValueError):
         return
-    if list(before.values()) == list(now.values()):
+    if len(before) == len(now) and all(map(is_same_file, before.values(), now.values())):
         return
-    faults = [f"{path} was changed" for path, value in now.items() if before.get(path, value) != value]
+    faults = [f"{path} was changed" for path in now if path in before and not is_same_file(before[path], now[path])]
     faults += [f"{path} is missing" for path in before if path not in now]
     faults += [f"{path} is new" for path in now if path not in before]
     more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
@@ -97,6 +99,7 @@ def check_tokenizers(config: Config) -> None:
 
     The run's tokenizer counts where data.tokenizer names one, and where text is tokenised on the fly.
     """
+    tokenizer_agreement.check_replaced(config.data)
     texts = [is_text(entry) for entry in config.data.train]
     known: dict[str, str] = {}
     for entry, text in zip(config.data.train, texts, strict=True):

@@ -29,6 +29,7 @@ class DataSetPart:
         lost_bytes: of these about as many that no token of their own stands for: unknown to the tokenizer or dropped.
         bin_bytes, idx_bytes: sizes of the files.
         idx_sha256: hash of the index.
+        bin_sha256, bin_fingerprint: hash of the tokens, and of a sample of them; empty if an older version built it.
         compressed: general compressors' sizes of the same text (held-out part only).
     """
 
@@ -40,6 +41,8 @@ class DataSetPart:
     idx_sha256: str
     compressed: Compressed | None = None
     lost_bytes: int = 0
+    bin_sha256: str = ""
+    bin_fingerprint: str = ""
 
     @property
     def bytes_per_token(self) -> float:
@@ -54,7 +57,7 @@ class Manifest:
     Attributes:
         sources: what it was made of, as given.
         recipe: hash of everything that decides the result; equal recipes need no second build.
-        tokenizer: file name in the folder, sha256, vocab_size, end_of_document, begin_of_document.
+        tokenizer: file name in the folder, sha256, vocab_size, end_of_document, begin_of_document, eos_token.
         dtype: type of a stored token.
         parts: `train` and `valid`.
         skipped: number of files and records left out, by reason.

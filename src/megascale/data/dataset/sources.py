@@ -10,7 +10,7 @@ busy; a compressed file and a list of records are one piece.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -174,7 +174,7 @@ def _named_failures(*paths: str | Path) -> Iterator[None]:
         raise DataError(f"input {names} cannot be read: {error}; check its permissions or leave it out") from None
 
 
-def read(piece: InputPiece, key: str, meter: Meter | None = None) -> Iterator[TextRecord]:
+def read(piece: InputPiece, key: str, meter: Meter | None = None) -> Generator[TextRecord, None, None]:
     """Yield the documents of a piece in order; `meter` counts bytes and the time of reading and decompression.
 
     Raises DataError naming file and place for what cannot be read or is longer than a limit.
@@ -352,7 +352,7 @@ def _range(path: Path, start: int, stop: int, meter: Meter | None) -> Iterator[t
             at += len(line)
 
 
-def _split(chunks: Iterable[tuple[bytes, int]], limit: int) -> Iterator[tuple[bytes, int, int]]:
+def _split(chunks: Iterable[tuple[bytes, int]], limit: int) -> Generator[tuple[bytes, int, int], None, None]:
     """Yield the lines of a stream, where each begins in it, and the input read since the line before.
 
     What follows the last line's end comes last, even if it is nothing. Raises TooLongError for a line of more than
