@@ -216,6 +216,7 @@ def _text(path: Path, side: str, meter: Meter | None) -> TextRecord:
 
 def _lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) -> Iterator[TextRecord]:
     compressed = bool(compression_of(path))
+    lines: Iterator[tuple[bytes, int, int]]
     if compressed:
         lines = _split(read_chunks(path, meter), RECORD_LIMIT)
     else:
