@@ -154,6 +154,17 @@ def byte_pairs(**settings: object) -> Library:
     return inner
 
 
+def byte_pairs_with_a_prefix() -> Library:
+    """Tokens inside a word are marked, as in WordPiece; a merge takes the mark away."""
+    words = ["</s>", "<s>", "t", "<", *(f"##{c}" for c in "/s>hea"), "##s>", "##/s>", "th", "the"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    merges = [("##s", "##>"), ("##/", "##s>"), ("<", "##/s>"), ("t", "##h"), ("th", "##e")]
+    inner = Library(models.BPE(vocabulary, merges, continuing_subword_prefix="##"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<s>", "</s>"])
+    return inner
+
+
 def an_end_that_is_not_marked_as_special() -> Library:
     inner = byte_pairs()
     record = json.loads(inner.to_str())
@@ -169,6 +180,7 @@ def an_end_that_is_not_marked_as_special() -> Library:
         word_pieces_of_whole_words,
         byte_pairs,
         lambda: byte_pairs(ignore_merges=True),
+        byte_pairs_with_a_prefix,
         an_end_that_is_not_marked_as_special,
     ],
 )

@@ -51,4 +51,4 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: int, lost_bytes: int = 0
 
     Bytes that no token stands for are counted as they are, 8 bits each: predicting that a text is unknown is easy.
     """
-    return (loss * tokens / math.log(2) + 8 * lost_bytes) / text_bytes
+    return loss * tokens / (math.log(2) * text_bytes) + 8 * lost_bytes / text_bytes

@@ -172,6 +172,8 @@ def _encoder(inner: Any, record: dict[str, Any], special: list[int]) -> Any:
         return inner
     encoder = type(inner).from_str(json.dumps(protected))
     _encode_text_alone(encoder)
+    if set(encoder.get_vocab().values()) != set(inner.get_vocab().values()):
+        raise DataError("special tokens of this tokenizer.json cannot be kept out of text: its ids have gaps")
     return encoder
 
 

@@ -48,16 +48,21 @@ def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
     return vocabulary
 
 
-def _merge_parts(merge: str | list[str]) -> list[str]:
-    """Return both parts of a merge, which older files write as one string."""
-    return merge.split(" ") if isinstance(merge, str) else merge
+def _merge_names(merge: str | list[str], prefix: str) -> list[str]:
+    """Return both parts of a merge and what it makes of them; older files write the parts as one string.
+
+    `prefix` begins the names of tokens inside a word, so the second part loses it.
+    """
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return [first, second, first + second.removeprefix(prefix)]
 
 
 def _made_by_bpe(model: dict[str, Any], names: set[str]) -> set[str]:
     """Return those names that characters or merges may become; a word that is a token needs no merges if so set."""
     if model.get("ignore_merges"):
         return names
-    made = {"".join(_merge_parts(merge)) for merge in model.get("merges") or []}
+    prefix = model.get("continuing_subword_prefix") or ""
+    made = {_merge_names(merge, prefix)[2] for merge in model.get("merges") or []}
     return {name for name in names if len(name) == 1 or name in made}
 
 
@@ -70,10 +75,9 @@ def _renamed(model: dict[str, Any], placeholders: dict[str, str]) -> dict[str, A
     if model.get("unk_token") in placeholders:
         changed["unk_token"] = placeholders[model["unk_token"]]
     if placeholders and model.get("merges"):
+        prefix = model.get("continuing_subword_prefix") or ""
         changed["merges"] = [
-            merge
-            for merge in model["merges"]
-            if placeholders.keys().isdisjoint([*_merge_parts(merge), "".join(_merge_parts(merge))])
+            merge for merge in model["merges"] if placeholders.keys().isdisjoint(_merge_names(merge, prefix))
         ]
     return changed
 
