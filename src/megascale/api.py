@@ -62,10 +62,15 @@ def resolve(config: Config) -> Config:
     """
     if not config.data.train and config.model.vocab_size is not None:
         return config
+    from megascale.data.dataset.presence import check_entry
+    from megascale.data.dataset.tokenizer_agreement import check_replaced
     from megascale.data.tokenizer.tokenizer import tokenizer_for
 
     if config.model.vocab_size is not None and config.data.tokenizer is None:
         return config
+    if config.data.train and config.data.tokenizer is None:
+        check_entry(config.data.train[0])  # the tokenizer is looked for beside it
+        check_replaced(config.data)
     size = tokenizer_for(config.data).vocab_size
     if config.model.vocab_size is None:
         model = config.model.model_copy(update={"vocab_size": size})
@@ -136,7 +141,7 @@ def evaluate(
     `stride`: tokens that each window predicts; default: all of its model.sequence_length. `linear_precision`: another
     train.linear_precision than that of training. DataError if the file's tokens are another tokenizer's than the run's.
     """
-    from megascale.data.dataset import tokenizer_agreement
+    from megascale.data.dataset import integrity, tokenizer_agreement
     from megascale.train.evaluation import evaluate_file
     from megascale.train.restore import restore
     from megascale.train.run_folder import run_config
@@ -148,6 +153,7 @@ def evaluate(
     # Before the model, which may take a while to read.
     own = tokenizer_agreement.check_run(Path(run), config)
     tokenizer_agreement.check_tokens(named, prefix, own, config.model.vocab_size)
+    integrity.check_sample(named, prefix)
     engine, config = restore(Path(run), step=step, device=device, linear_precision=linear_precision)
     return evaluate_file(engine, config, prefix, stride=stride, named=named)
 

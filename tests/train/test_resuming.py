@@ -139,6 +139,21 @@ def test_data_that_changed_is_refused_and_may_move(again, tmp_path) -> None:
     assert [r["step"] for r in lines(run / "samples" / "ledger.jsonl")] == list(range(1, 9))
 
 
+def test_data_as_an_older_version_remembers_it(again) -> None:
+    """Its checkpoints and its record know fewer places of each file."""
+    from megascale.data.dataset.file_hash import even_part, fingerprint
+    from megascale.train.resume import data_hash
+
+    files = [again.folder / "data" / f"train.{kind}" for kind in ("bin", "idx")]
+    known = {str(file): even_part(fingerprint(file)) for file in files}
+    rewrite_state(again.run, data=data_hash(known.values()))
+    (again.run / "samples" / "sources.json").write_text(json.dumps(known))
+    assert lines(again() / "samples" / "ledger.jsonl")[-1]["step"] == 8
+    rewrite_state(again.run, data=data_hash(["1-other"]))
+    (again.run / "samples" / "sources.json").unlink()
+    refused(again, "--train.steps=9", says="other contents")
+
+
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizers")

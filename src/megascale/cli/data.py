@@ -11,6 +11,14 @@ from megascale.core import strict_json
 data = typer.Typer(no_args_is_help=True, help="Make data sets of text and look into them.")
 
 
+# What `data inspect` says of a comparison with the checksum in dataset.json.
+_COMPARED = {
+    "all": "all tokens are as they were built",
+    "sample": "a sample of the tokens is as it was built (--full reads all)",
+    "none": "not compared: no checksum was recorded when they were made",
+}
+
+
 def register(app: typer.Typer) -> None:
     """Add `data` to the command line."""
     app.add_typer(data, name="data")
@@ -32,8 +40,8 @@ def build(
 ) -> None:
     """Make a data set: token files for training and evaluation, a tokenizer and a manifest.
 
-    Reads text files (each is a document), .jsonl, .jsonl.gz, .jsonl.zst and .parquet, and folders of them. Killed and
-    called again it goes on where it stopped; when all is done it says so and does nothing.
+    Reads text files (each is a document), .jsonl and .json (also .gz and .zst), .parquet, and folders of them. Killed
+    and called again it goes on where it stopped; when all is done it says so and does nothing.
 
     Examples:
 
@@ -76,7 +84,9 @@ def build(
         )
     console.print(table)
     for reason, count in made.manifest.skipped.items():
-        console.print(f"skipped {count} files: {reason}")
+        console.print(f"skipped {reason}: {count:,}", markup=False)
+    for note in made.manifest.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
         f"Train on it with --data.train={out}/train --data.valid={out}/valid", soft_wrap=True, highlight=False
     )
@@ -88,15 +98,19 @@ def inspect(
     samples: int = typer.Option(3, help="Documents to show the beginning of."),
     tokens: int = typer.Option(64, help="Tokens to show of each."),
     tokenizer: Path | None = typer.Option(None, help="tokenizer.json; default: the one beside the token file."),
+    full: bool = typer.Option(False, "--full", help="Compare all tokens with their checksum, not a sample."),
     as_json: bool = typer.Option(False, "--json", help="Print as JSON, one line a token file."),
 ) -> None:
     """Check token files and show what they hold: documents, lengths, decoded samples.
 
-    Reads any Megatron-LM .bin/.idx pair. Exit code 4 if a file is damaged or does not fit its tokenizer.
+    Reads any Megatron-LM .bin/.idx pair. Exit code 4 if a file is damaged or does not fit its tokenizer. The tokens
+    of a data set built here are compared with a checksum: a sample of them, or all with --full.
 
     Examples:
 
         megascale data inspect datasets/stdlib
+
+        megascale data inspect datasets/stdlib --full
 
         megascale data inspect corpus_text_document --tokenizer gpt2/tokenizer.json --samples 10
     """
@@ -110,7 +124,7 @@ def inspect(
 
     console = Console()
     for prefix in prefixes(path):
-        facts = describe(prefix, samples, tokens, tokenizer)
+        facts = describe(prefix, samples, tokens, tokenizer, full=full)
         if as_json:
             typer.echo(strict_json.dumps(asdict(facts)))
             continue
@@ -122,6 +136,12 @@ def inspect(
         console.print(
             f"  tokens     {facts.tokens:,} ({facts.dtype}, {facts.bytes:,} bytes), largest id {facts.largest_id}"
         )
+        console.print(f"  contents   {_COMPARED[facts.compared]}")
+        if facts.longest_run is not None:
+            length, first, token = facts.longest_run
+            console.print(
+                f"  repeated   id {token}, {length:,} times from token {first:,} on (the longest run of one id)"
+            )
         console.print(f"  lengths    {low:,} to {high:,} tokens a document, median {median:,}, mean {mean:,.1f}")
         console.print(f"  tokenizer  {escape(facts.tokenizer or 'none beside it; ids are shown as they are')}")
         table = Table("tokens in a document", "documents", "")

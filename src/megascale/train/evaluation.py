@@ -59,4 +59,4 @@ def evaluate_file(
     part = part_of(prefix) if count == held_out.windows else None
     if part is None:
         return Evaluation(loss, tokens, None, None)
-    return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes), part.compressed)
+    return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes, part.lost_bytes), part.compressed)

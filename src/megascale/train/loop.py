@@ -79,6 +79,7 @@ class Trainer:
         self.ending = Ending(config, place, self.folder)
         self._unread: tuple[dict[str, Any], StepResult] | None = None
         self._load: dict[str, float] = {}  # what loading took, and this rank's bytes
+        self._data_notes: list[str] = []
         self._skipped = 0  # steps of this process whose gradient was not finite
         self._stopping = False  # agreed by all ranks
         self._told_active = False
@@ -369,7 +370,7 @@ class Trainer:
         problem = None
         if feed:
             try:
-                self.feed.start(self.consumed)
+                self._data_notes = self.feed.start(self.consumed)
             except DataError as error:
                 problem = str(error)
         if problem := next(filter(None, self.checkpointer.peers.exchange(problem, str | None)), None):
@@ -401,7 +402,7 @@ class Trainer:
             took = self._load["load_seconds"]
             size = f": {self._load['read_bytes'] / 1e9:.1f} GB by rank 0 in {took:.1f} s" if took >= 1.0 else ""
             self.reporter.say(f"resuming {self.folder.path} after step {self.step}{where}{size}")
-        for note in self.origin.notes:
+        for note in (*self.origin.notes, *self._data_notes):
             self.reporter.say(note)
         if self.origin.changes:
             self.reporter.say(setting_changes.line(self.origin.changes, self.step))

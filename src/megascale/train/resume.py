@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from megascale.checkpoint.setting_changes import Change
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.data.dataset import fingerprint
+from megascale.data.dataset.file_hash import even_part
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
@@ -151,8 +152,11 @@ class Origin:
     def _wrong_data(self, state: Mapping[str, Any], name: str) -> str | None:
         if "data.train" in self.accepted or state.get("data") in (None, self._facts["data"]):
             return None
+        present = fingerprint.fingerprints(self.config)
+        if state["data"] == data_hash(map(even_part, present.values())):
+            return None  # an older version's checkpoint knows fewer places of the files
         # The run folder's record, where there is one, names the files; it is a DataError of its own.
-        fingerprint.compare(self.run.samples.parent / fingerprint.NAME, fingerprint.fingerprints(self.config))
+        fingerprint.compare(self.run.samples.parent / fingerprint.NAME, present)
         return (
             f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
             "trained with: samples would be repeated or skipped. Put the files back, begin anew with another "
@@ -267,9 +271,13 @@ def check_tokenizer(run: Path, config: Config, tokenizer: Tokenizer, step: int |
 
 def facts(config: Config) -> dict[str, Any]:
     """What a checkpoint keeps of its data: a hash of all files' fingerprints in order, and the tokenizer's."""
-    prints = list(fingerprint.fingerprints(config).values())
-    digest = hashlib.blake2b(json.dumps(prints).encode(), digest_size=16).hexdigest()
-    return {"data": digest, "tokenizer": tokenizer_hash(config)}
+    data = data_hash(fingerprint.fingerprints(config).values())
+    return {"data": data, "tokenizer": tokenizer_hash(config)}
+
+
+def data_hash(fingerprints: Iterable[str]) -> str:
+    """Return a hash of the fingerprints of all data files in order."""
+    return hashlib.blake2b(json.dumps(list(fingerprints)).encode(), digest_size=16).hexdigest()
 
 
 def tokenizer_hash(config: Config) -> str | None:

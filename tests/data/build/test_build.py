@@ -120,7 +120,11 @@ def test_unusable_inputs(tmp_path: Path) -> None:
     (binary / "a.bin").write_bytes(bytes(range(256)) * 10)
     (binary / "b.txt").write_bytes(b"\xff\xfe\xfa not utf-8")
     (binary / "c.txt").write_text(" \n")
-    for where, says in [(empty, "no files in"), (binary, "2 not UTF-8 text, 1 empty"), (tmp_path / "no", "not exist")]:
+    for where, says in [
+        (empty, "no files in"),
+        (binary, r"files \(not UTF-8 text\): 2, files \(empty\): 1"),
+        (tmp_path / "no", "not exist"),
+    ]:
         with pytest.raises(DataError, match=says):
             build(tmp_path / "out", inputs=[where], progress=False)
     assert not (tmp_path / "out").exists()

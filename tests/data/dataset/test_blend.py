@@ -111,6 +111,18 @@ def test_a_files_own_order_does_not_depend_on_the_weights(tmp_path: Path) -> Non
         assert np.array_equal(x[:n], y[:n])
 
 
+def test_each_epoch_of_each_file_has_an_order_of_its_own(tmp_path: Path) -> None:
+    """A model that meets its data in one order each epoch learns the order; files of one size share none either."""
+    ids = source(tmp_path, [1, 1], [40, 40]).ids(0, 320)
+    orders = [
+        tuple(ids[(ids[:, 0] == epoch) & (ids[:, 1] == file), 2].tolist()) for file in (0, 1) for epoch in range(4)
+    ]
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    assert len(set(orders)) == 8
+    other = source(tmp_path, [1, 1], [40, 40], seed=4).ids(0, 320)
+    assert not np.array_equal(other[:, 2], ids[:, 2])
+
+
 @pytest.mark.parametrize(
     ("weights", "says"), [([1, 0], "positive"), ([1, float("nan")], "finite"), ([1], "one weight")]
 )

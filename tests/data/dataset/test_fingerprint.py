@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from megascale import config as configuration
 from megascale.config import Config
 from megascale.data.build.builder import build
-from megascale.data.dataset.file_hash import fingerprint
+from megascale.data.dataset.file_hash import even_part, fingerprint
 from megascale.data.dataset.fingerprint import check_tokenizers, watch
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.tokenizer.tokenizer import load_tokenizer
@@ -26,12 +27,12 @@ def configured(runs: Path, *train: Path, **data: Any) -> Config:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
-    """Two token files of 200 kB."""
+    """Two token files of 1 MB, of which a fingerprint reads a part."""
     made = [tmp_path / "data" / name for name in ("one", "two")]
     made[0].parent.mkdir()
     for number, prefix in enumerate(made):
         with IndexedWriter(prefix, "uint16") as writer:
-            writer.add(np.arange(100_000) % (60 + number))
+            writer.add(np.arange(500_000) % (60 + number))
     return made
 
 
@@ -42,12 +43,20 @@ def damage(kind: str, shards: list[Path]) -> None:
     elif kind == "no index":
         two.with_suffix(".idx").unlink()
     elif kind == "cut off":
-        os.truncate(two, 150_000)
+        os.truncate(two, 750_000)
     elif kind == "longer":
         with open(two, "ab") as file:
             file.write(bytes(2))
     elif kind == "another":
         two.write_bytes(two.read_bytes()[::-1])
+    elif kind == "zeroed but for its ends":
+        contents = two.read_bytes()
+        two.write_bytes(contents[:4096] + bytes(len(contents) - 8192) + contents[-4096:])
+    elif kind == "zeroed between even places":
+        zeroed, contents = bytearray(two.stat().st_size), two.read_bytes()
+        for start in ((len(contents) - 4096) * i // 15 for i in range(16)):
+            zeroed[start : start + 4096] = contents[start : start + 4096]
+        two.write_bytes(zeroed)
     else:
         one.rename(one.with_name("x"))
         two.rename(one)
@@ -62,6 +71,8 @@ def damage(kind: str, shards: list[Path]) -> None:
         ("cut off", r"two\.bin was changed.*put the files back.*--train\.name"),
         ("longer", r"two\.bin was changed"),
         ("another", r"two\.bin was changed"),
+        ("zeroed but for its ends", r"two\.bin was changed"),
+        ("zeroed between even places", r"two\.bin was changed"),
         ("exchanged", r"one\.bin was changed.*two\.bin was changed"),
     ],
 )
@@ -87,10 +98,45 @@ def test_order_counts_and_place_does_not(tmp_path: Path, shards: list[Path]) -> 
 
 def test_every_size_has_a_fingerprint(tmp_path: Path) -> None:
     seen = set()
-    for size in (0, 1, 4095, 4096, 4097, 70_000):
+    for size in (0, 1, 4095, 4096, 4097, 70_000, 1 << 18, (1 << 18) + 1, 1 << 20):
         (tmp_path / "a").write_bytes(bytes(size))
         seen.add(fingerprint(tmp_path / "a"))
-    assert len(seen) == 6
+    assert len(seen) == 9
+
+
+@pytest.mark.parametrize("size", [5000, 200_000, 3_000_000, 50_000_000])
+def test_a_part_of_a_file_that_changed_shows(tmp_path: Path, size: int) -> None:
+    """A sixteenth of a file shows wherever it lies; a small file is read as a whole."""
+    path = tmp_path / "a"
+    with open(path, "wb") as file:
+        file.truncate(size)
+    before = fingerprint(path)
+    assert fingerprint(path) == before
+    for part in range(16):
+        with open(path, "r+b") as file:
+            file.seek(size * part // 16)
+            file.write(b"x" * (size // 16))
+        assert fingerprint(path) != before
+        with open(path, "r+b") as file:
+            file.seek(size * part // 16)
+            file.write(bytes(size // 16))
+    assert fingerprint(path) == before
+    if size <= 200_000:
+        with open(path, "r+b") as file:
+            file.seek(size // 3)
+            file.write(b"x")
+        assert fingerprint(path) != before
+
+
+def test_a_record_of_an_older_version_is_compared_as_far_as_it_goes(tmp_path: Path, shards: list[Path]) -> None:
+    config = configured(tmp_path / "runs", *shards)
+    watch(config, 0, leader=True)
+    record = config.run_folder / "samples" / "sources.json"
+    record.write_text(json.dumps({path: even_part(value) for path, value in json.loads(record.read_text()).items()}))
+    watch(config, 8, leader=True)
+    damage("another", shards)
+    with pytest.raises(DataError, match=r"two\.bin was changed"):
+        watch(config, 8, leader=True)
 
 
 def test_shards_of_another_tokenizer(tmp_path: Path) -> None:

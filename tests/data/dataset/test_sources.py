@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.data.build.split import Split, place
-from megascale.data.dataset import sources
+from megascale.data.dataset import compressed_files, sources
+from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.sources import clean, cut, find_files, read
 from megascale.errors import DataError
 
@@ -59,7 +60,7 @@ def test_compressed_files_of_several_members(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_cut_off_or_damaged_compression_is_named(tmp_path: Path, kind: str, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "_CHUNK", 1000)
+    monkeypatch.setattr(compressed_files, "CHUNK", 1000)
     if kind == "gz":
         data = gzip.compress(jsonl(TEXTS))
     else:
@@ -84,7 +85,7 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
     assert len(cut(find_files([path]), 1)) == 7
     with pytest.raises(DataError, match=r"no column 'text'.*'body'.*--text-key"):
         documents(path)
-    with pytest.raises(DataError, match="no text under 'n'"):
+    with pytest.raises(DataError, match=r"row 1 of groups 0 on has a number under 'n', not text; .*--text-key"):
         documents(path, key="n")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a parquet file"):
@@ -97,8 +98,10 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
         (b'{"text": "cut o', "line 2 is not JSON"),
         (b"\xff\xfe", "line 2 is not JSON"),
         (b'{"txt": "a"}', "line 2 has no text under 'text' .it has 'txt'.*--text-key"),
-        (b'{"text": 5}', "no text under"),
-        (b'["text"]', "it has list"),
+        (b'{"text": 5}', "line 2 has a number under 'text', not text"),
+        (b'{"text": ["a"]}', "line 2 has a list under 'text', not text"),
+        (b'["text"]', "line 2 is a list where an object"),
+        (b"null", "line 2 is null where an object"),
         (b"[" * 100_000, "line 2 is not JSON"),
     ],
 )
@@ -107,6 +110,225 @@ def test_bad_lines_are_named(tmp_path: Path, line: bytes, says: str) -> None:
     with pytest.raises(DataError, match=says) as caught:
         documents(tmp_path / "a.jsonl")
     assert "a.jsonl" in str(caught.value)
+
+
+def left_out(path: Path, key: str = "text") -> Counter[str]:
+    items = [item for piece in cut(find_files([path]), 1 << 20) for item in read(piece, key)]
+    assert sum(item.size for item in items) == path.stat().st_size
+    return Counter(item.skipped for item in items if item.skipped)
+
+
+def as_list(indent: int | None) -> bytes:
+    return json.dumps([{"id": i, "text": t} for i, t in enumerate(TEXTS)], indent=indent).encode()
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.JSONL", "a.json.gz", "a.Json.GZ", "a.jsonlines.zst", "a.JSON.ZST"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_records_by_any_name(tmp_path: Path, name: str, mark: bytes) -> None:
+    """One record per line is read as such whatever the case of the suffix, also with a byte order mark."""
+    data = mark + jsonl(TEXTS)
+    if name.lower().endswith(".gz"):
+        data = gzip.compress(data)
+    elif name.lower().endswith(".zst"):
+        data = pytest.importorskip("zstandard").compress(data)
+    (tmp_path / name).write_bytes(data)
+    assert documents(tmp_path / name) == documents(tmp_path / name, size=100) == TEXTS
+    assert not left_out(tmp_path / name)
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize(
+    "data",
+    [
+        as_list(None),
+        as_list(2),
+        b" \n[\n" + b",\n".join(jsonl(TEXTS).splitlines()) + b"\n]\n",
+        b"\n".join(json.dumps({"text": t}, indent=1, ensure_ascii=False).encode() for t in TEXTS),
+        as_list(None) + b"\n[]",
+        b"\xef\xbb\xbf" + as_list(None),
+    ],
+    ids=["list", "indented list", "list of lines", "indented records", "two lists", "byte order mark"],
+)
+def test_json_that_is_not_one_record_per_line(tmp_path: Path, data: bytes, chunk: int, monkeypatch) -> None:
+    monkeypatch.setattr(compressed_files, "CHUNK", chunk)
+    for name, contents in (("a.json", data), ("a.json.gz", gzip.compress(data))):
+        (tmp_path / name).write_bytes(contents)
+        assert documents(tmp_path / name) == TEXTS
+        assert not left_out(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'{"name": "settings"}\n', sources.NOT_RECORDS),
+        (b'{"data": [{"text": "a"}]}', sources.NOT_RECORDS),
+        (b'["a", "b"]', sources.NOT_RECORDS),
+        (b"{ // a comment\n}", sources.NOT_JSON),
+        (b"\xff\xfe[\x00]\x00", sources.NOT_JSON),
+        (b"[]", sources.EMPTY_FILE),
+        (b"", sources.EMPTY_FILE),
+    ],
+)
+def test_json_without_records_is_left_out_and_counted(tmp_path: Path, data: bytes, reason: str) -> None:
+    (tmp_path / "a.json").write_bytes(data)
+    assert documents(tmp_path / "a.json") == []
+    assert left_out(tmp_path / "a.json") == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"body": "a"}\n{"body": "b"}', "line 1 has no text under 'text' .it has 'body'.*--text-key"),
+        (b'[{"body": "a"}]', "record 1 has no text under 'text' .it has 'body'.*--text-key"),
+        (b'{\n"body": "a"}\n{"body": "b"}', "record 1 has no text under 'text'"),
+        (b'[{"text": "a"}, 5]', "record 2 is a number where an object"),
+        (b'[{"text": "a"}, {"text": "b"', "record 2 is not JSON"),
+        (b'[{"text": "a"} {"text": "b"}]', "record 2 is not JSON"),
+        (b'[{"text": "a', "record 1 is not JSON"),
+        (b'[{"text": "a"}', "record 2 is not JSON"),
+        (b'[{"text": "a"}, ' + b"[" * 100_000, "record 2 is not JSON"),
+    ],
+)
+def test_damaged_or_other_records_are_named(tmp_path: Path, data: bytes, says: str) -> None:
+    (tmp_path / "a.json").write_bytes(data)
+    with pytest.raises(DataError, match=rf"a\.json, {says}"):
+        documents(tmp_path / "a.json")
+
+
+def test_null_and_empty_texts_are_left_out_and_counted(tmp_path: Path) -> None:
+    """In JSON and parquet alike; lines without characters are no records."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    data = b'{"text": null}\n\n{"text": "a"}\n  \n{"text": " "}\n{"text": null}\n'
+    (tmp_path / "a.jsonl").write_bytes(data)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "a.json").write_text(json.dumps([json.loads(line) for line in data.splitlines() if line.strip()]))
+    pq.write_table(pa.table({"text": [None, "a", " ", None]}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.jsonl.gz", "a.json"):
+        assert documents(tmp_path / name) == ["a"]
+        assert left_out(tmp_path / name) == {sources.NULL_TEXT: 2, sources.EMPTY_TEXT: 1}
+    items = [item for piece in cut(find_files([tmp_path / "a.parquet"]), 1) for item in read(piece, "text")]
+    assert Counter(item.skipped for item in items) == {"": 1, sources.NULL_TEXT: 2, sources.EMPTY_TEXT: 1}
+
+
+@pytest.mark.parametrize("kind", ["binary", "large_binary", "binary_view", "dictionary"])
+def test_parquet_text_as_bytes(tmp_path: Path, kind: str) -> None:
+    """UTF-8 in a column of bytes is text; a value in another encoding is left out and counted."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    values = [*(text.encode() for text in TEXTS), None, b"\xff\xfe"]
+    column = pa.array(values, pa.binary() if kind == "dictionary" else getattr(pa, kind)())
+    pq.write_table(
+        pa.table({"text": column.dictionary_encode() if kind == "dictionary" else column}), tmp_path / "a.PARQUET"
+    )
+    assert documents(tmp_path / "a.PARQUET") == TEXTS
+    (piece,) = cut(find_files([tmp_path / "a.PARQUET"]), 1 << 20)
+    reasons = Counter(item.skipped for item in read(piece, "text"))
+    assert reasons == {"": len(TEXTS), sources.NULL_TEXT: 1, sources.RECORD_NOT_UTF8: 1}
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_padding_with_zeros_is_ignored(tmp_path: Path, kind: str, monkeypatch) -> None:
+    """Tapes and block devices pad files; gzip reads on after zeros, and a sound file must not be called damaged."""
+    compress = gzip.compress if kind == "gz" else pytest.importorskip("zstandard").compress
+    half = len(TEXTS) // 2
+    data = compress(jsonl(TEXTS[:half])) + bytes(700) + compress(jsonl(TEXTS[half:])) + bytes(5000)
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.write_bytes(data)
+    for chunk in (1 << 20, 100):
+        monkeypatch.setattr(compressed_files, "CHUNK", chunk)
+        assert documents(path) == TEXTS
+        assert not left_out(path)
+    path.write_bytes(data + b"x")
+    with pytest.raises(DataError, match=r"is (damaged|cut off)"):
+        documents(path)
+    path.write_bytes(bytes(100) + data)
+    with pytest.raises(DataError, match="is damaged"):
+        documents(path)
+
+
+def test_a_zstd_window_of_any_length(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    for log in (27, 28, zstandard.WINDOWLOG_MAX):
+        settings = zstandard.ZstdCompressionParameters.from_level(1, window_log=log, enable_ldm=True)
+        squeeze = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+        (tmp_path / "a.jsonl.zst").write_bytes(squeeze.compress(jsonl(TEXTS)) + squeeze.flush())
+        assert documents(tmp_path / "a.jsonl.zst") == TEXTS
+
+
+LONG = json.dumps({"text": "y" * 900}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", jsonl(TEXTS) + LONG),
+        ("a.jsonl", LONG + b"\n" + jsonl(TEXTS)),
+        ("a.jsonl.gz", gzip.compress(jsonl(TEXTS) + LONG)),
+        ("a.json", b"[" + LONG + b"]"),
+        ("a.json", b'[{"text": "a"},\n' + LONG + b"]"),
+        ("a.json.gz", gzip.compress(LONG)),
+        ("a.json", b'{"text": "' + b"y" * 900),
+    ],
+)
+def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, name: str, data: bytes, monkeypatch) -> None:
+    """A few kilobytes may unpack to gigabytes without a line's end: what is held in memory has a limit."""
+    monkeypatch.setattr(sources, "RECORD_LIMIT", 800)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=r"a\.json.* is longer than 800 bytes, the limit for one record"):
+        documents(tmp_path / name)
+    monkeypatch.setattr(sources, "RECORD_LIMIT", 1000)
+    if data.count(b"}") or name.endswith(".gz"):
+        assert "y" * 900 in documents(tmp_path / name)
+
+
+def test_a_text_in_parquet_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a", "y" * 900]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(sources, "_PARQUET_BYTES", 1)  # rows are read one by one where they are long
+    assert documents(tmp_path / "a.parquet") == ["a", "y" * 900]
+    monkeypatch.setattr(sources, "RECORD_LIMIT", 800)
+    with pytest.raises(DataError, match="row 2 of groups 0 on is longer than 800 bytes"):
+        documents(tmp_path / "a.parquet")
+
+
+def test_a_text_file_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "UNPACKED_TEXT_LIMIT", 800)
+    monkeypatch.setattr(sources, "TEXT_LIMIT", 900)
+    for name, data in (("a.txt.gz", gzip.compress(b"y" * 801)), ("a.txt", b"y" * 901)):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=r"a\.txt.* holds more than [89]00 bytes of text, the limit for one doc"):
+            documents(tmp_path / name)
+    (tmp_path / "a.txt").write_bytes(b"y" * 900)
+    assert documents(tmp_path / "a.txt") == ["y" * 900]
+    (tmp_path / "a.txt").write_bytes(bytes(2000))  # what is not text is left out, however long it is
+    assert left_out(tmp_path / "a.txt") == {sources.NOT_UTF8: 1}
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    """Each step of decompression yields a bounded chunk, so a line of gigabytes ends at the limit, not at the end."""
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"y" * (8 << 20), 1))
+    (tmp_path / "a.zst").write_bytes(zstandard.compress(b"y" * (8 << 20)))
+    for name in ("a.gz", "a.zst"):
+        sizes = [len(chunk) for chunk, _ in compressed_files.read_chunks(tmp_path / name)]
+        assert sum(sizes) == 8 << 20
+        assert name.endswith(".zst") or max(sizes) <= compressed_files.CHUNK
+    monster = zstandard.compress(b"y" * (64 << 20)) * 100
+    (tmp_path / "a.zst").write_bytes(monster)
+    first = next(chunk for chunk, _ in compressed_files.read_chunks(tmp_path / "a.zst") if chunk)
+    assert len(first) <= 128 << 20
+
+
+def test_half_of_a_pair_is_not_text(tmp_path: Path) -> None:
+    for name in ("a.bin", "b.BIN", "c.idx"):
+        (tmp_path / name).write_text("looks like text")
+        assert not is_text(tmp_path / name)
+    assert is_text(tmp_path)
 
 
 def test_text_files_and_hidden_ones(tmp_path: Path) -> None:
@@ -126,22 +348,3 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b \ud83d\ude00"}')
     assert documents(tmp_path / "a.jsonl") == ["a�b \U0001f600"]
     assert clean("a\ud83d\ude00") == "a\U0001f600"
-
-
-@given(sizes=st.lists(st.integers(1, 1000), min_size=20, max_size=60), share=st.floats(0.01, 0.5))
-@settings(max_examples=60, deadline=None)
-def test_known_documents_are_split_by_bytes(sizes: list[int], share: float) -> None:
-    texts = [f"{i}:" + "x" * size for i, size in enumerate(sizes)]
-    split = Split.of([(place(t), len(t)) for t in texts], share)
-    sides = [split.parts(sources.TextRecord(t, 0))[0][0] for t in texts]
-    held = sum(len(t) for t, side in zip(texts, sides, strict=True) if side == "valid")
-    assert 0 < held < sum(map(len, texts))
-    assert held < share * sum(map(len, texts)) + max(map(len, texts))
-
-
-def test_equal_documents_stand_on_one_side() -> None:
-    split = Split.by_share(0.3)
-    for text in TEXTS:
-        assert split.parts(sources.TextRecord(text, 0)) == split.parts(sources.TextRecord(text, 99))
-    sides = [split.parts(sources.TextRecord(text, 0))[0][0] for text in TEXTS]
-    assert 0.2 < sides.count("valid") / len(sides) < 0.4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from megascale import api
 from megascale.config import from_tree
 from megascale.data.build.builder import build
+from megascale.data.dataset.description import describe
 from megascale.data.dataset.fingerprint import check_tokenizers
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import HeldOut, SampleSource
@@ -116,6 +118,62 @@ def test_a_tokenizer_exchanged_under_a_run_is_noticed(made: Path, tmp_path: Path
     assert api.evaluate(run, device="cpu").tokens
     with pytest.raises(DataError, match="of another tokenizer"):
         api.evaluate(run, str(made / "b" / "valid"), device="cpu")
+
+
+def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_path: Path) -> None:
+    """Before training, and in whatever uses it: the manifest keeps a hash of the tokenizer that made the tokens."""
+    shutil.copytree(made / "a", tmp_path / "a")
+    own = tmp_path / "a" / "tokenizer.json"
+    settings = tree(made, "x", train=[str(tmp_path / "a" / "train")])
+    settings["train"]["runs"] = str(tmp_path)
+    api.train(from_tree(settings))
+    run = tmp_path / "x"
+    shutil.copy(made / "b" / "tokenizer.json", own)
+    refused = rf"{own} is not the tokenizer that {tmp_path}/a was built with \(sha256 .*290 entries.*Put the files back"
+    settings["train"]["name"] = "y"
+    config = from_tree(settings)
+    for use in (
+        lambda: api.resolve(config),
+        lambda: api.train(config),
+        lambda: check_tokenizers(config),
+        lambda: list(api.generate(run, "word", device="cpu")),
+        lambda: api.evaluate(run, device="cpu"),
+        lambda: describe(tmp_path / "a" / "train"),
+    ):
+        with pytest.raises(DataError, match=refused):
+            use()
+    assert not (tmp_path / "y" / "metrics.jsonl").exists()
+    exported = api.export_model(run, tmp_path / "out", family="gpt2")
+    assert not exported.tokenizer
+    assert "was built with" in exported.notes[0]
+    settings["data"]["tokenizer"] = str(made / "a" / "tokenizer.json")
+    check_tokenizers(from_tree(settings))  # another one is named, so the file beside the tokens counts for nothing
+    # The build makes good what it finds damaged.
+    build(tmp_path / "a", inputs=[made / "in"], vocab_size=290, progress=False)
+    assert load_tokenizer(own).sha256 == load_tokenizer(made / "a" / "tokenizer.json").sha256
+
+
+def test_a_tokenizer_that_was_only_formatted_anew_is_the_same(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "a", tmp_path / "a")
+    own = tmp_path / "a" / "tokenizer.json"
+    config = from_tree(tree(made, "x", train=[str(tmp_path / "a" / "train")]))
+    own.write_text(json.dumps(json.loads(own.read_text())))
+    check_tokenizers(config)
+    own.write_text("{}")
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json that can be read"):
+        check_tokenizers(config)
+    own.unlink()
+    check_tokenizers(config)  # a missing one is no other one
+
+
+def test_another_end_of_a_document_is_another_tokenizer(made: Path, tmp_path: Path) -> None:
+    """The end is named by a file of its own, which may change while the tokenizer's does not."""
+    shutil.copytree(made / "a", tmp_path / "a")
+    config = from_tree(tree(made, "x", train=[str(tmp_path / "a" / "train")]))
+    check_tokenizers(config)
+    (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": "word"}')
+    with pytest.raises(DataError, match=r"end of a document that tokenizer_config\.json beside it names, was changed"):
+        check_tokenizers(config)
 
 
 def test_a_run_of_an_older_version_is_read(made: Path, tmp_path: Path) -> None:

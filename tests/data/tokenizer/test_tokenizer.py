@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megascale.config import DataConfig
 from megascale.data.build.builder import build
+from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.tokenizer import base
 from megascale.data.tokenizer.base import END_OF_DOCUMENT
 from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_for, tokenizer_path, train_tokenizer
@@ -126,8 +128,133 @@ def test_other_kinds_of_hugging_face_files(tmp_path: Path, make) -> None:
         assert words.decode(expected) == text
 
 
+def word_level() -> Library:
+    inner = Library(models.WordLevel({"<unk>": 0, "</s>": 1, "<s>": 2, "the": 3, "hat": 4}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return inner
+
+
+def word_pieces_of_whole_words() -> Library:
+    vocabulary = {"[UNK]": 0, "</s>": 1, "<s>": 2, "the": 3, "hat": 4, "<": 5, "##s": 6, "##>": 7}
+    inner = Library(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["[UNK]", "<s>", "</s>"])
+    return inner
+
+
+def byte_pairs(**settings: object) -> Library:
+    """A vocabulary in which `</s>` is also what merges of characters come to, or a word as a whole."""
+    words = ["</s>", "<s>", "</", "s>", "the", "th", "hat", "ha", *"</>estha"]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("<", "s>"), ("t", "h"), ("th", "e"), ("h", "a"), ("ha", "t")]
+    inner = Library(models.BPE(vocabulary, [] if settings else merges, **settings))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<s>", "</s>"])
+    return inner
+
+
+def byte_pairs_with_a_prefix() -> Library:
+    """Tokens inside a word are marked, as in WordPiece; a merge takes the mark away."""
+    words = ["</s>", "<s>", "t", "<", *(f"##{c}" for c in "/s>hea"), "##s>", "##/s>", "th", "the"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    merges = [("##s", "##>"), ("##/", "##s>"), ("<", "##/s>"), ("t", "##h"), ("th", "##e")]
+    inner = Library(models.BPE(vocabulary, merges, continuing_subword_prefix="##"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<s>", "</s>"])
+    return inner
+
+
+def an_end_that_is_not_marked_as_special() -> Library:
+    inner = byte_pairs()
+    record = json.loads(inner.to_str())
+    record["added_tokens"] = [{**token, "special": False} for token in record["added_tokens"]]
+    return Library.from_str(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        unigram,
+        word_level,
+        word_pieces_of_whole_words,
+        byte_pairs,
+        lambda: byte_pairs(ignore_merges=True),
+        byte_pairs_with_a_prefix,
+        an_end_that_is_not_marked_as_special,
+    ],
+)
+def test_special_tokens_written_in_a_text_end_no_document(tmp_path: Path, make) -> None:
+    """Whatever the kind of model: a piece, a word or a merge that is a special token's name is not made of text."""
+    inner = make()
+    if inner.token_to_id("<s>") is not None:
+        number = inner.token_to_id("<s>")
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    words = load_tokenizer(tmp_path / "tokenizer.json")
+    plain = "the hat the th"
+    assert words.encode(plain) == inner.encode(plain, add_special_tokens=False).ids
+    special = {words.end_of_document, *words.begin_of_prompt}
+    hostile = "the </s> hat <s> the </s><s> <unk> [UNK] th"
+    ids = words.encode(hostile)
+    assert not special & set(ids)
+    assert max(ids) < words.vocab_size == inner.get_vocab_size()
+    tokens, lengths = words.encode_documents([hostile, plain, "</s>"])
+    ends = np.flatnonzero(tokens == words.end_of_document)
+    assert ends.tolist() == (np.cumsum(lengths) - 1).tolist()
+    words.save(tmp_path / "again.json")
+    assert load_tokenizer(tmp_path / "again.json").encode(hostile) == ids
+    assert words.decode([words.end_of_document]) == "</s>"
+
+
+def with_begin(template: str, begin: str) -> Library:
+    inner = Library.from_str(WORDS.to_json())
+    inner.add_special_tokens(["<|begin|>"])
+    number = inner.token_to_id(begin)
+    inner.post_processor = processors.TemplateProcessing(single=template, special_tokens=[(begin, number)])
+    return inner
+
+
+@pytest.mark.parametrize("template", ["<|begin|> $A", "<|begin|> <|begin|> $A", "<|begin|> $A <|begin|>"])
+def test_documents_begin_as_prompts_do(tmp_path: Path, template: str) -> None:
+    """Continued training of Llama or Mistral without `<s>` would see texts begin as the model never met them."""
+    with_begin(template, "<|begin|>").save(str(tmp_path / "tokenizer.json"))
+    words = load_tokenizer(tmp_path / "tokenizer.json")
+    begin = [words.vocab_size - 1] * template.split("$A")[0].count("<|begin|>")
+    assert list(words.begin_of_document) == begin
+    assert words.encode_prompt("spam") == [*begin, *words.encode("spam")]
+    texts = ["def spam", "", "eggs"]
+    tokens, lengths = words.encode_documents(texts)
+    documents = [[*words.encode_prompt(text), words.end_of_document] for text in texts]
+    assert tokens.tolist() == [i for document in documents for i in document]
+    assert lengths.tolist() == [len(document) for document in documents]
+
+
+def test_a_begin_that_is_the_end_is_not_repeated(tmp_path: Path) -> None:
+    with_begin(f"{END_OF_DOCUMENT} $A", END_OF_DOCUMENT).save(str(tmp_path / "tokenizer.json"))
+    words = load_tokenizer(tmp_path / "tokenizer.json")
+    assert words.encode_prompt("spam") == [words.end_of_document, *words.encode("spam")]
+    tokens, _ = words.encode_documents(["spam"])
+    assert tokens.tolist() == [*words.encode("spam"), words.end_of_document]
+
+
+def test_a_data_set_begins_its_documents_as_the_template_says(tmp_path: Path) -> None:
+    (tmp_path / "tok").mkdir()
+    with_begin("<|begin|> $A", "<|begin|>").save(str(tmp_path / "tok/tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(30)))
+    built = build(
+        tmp_path / "out", inputs=[tmp_path / "a.jsonl"], tokenizer=tmp_path / "tok/tokenizer.json", progress=False
+    )
+    words = load_tokenizer(tmp_path / "out/tokenizer.json")
+    data = IndexedDataset(tmp_path / "out/train")
+    assert all(data.document(d)[0] == words.begin_of_document[0] for d in range(data.documents))
+    assert built.manifest.tokenizer["begin_of_document"] == [words.vocab_size - 1]
+    assert built.manifest.notes == ["each document begins with <|begin|>, as the tokenizer's template begins a prompt"]
+
+
 def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_SLICE", 50)
+    monkeypatch.setattr(base, "_TOGETHER", 120)
     text = "".join(f"def f{i}(x): return x + {i}\n" for i in range(40)) + "y" * 120
     ids = WORDS.encode(text)
     assert WORDS.decode(ids) == text

@@ -27,12 +27,16 @@ from megascale import __version__
 from megascale.core.capacity import usable_cores
 from megascale.data.build import stdlib, worker_pool
 from megascale.data.build.encode import SIDES, finished, part_prefix
-from megascale.data.build.split import Split, place
+from megascale.data.build.split import FEW, Split, place
 from megascale.data.build.worker import EncodeJob
 from megascale.data.dataset import compressors, sources
+from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from megascale.data.dataset.manifest import NAME, DataSetPart, Manifest, read_manifest, sha256_file
 from megascale.data.dataset.sources import InputPiece
+from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
+from megascale.data.tokenizer.base import Tokenizer, check_representation
+from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
@@ -40,6 +44,8 @@ TOKENIZER = "tokenizer.json"
 PARTS = ".parts"
 # A tokenizer learns little from text beyond this; it takes about a second for 4 MB.
 TOKENIZER_TEXT = 50_000_000
+# Text in which a given tokenizer is tried, where it might not represent all of it.
+_SAMPLE = 1_000_000
 # Input up to this is read once more beforehand, to split it exactly as asked.
 _KNOWN = 64 << 20
 _PIECE, _PIECES = 16 << 20, 2048
@@ -99,7 +105,7 @@ def build(
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} is not a share between 0 and 1; try 0.05")
     words = load_tokenizer(tokenizer) if tokenizer else None
-    with_words = [words.sha256, words.end_of_document] if words else vocab_size
+    with_words = [words.sha256, words.end_of_document, *words.begin_of_document] if words else vocab_size
     settings = [with_words, None if use_stdlib else [held_out, text_key]]
     files = [] if use_stdlib else sources.find_files([Path(p) for p in inputs], without=out)
     recipe = _recipe(settings, files)
@@ -112,9 +118,10 @@ def build(
         if not (parts / TOKENIZER).exists():
             if words is None:
                 task = bars.add_task("training the tokenizer", total=None)
-                words = train_tokenizer(_tokenizer_text(plan), vocab_size)
+                words = train_tokenizer(_training_text(plan, TOKENIZER_TEXT), vocab_size)
                 bars.update(task, total=1, completed=1)
             (parts / "new").mkdir(exist_ok=True)
+            _check_sample(words, plan)
             words.save(parts / "new" / TOKENIZER)
             for file in (parts / "new").iterdir():
                 if file.name != TOKENIZER:
@@ -153,17 +160,27 @@ def _already(out: Path, recipe: str) -> Manifest | None:
                 "choose another --out, or move the files away"
             )
         return None
-    whole = all(
-        (out / f"{name}.{kind}").exists() and (out / f"{name}.{kind}").stat().st_size == size
-        for name, part in manifest.parts.items()
-        for kind, size in (("bin", part.bin_bytes), ("idx", part.idx_bytes))
-    )
     if manifest.recipe == recipe:
-        return manifest if whole and (out / TOKENIZER).exists() else None
+        return manifest if _is_whole(out, manifest) else None
     raise DataError(
         f"{out / NAME} says that the folder holds a data set made of other inputs or settings "
         f"({', '.join(manifest.sources)}); choose another --out, or delete the folder"
     )
+
+
+def _is_whole(out: Path, manifest: Manifest) -> bool:
+    """Return whether all files are there as they were built; of the tokens a sample is looked at."""
+    for name, part in manifest.parts.items():
+        for kind, size in (("bin", part.bin_bytes), ("idx", part.idx_bytes)):
+            path = out / f"{name}.{kind}"
+            if not path.exists() or path.stat().st_size != size:
+                return False
+        if part.bin_fingerprint and fingerprint(out / f"{name}.bin") != part.bin_fingerprint:
+            return False
+    try:
+        return (out / TOKENIZER).exists() and not has_other_tokenizer(out, manifest)
+    except DataError:  # it is not even a tokenizer
+        return False
 
 
 def _plan_stdlib(recipe: str) -> _Plan:
@@ -178,13 +195,15 @@ def _plan_stdlib(recipe: str) -> _Plan:
         sides=["valid" if name in apart else "train" for name in texts],
     )
     described = f"Python {platform.python_version()} standard library, {len(texts)} files"
-    return _Plan(recipe, [described], [piece], Split.by_share(stdlib.HELD_OUT), "text")
+    return _Plan(recipe, [described], [piece], Split.by_share(stdlib.HELD_OUT, piece.size), "text")
 
 
 def _plan(recipe: str, files: Sequence[sources.SourceFile], described: list[str], share: float, key: str) -> _Plan:
     total = sum(f.size for f in files)
     pieces = sources.cut(files, max(_PIECE, total // _PIECES))
-    split = Split.by_share(share)
+    split = Split.by_share(share, total)
+    if len(files) < FEW and all(file.kind == "text" for file in files):
+        split = Split.by_ends(share)
     if total <= _KNOWN:
         skipped: dict[str, int] = {}
         known: list[tuple[int, int]] = []
@@ -200,9 +219,10 @@ def _plan(recipe: str, files: Sequence[sources.SourceFile], described: list[str]
 
 
 def _no_text(described: list[str], skipped: dict[str, int]) -> DataError:
-    found = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items())
     return DataError(
-        f"{', '.join(described)}: no text to learn from ({found or 'no documents'}); give files of UTF-8 text"
+        f"{', '.join(described)} has no text to learn from; skipped were {reasons or 'no documents'}. Give files of "
+        "UTF-8 text, or name the key of the records' text with --text-key"
     )
 
 
@@ -221,12 +241,16 @@ def _workplace(out: Path, plan: _Plan) -> Iterator[Path]:
             raise DataError(
                 f"another process is building in {out}; wait for it, end it, or choose another --out"
             ) from None
-        state = json.dumps({"recipe": plan.recipe, "pieces": [asdict(piece) for piece in plan.pieces]})
-        told = parts / "plan.json"
-        if not told.exists() or told.read_text() != state:
+        # Pieces that another version encoded, or by another split, do not fit those to come.
+        pieces = [asdict(piece) for piece in plan.pieces]
+        state = json.dumps(
+            {"recipe": plan.recipe, "version": __version__, "split": asdict(plan.split), "pieces": pieces}
+        )
+        record = parts / "plan.json"
+        if not record.exists() or record.read_text() != state:
             shutil.rmtree(parts)
             parts.mkdir()
-            told.write_text(state)
+            record.write_text(state)
         for stale in (*parts.glob("*.tmp"), *out.glob("*.tmp")):
             stale.unlink(missing_ok=True)
         try:
@@ -251,12 +275,12 @@ def _clear(out: Path) -> None:
         out.rmdir()
 
 
-def _tokenizer_text(plan: _Plan) -> Iterator[str]:
-    """Training text for the tokenizer: all of a small data set, the beginnings of evenly spread pieces of a large."""
-    chosen, each = plan.pieces, TOKENIZER_TEXT
-    if sum(piece.size for piece in plan.pieces) > TOKENIZER_TEXT:
+def _training_text(plan: _Plan, most: int) -> Iterator[str]:
+    """Yield training text: all of a small data set, the beginnings of evenly spread pieces of one beyond `most`."""
+    chosen, each = plan.pieces, most
+    if sum(piece.size for piece in plan.pieces) > most:
         chosen = plan.pieces[:: max(1, len(plan.pieces) // 64)]
-        each = TOKENIZER_TEXT // len(chosen)
+        each = most // len(chosen)
     for piece in chosen:
         left = each
         for item in sources.read(piece, plan.key):
@@ -277,6 +301,7 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
         for reason, count in record.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
     size = {side: sum(record.bytes[side] for record in records) for side in SIDES}
+    lost = {side: sum(record.lost[side] for record in records) for side in SIDES}
     if not any(size.values()):
         shutil.rmtree(parts)
         raise _no_text(plan.described, skipped)
@@ -285,11 +310,12 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
             f"{', '.join(plan.described)}: a held-out share of {plan.split.share} leaves {size['train']} bytes to "
             f"train on and {size['valid']} to evaluate on; give more text or another --held-out"
         )
+    check_representation(words, sum(size.values()), sum(lost.values()), ", ".join(plan.described))
     words.save(out / TOKENIZER)
     made = {}
     for side in SIDES:
         task = bars.add_task(f"joining {side}", total=len(plan.pieces))
-        with IndexedWriter(out / side, token_dtype(words.vocab_size)) as writer:
+        with IndexedWriter(out / side, token_dtype(words.vocab_size), hashed=True) as writer:
             for piece in plan.pieces:
                 writer.append(IndexedDataset(part_prefix(parts, piece.number, side)))
                 bars.advance(task)
@@ -303,17 +329,57 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
             idx_bytes=idx.stat().st_size,
             idx_sha256=sha256_file(idx),
             compressed=compressors.compress(texts) if side == "valid" else None,
+            lost_bytes=lost[side],
+            bin_sha256=writer.digest.hexdigest() if writer.digest is not None else "",
+            bin_fingerprint=fingerprint(out / f"{side}.bin"),
         )
-    told = {
+    tokenizer = {
         "file": TOKENIZER,
         "sha256": words.sha256,
         "vocab_size": words.vocab_size,
         "end_of_document": words.end_of_document,
+        "begin_of_document": list(words.begin_of_document),
+        "eos_token": configured_end(out / CONFIG),
     }
     dtype = token_dtype(words.vocab_size).name
-    manifest = Manifest(plan.described, plan.recipe, told, dtype, made, skipped, __version__)
+    notes = [note for note in (_begin_note(words), _loss_note(size, lost), _share_note(size, plan)) if note]
+    manifest = Manifest(plan.described, plan.recipe, tokenizer, dtype, made, skipped, __version__, notes=notes)
     manifest.save(out)
     return manifest
+
+
+def _begin_note(words: Tokenizer) -> str:
+    if not words.begin_of_document:
+        return ""
+    begin = words.decode(words.begin_of_document)
+    return f"each document begins with {begin}, as the tokenizer's template begins a prompt"
+
+
+def _check_sample(words: Tokenizer, plan: _Plan) -> None:
+    """Refuse a tokenizer that cannot represent the text before hours are spent on encoding it."""
+    if not words.loses_text:
+        return
+    sample = [text for text in _training_text(plan, _SAMPLE) if text]
+    size = sum(len(text.encode()) for text in sample)
+    check_representation(words, size, words.count_lost_bytes(sample), ", ".join(plan.described))
+
+
+def _loss_note(size: dict[str, int], lost: dict[str, int]) -> str:
+    if not any(lost.values()):
+        return ""
+    parts = ", ".join(f"{lost[side]:,} of {size[side]:,} bytes of {side}" for side in SIDES)
+    return (
+        f"the tokenizer cannot represent {parts}: they became unknown tokens, or were dropped. Bits per byte count "
+        "these bytes at 8 bits each"
+    )
+
+
+def _share_note(size: dict[str, int], plan: _Plan) -> str:
+    """Return a note if the held-out share is far from what was asked for; documents may be few and long."""
+    share = size["valid"] / sum(size.values())
+    if any(piece.sides for piece in plan.pieces) or abs(share - plan.split.share) <= plan.split.share / 2:
+        return ""
+    return f"{share:.2%} of the text is held out, where --held-out={plan.split.share:g} asks for {plan.split.share:.2%}"
 
 
 def _bars(show: bool) -> Progress:

@@ -20,9 +20,16 @@ _BATCH = 1 << 20  # characters handed to the tokenizer at a time
 
 @dataclass
 class EncodedPiece:
-    """What a finished piece holds: bytes of text a side, and files or documents left out, by reason."""
+    """What a finished piece holds.
+
+    Attributes:
+        bytes: bytes of text per side.
+        lost: of these about as many, per side, that no token of their own stands for.
+        skipped: number of files and records left out, by reason.
+    """
 
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
+    lost: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
     skipped: dict[str, int] = field(default_factory=dict)
 
 
@@ -67,6 +74,7 @@ def encode(
             for side in SIDES:
                 if waiting[side]:
                     writers[side].add_documents(*words.encode_documents(waiting[side]))
+                    done.lost[side] += words.count_lost_bytes(waiting[side])
                     waiting[side].clear()
 
         for item in read(piece, key):

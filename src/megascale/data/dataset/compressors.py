@@ -46,6 +46,9 @@ def compress(texts: Iterable[bytes], largest: int = LARGEST) -> Compressed:
     return Compressed(size, zlib_size + len(deflate.flush()), xz_size + len(xz.flush()))
 
 
-def bits_per_byte(loss: float, tokens: int, text_bytes: int) -> float:
-    """Bits a byte of a mean loss in nats a token over `tokens` tokens that stand for `text_bytes` bytes."""
-    return loss * tokens / (math.log(2) * text_bytes)
+def bits_per_byte(loss: float, tokens: int, text_bytes: int, lost_bytes: int = 0) -> float:
+    """Return bits per byte for a mean loss in nats per token over `tokens` tokens of `text_bytes` bytes of text.
+
+    Bytes that no token stands for are counted as they are, 8 bits each: predicting that a text is unknown is easy.
+    """
+    return loss * tokens / (math.log(2) * text_bytes) + 8 * lost_bytes / text_bytes

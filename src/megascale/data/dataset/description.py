@@ -7,10 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
+from megascale.config import DataConfig
 from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.dataset.integrity import check_sample, check_whole
 from megascale.data.dataset.manifest import part_of, read_manifest, sha256_file
+from megascale.data.dataset.tokenizer_agreement import check_replaced
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError
+
+_READ = 1 << 24  # tokens looked at at a time
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class DataSetDescription:
         histogram: (from, up to and without, documents) with bounds at powers of two.
         tokenizer: the tokenizer.json beside it, None without one.
         samples: (document, decoded beginning), or ids where there is no tokenizer.
+        compared: `all` or a `sample` of the tokens with the checksum recorded when they were built, `none` without one.
+        longest_run: length, first token and id of the longest run of one id; None unless all was to be read.
     """
 
     prefix: str
@@ -35,6 +42,8 @@ class DataSetDescription:
     largest_id: int
     tokenizer: str | None
     samples: list[tuple[int, str]]
+    compared: str
+    longest_run: tuple[int, int, int] | None
 
 
 def prefixes(path: str | Path) -> list[str]:
@@ -49,19 +58,31 @@ def prefixes(path: str | Path) -> list[str]:
 
 
 def describe(
-    prefix: str | Path, samples: int = 3, tokens_shown: int = 64, tokenizer: Path | None = None
+    prefix: str | Path,
+    samples: int = 3,
+    tokens_shown: int = 64,
+    tokenizer: Path | None = None,
+    *,
+    full: bool = False,
 ) -> DataSetDescription:
-    """Read and check a token file.
+    """Read and check a token file; with `full` its tokens are compared with their checksum as a whole.
 
     Raises DataError if the pair is damaged, differs from its manifest, or holds ids its tokenizer does not have.
     """
     file = IndexedDataset(prefix)
     file.verify()
     _check_manifest(file)
+    compared = "none"
+    if check_sample("inspect", file.prefix):
+        compared = "sample"
+    if full and check_whole("inspect", file.prefix):
+        compared = "all"
+    if tokenizer is None:
+        check_replaced(DataConfig(train=[file.prefix]))
     ends = np.concatenate([[0], np.cumsum(file.lengths, dtype=np.int64)])[file.document_indices]
     lengths = np.diff(ends)
-    largest = max((int(file.stream[i : i + (1 << 24)].max()) for i in range(0, file.tokens, 1 << 24)), default=-1)
-    smallest = min((int(file.stream[i : i + (1 << 24)].min()) for i in range(0, file.tokens, 1 << 24)), default=0)
+    largest = max((int(file.stream[i : i + _READ].max()) for i in range(0, file.tokens, _READ)), default=-1)
+    smallest = min((int(file.stream[i : i + _READ].min()) for i in range(0, file.tokens, _READ)), default=0)
     if smallest < 0:
         raise DataError(
             f"{file.prefix}.bin holds token id {smallest}; ids are from 0 on: it is damaged, build it again"
@@ -91,7 +112,26 @@ def describe(
         largest_id=largest,
         tokenizer=str(path) if words else None,
         samples=shown,
+        compared=compared,
+        longest_run=_longest_run(file) if full else None,
     )
+
+
+def _longest_run(file: IndexedDataset) -> tuple[int, int, int]:
+    """Return length, first token and id of the longest run of one id: a file zeroed in part has a long one."""
+    best = (0, 0, 0)
+    start = 0  # of the run that goes on
+    for first in range(0, file.tokens, _READ):
+        part = file.stream[first : first + _READ]
+        before = file.stream[first - 1] if first else part[0]
+        changes = np.flatnonzero(part != np.concatenate([[before], part[:-1]])) + first
+        starts = np.concatenate([[start], changes])
+        stops = np.append(changes, first + len(part))
+        longest = int(np.argmax(stops - starts))
+        length, at = int(stops[longest] - starts[longest]), int(starts[longest])
+        best = max(best, (length, at, int(file.stream[at])), key=lambda run: run[0])
+        start = int(starts[-1])
+    return best
 
 
 def _check_manifest(file: IndexedDataset) -> None:

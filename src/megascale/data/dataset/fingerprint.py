@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 from megascale.config import Config
-from megascale.data.dataset import sources, tokenizer_agreement
-from megascale.data.dataset.file_hash import fingerprint
+from megascale.data.dataset import integrity, sources, tokenizer_agreement
+from megascale.data.dataset.file_hash import fingerprint, is_same_file
 from megascale.data.dataset.formats import files_of, is_text
 from megascale.data.dataset.samples import HeldOut
+from megascale.data.tokenizer.base import check_representation
 from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import DataError
 
 NAME = "sources.json"
+# A sample of text that is tokenised on the fly: pieces, the records at the beginning of each, and their characters.
+_SAMPLE_PIECES, _SAMPLE_RECORDS, _SAMPLE_PIECE = 32, 16, 1 << 16
 
 
 def fingerprints(config: Config) -> dict[str, str]:
@@ -43,13 +48,16 @@ def keep(record: Path, now: dict[str, str]) -> None:
     os.replace(new, record)
 
 
-def watch(config: Config, consumed: int, leader: bool) -> None:
-    """At a start that goes on after `consumed` samples: files and tokenizer must be those of the run's first start, the
-    files unless checkpoint.accept_changes has data.train.
+def watch(config: Config, consumed: int, leader: bool) -> list[str]:
+    """Check the data at a start that goes on after `consumed` samples, and return notes on it.
 
-    Raises DataError as `fingerprints`, `compare`, `check_tokenizers` and `check_run` do.
+    Files and tokenizer must be those of the run's first start, the files unless checkpoint.accept_changes has
+    data.train. Raises DataError as `fingerprints`, `compare`, `check_samples`, `check_tokenizers`, `check_text` and
+    `check_run` do.
     """
+    integrity.check_samples(config)
     check_tokenizers(config)
+    notes = check_text(config)
     run = config.run_folder
     record, now = run / "samples" / NAME, fingerprints(config)
     accepted = "data.train" in config.checkpoint.accept_changes
@@ -61,6 +69,7 @@ def watch(config: Config, consumed: int, leader: bool) -> None:
         keep(record, now)
     if leader and not (consumed and tokenizer_agreement.remembered(run)):
         tokenizer_agreement.remember(run, config)
+    return notes
 
 
 def compare(record: Path, now: dict[str, str]) -> None:
@@ -72,9 +81,9 @@ def compare(record: Path, now: dict[str, str]) -> None:
         before: dict[str, str] = json.loads(record.read_text())
     except (FileNotFoundError, ValueError):
         return
-    if list(before.values()) == list(now.values()):
+    if len(before) == len(now) and all(map(is_same_file, before.values(), now.values())):
         return
-    faults = [f"{path} was changed" for path, value in now.items() if before.get(path, value) != value]
+    faults = [f"{path} was changed" for path in now if path in before and not is_same_file(before[path], now[path])]
     faults += [f"{path} is missing" for path in before if path not in now]
     faults += [f"{path} is new" for path in now if path not in before]
     more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
@@ -90,6 +99,7 @@ def check_tokenizers(config: Config) -> None:
 
     The run's tokenizer counts where data.tokenizer names one, and where text is tokenised on the fly.
     """
+    tokenizer_agreement.check_replaced(config.data)
     texts = [is_text(entry) for entry in config.data.train]
     known: dict[str, str] = {}
     for entry, text in zip(config.data.train, texts, strict=True):
@@ -110,3 +120,28 @@ def check_tokenizers(config: Config) -> None:
         tokenizer_agreement.check_tokens("data.valid", config.data.valid, own, config.model.vocab_size)
         # What cannot be opened or used is said at the start, not at the first evaluation.
         HeldOut(config.data.valid, config.model.sequence_length, config.model.vocab_size).check()
+
+
+def check_text(config: Config) -> list[str]:
+    """Return a note if the tokenizer cannot represent all text that is tokenised on the fly; DataError if most of it.
+
+    A sample of the text is judged, and only for tokenizers that may lose text.
+    """
+    entries = [Path(entry) for entry in config.data.train if is_text(entry)]
+    words = tokenizer_for(config.data) if entries else None
+    if words is None or not words.loses_text:
+        return []
+    pieces = sources.cut(sources.find_files(entries), _SAMPLE_PIECE)
+    size = lost = 0
+    for piece in pieces[:: max(1, len(pieces) // _SAMPLE_PIECES)]:
+        with closing(sources.read(piece, config.data.text_key)) as records:
+            texts = [record.text[:_SAMPLE_PIECE] for record in islice(records, _SAMPLE_RECORDS)]
+        size += sum(len(text.encode()) for text in texts)
+        lost += words.count_lost_bytes(texts)
+    check_representation(words, size, lost, f"data.train={','.join(map(str, entries))}")
+    if not lost:
+        return []
+    return [
+        f"the tokenizer cannot represent about {lost / size:.2%} of the text of data.train (of a sample of {size:,} "
+        "bytes): it becomes unknown tokens or is dropped"
+    ]

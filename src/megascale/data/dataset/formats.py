@@ -35,5 +35,7 @@ def files_of(entry: str | Path) -> list[Path]:
 
 
 def is_text(entry: str | Path) -> bool:
-    """Whether an entry of data.train is text: a file or folder that is no token file."""
-    return Path(entry).exists() and _format(entry) is IndexedDataset and not paths(entry)[1].exists()
+    """Whether an entry of data.train is text: a file or folder that is not a token file."""
+    if Path(entry).suffix[1:].lower() in FORMATS and not Path(entry).is_dir():
+        return False  # half of a pair whose other half is missing is not text either
+    return Path(entry).exists() and not paths(entry)[1].exists()

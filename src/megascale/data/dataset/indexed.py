@@ -11,6 +11,7 @@ tokens needs. Each access to a sequence is checked against the file; `verify` ch
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from array import array
@@ -48,10 +49,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def paths(prefix: str | Path) -> tuple[Path, Path]:
-    """The `.bin` and `.idx` of a prefix; a prefix that ends in either is understood too."""
+    """Return the `.bin` and `.idx` of a prefix; a prefix that ends in either, in either case, is understood too."""
     text = os.fspath(prefix)
-    for suffix in (".bin", ".idx"):
-        text = text.removesuffix(suffix)
+    if text.lower().endswith((".bin", ".idx")):
+        text = text[: -len(".bin")]
     return Path(text + ".bin"), Path(text + ".idx")
 
 
@@ -221,10 +222,12 @@ class IndexedWriter:
     """Writes a `.bin/.idx` pair document by document; the pair appears under its name only when `close` succeeds.
 
     Use as a context manager: an exception inside removes the temporary files and leaves an older pair untouched.
-    Tokens that do not fit `dtype` raise DataError. Memory: 4 bytes a sequence.
+    Tokens that do not fit `dtype` raise DataError. Memory: 4 bytes a sequence. With `hashed`, `digest` is a SHA-256
+    of all tokens.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, hashed: bool = False) -> None:
+        self.digest = hashlib.sha256() if hashed else None  # of the tokens as they are stored
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in _CODES or self.dtype.kind not in "iu":
             raise DataError(f"{prefix}: tokens of type {np.dtype(dtype).name} cannot be stored; use uint16 or int32")
@@ -279,7 +282,7 @@ class IndexedWriter:
             raise DataError(f"{other.prefix} holds {other.dtype.name} and {self._bin_path} {self.dtype.name}")
         first = len(self._lengths)
         for start in range(0, other.tokens, _COPY):
-            self._bin.write(other.stream[start : start + _COPY].data)
+            self._write_bytes(other.stream[start : start + _COPY].data)
         self.tokens += other.tokens
         self._note(other.lengths)
         self._documents.frombytes((other.document_indices[1:] + first).astype(np.int64).tobytes())
@@ -298,8 +301,13 @@ class IndexedWriter:
                 f"{self._bin_path}: token ids {items.min()}..{items.max()} do not fit {self.dtype.name} "
                 f"({self._limits.min}..{self._limits.max}); store a wider type"
             )
-        self._bin.write(np.ascontiguousarray(items, dtype=self.dtype).data)
+        self._write_bytes(np.ascontiguousarray(items, dtype=self.dtype).data)
         self.tokens += items.size
+
+    def _write_bytes(self, data: memoryview) -> None:
+        self._bin.write(data)
+        if self.digest is not None:
+            self.digest.update(data)
 
     def close(self) -> None:
         """Write the index and put both files under their names, the index last."""

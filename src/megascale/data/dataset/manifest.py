@@ -26,8 +26,10 @@ class DataSetPart:
     Attributes:
         documents, tokens: counts; each document's end is one token.
         bytes: UTF-8 bytes of the text that was encoded.
+        lost_bytes: of these about as many that no token of their own stands for: unknown to the tokenizer or dropped.
         bin_bytes, idx_bytes: sizes of the files.
         idx_sha256: hash of the index.
+        bin_sha256, bin_fingerprint: hash of the tokens, and of a sample of them; empty if an older version built it.
         compressed: general compressors' sizes of the same text (held-out part only).
     """
 
@@ -38,6 +40,9 @@ class DataSetPart:
     idx_bytes: int
     idx_sha256: str
     compressed: Compressed | None = None
+    lost_bytes: int = 0
+    bin_sha256: str = ""
+    bin_fingerprint: str = ""
 
     @property
     def bytes_per_token(self) -> float:
@@ -52,11 +57,12 @@ class Manifest:
     Attributes:
         sources: what it was made of, as given.
         recipe: hash of everything that decides the result; equal recipes need no second build.
-        tokenizer: file name in the folder, sha256, vocab_size, end_of_document.
+        tokenizer: file name in the folder, sha256, vocab_size, end_of_document, begin_of_document, eos_token.
         dtype: type of a stored token.
         parts: `train` and `valid`.
-        skipped: files that were not text, by reason.
+        skipped: number of files and records left out, by reason.
         version: of megascale that built it.
+        notes: what a reader of the build's report should know.
     """
 
     sources: list[str]
@@ -67,6 +73,7 @@ class Manifest:
     skipped: dict[str, int] = field(default_factory=dict)
     version: str = ""
     format: int = FORMAT
+    notes: list[str] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megascale.config import Config
-from megascale.data.dataset.formats import is_text, open_tokens
+from megascale.data.dataset import manifest
+from megascale.data.dataset.formats import files_of, is_text, open_tokens
 from megascale.data.tokenizer.tokenizer import tokenizer_for
 from megascale.errors import DataError
+
+
+def check_entry(entry: str) -> None:
+    """Refuse an entry of data.train that names nothing, or a data set's folder; DataError with what to name instead."""
+    if (Path(entry) / manifest.NAME).exists():
+        raise DataError(f"data.train={entry} is the folder of a built data set; name its token file, {entry}/train")
+    if is_text(entry) or any(file.exists() for file in files_of(entry)):
+        return
+    names = " nor ".join(str(file) for file in files_of(entry))
+    raise DataError(
+        f"data.train={entry} does not exist: there is neither a file or folder of that name nor {names} (in "
+        f"{Path.cwd()}); check the path, or make a data set with `megascale data build`"
+    )
 
 
 def check_data(config: Config) -> None:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from megascale.config import Config
 from megascale.core.capacity import usable_cores
 from megascale.data.dataset import manifest
+from megascale.data.dataset.compressed_files import compression_of
 from megascale.data.dataset.file_hash import fingerprint
 from megascale.data.dataset.indexed import token_dtype
 from megascale.data.dataset.meter import Meter
@@ -39,7 +40,7 @@ from megascale.errors import DataError
 
 _PIECE = 1 << 18  # bytes; larger where there would be more than _PIECES
 _PIECES = 100_000
-_WHOLE = 1 << 29  # bytes of a compressed file, which must be tokenised as one piece
+_WHOLE = 1 << 29  # bytes of a file that must be tokenised as one piece, and the most tokens of a piece
 _BATCH = 1 << 20  # characters handed to the tokenizer at a time
 _ENTRY = np.dtype([("tokens", "<i8"), ("crc", "<u4")])
 _SAVE_EVERY = 64  # pieces counted anew
@@ -124,10 +125,11 @@ class TextStream:
         size = max(_PIECE, self._bytes // _PIECES)
         self._pieces = cut(files, size)
         for piece in self._pieces:
-            if piece.size > _WHOLE and piece.paths[0].endswith((".gz", ".zst")):
+            if piece.size > _WHOLE and (piece.kind == "json" or compression_of(piece.paths[0])):
                 raise DataError(
-                    f"data.train: {piece.paths[0]} has {piece.size:,} compressed bytes, which can only be tokenised "
-                    "as a whole; cut it into smaller files, or tokenise it beforehand with `megascale data build`"
+                    f"data.train: {piece.paths[0]} has {piece.size:,} bytes, compressed or in a list of JSON records, "
+                    f"which can only be tokenised as a whole, and {_WHOLE:,} is the limit; cut it into smaller files, "
+                    "or tokenise it beforehand with `megascale data build`"
                 )
         self._words: Tokenizer = tokenizer_for(config.data)
         self._dtype = token_dtype(self._words.vocab_size)
@@ -146,8 +148,9 @@ class TextStream:
         self.meter = meter
 
     def _recipe(self, size: int) -> str:
-        """Hash of all that decides token counts."""
-        digest = hashlib.blake2b(f"{size} {self._key} {self._words.sha256}".encode(), digest_size=12)
+        """Return a hash of all that decides token counts."""
+        words = [self._words.sha256, *self._words.begin_of_document]
+        digest = hashlib.blake2b(" ".join(map(str, [size, self._key, *words])).encode(), digest_size=12)
         done: set[str] = set()
         for piece in self._pieces:
             for path in piece.paths:
@@ -315,14 +318,20 @@ class TextStream:
         made: list[NDArray] = []
         with meter.encoding():
             texts: list[str] = []
-            size = 0
+            size = count = 0
             for item in read(piece, self._key, meter):
                 if item.text:
                     texts.append(item.text)
                     size += len(item.text)
                 if size > _BATCH:
                     made.append(self._words.encode_documents(texts)[0])
+                    count += len(made[-1])
                     texts, size = [], 0
+                if count > _WHOLE:
+                    raise DataError(
+                        f"data.train: {piece.paths[0]} holds more than {_WHOLE:,} tokens that can only be held as a "
+                        "whole; cut it into smaller files, or tokenise it beforehand with `megascale data build`"
+                    )
             if texts:
                 made.append(self._words.encode_documents(texts)[0])
             tokens = np.concatenate(made) if made else np.empty(0, np.uint32)

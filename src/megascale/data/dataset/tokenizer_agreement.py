@@ -11,9 +11,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megascale.config import Config
+from megascale.config import Config, DataConfig
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.manifest import read_manifest
+from megascale.data.dataset.manifest import Manifest, read_manifest, sha256_file
+from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
 from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
 from megascale.errors import DataError
 
@@ -66,6 +67,41 @@ def of_run(config: Config) -> Identity | None:
     return next((found for entry in data.train if (found := of_tokens(entry))), None)
 
 
+def check_replaced(data: DataConfig) -> None:
+    """Refuse a tokenizer.json that was replaced next to the data set it is taken from; DataError naming both.
+
+    Nothing is checked if data.tokenizer names another, or if the data set was not built here.
+    """
+    if data.tokenizer or not data.train or is_text(data.train[0]):
+        return
+    folder = Path(data.train[0]).parent
+    manifest = read_manifest(folder)
+    if manifest is None or not has_other_tokenizer(folder, manifest):
+        return
+    built = manifest.tokenizer
+    raise DataError(
+        f"{folder / built['file']} is not the tokenizer that {folder} was built with (sha256 {built['sha256'][:8]}, "
+        f"{built['vocab_size']:,} entries): the file, or the end of a document that tokenizer_config.json beside it "
+        "names, was changed, so ids would mean other text. Put the files back, name the right tokenizer with "
+        "--data.tokenizer, or build the data set again"
+    )
+
+
+def has_other_tokenizer(folder: Path, manifest: Manifest) -> bool:
+    """Return whether the tokenizer in a data set's folder is another than the one it was built with.
+
+    A file that is missing is no other one. Raises DataError if the file cannot be read.
+    """
+    built = manifest.tokenizer
+    path = folder / str(built.get("file", "tokenizer.json"))
+    if not path.exists() or "sha256" not in built:
+        return False
+    if "eos_token" in built and built["eos_token"] != configured_end(path.with_name(CONFIG)):
+        return True
+    # A file as it was written needs no parsing. One that was formatted anew may still hold the same tokenizer.
+    return sha256_file(path) != built["sha256"] and load_tokenizer(path).sha256 != built["sha256"]
+
+
 def _of_file(path: Path) -> Identity:
     words = load_tokenizer(path)
     return Identity(words.sha256, str(path), words.vocab_size)
@@ -93,6 +129,7 @@ def remembered(run: Path) -> Identity | None:
 
 def check_run(run: Path, config: Config) -> Identity | None:
     """The run's tokenizer; DataError if the one there now is not what the run began with."""
+    check_replaced(config.data)
     before = remembered(run)
     try:
         now = of_run(config)

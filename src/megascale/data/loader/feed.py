@@ -36,10 +36,12 @@ class LocalFeed:
         self._offset = layout.grid.coordinate(rank).data * self._share
         self._seconds = 0.0
 
-    def start(self, first: int) -> None:
-        """The run goes on at sample `first`. DataError if files are not what they were."""
-        if self._local_rank == 0:
-            fingerprint.watch(self.config, first, self._rank == 0)
+    def start(self, first: int) -> list[str]:
+        """Check the data of a run that goes on at sample `first`, and return notes on it.
+
+        Raises DataError if files are not what they were.
+        """
+        return fingerprint.watch(self.config, first, self._rank == 0) if self._local_rank == 0 else []
 
     def batches(self, first: int) -> Callable[[int], Batch]:
         """Micro-batch i of this rank's share of the step that begins at sample `first`."""
@@ -96,14 +98,17 @@ class HostFeed:
         self._before = dict.fromkeys(MEASURES, 0.0)
         self._watch = data_watch.DataWatch()
 
-    def start(self, first: int) -> None:
-        """Join the loader: it begins to read for a run that goes on at sample `first`. DataError as the loader's."""
+    def start(self, first: int) -> list[str]:
+        """Join the loader, which begins to read for a run that goes on at sample `first`, and return notes on the data.
+
+        Raises DataError as the loader does.
+        """
         self._made = False
-        if self._local_rank == 0:
-            fingerprint.watch(self.plan.config, first, self.rank == 0)
+        notes = fingerprint.watch(self.plan.config, first, self.rank == 0) if self._local_rank == 0 else []
         if self.plan.reads(self.rank):
             self.reader = LoaderReader(self.folder, self.rank, first)
             self._pin()
+        return notes
 
     def _pin(self) -> None:
         """Make the ring's memory known to the GPU's driver, so that copies from it run by themselves."""

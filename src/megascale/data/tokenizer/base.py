@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megascale.errors import DataError
+
 END_OF_DOCUMENT = "<|endoftext|>"
 # What published tokenizers call it, in order of preference.
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|eos|>", "<eos>", "[EOS]", "<eod>", "<|end▁of▁sentence|>")
 # Longer documents are encoded in slices cut at line ends: tokenizers need many times a text's size in memory.
 _SLICE = 1 << 20
+_TOGETHER = 1 << 24
+_MOST_LOST = 0.5  # of a text's bytes
 
 
 class Tokenizer(ABC):
@@ -24,12 +28,21 @@ class Tokenizer(ABC):
 
         vocab_size: one more than the largest id, so that every id indexes an embedding of that many rows.
         end_of_document: id put after each document.
+        begin_of_prompt: ids that the tokenizer's own template puts before a text (Llama: `<s>`).
+        loses_text: some text has no tokens of its own, so documents are to be counted with `count_lost_bytes`.
 
     Text never yields a special token: `<|endoftext|>` written in a document is encoded as plain characters.
     """
 
     vocab_size: int
     end_of_document: int
+    begin_of_prompt: tuple[int, ...] = ()
+    loses_text: bool = False
+
+    @property
+    def begin_of_document(self) -> tuple[int, ...]:
+        """Ids put before each document: those before a prompt, unless the end of the document before is the same."""
+        return () if self.begin_of_prompt == (self.end_of_document,) else self.begin_of_prompt
 
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json."""
@@ -41,31 +54,44 @@ class Tokenizer(ABC):
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added."""
+        """Return the ids of a text, nothing added."""
         return [int(i) for ids in self._encode(list(_slices(text))) for i in ids]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text to be continued: begun as the tokenizer's own template begins one (Llama: `<s>`)."""
-        return self.encode(text)
+        """Return the ids of a text to be continued, begun as the tokenizer's own template begins one."""
+        return [*self.begin_of_prompt, *self.encode(text)]
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Ids of several documents, each with its end, as one array, and the length of each (end included)."""
+        """Return the ids of several documents, each with its begin and end, as one array, and the length of each."""
         tokens = array("I")
         lengths = np.zeros(len(texts), dtype=np.int64)
-        slices = [(d, part) for d, text in enumerate(texts) for part in _slices(text)]
-        ids = self._encode([part for _, part in slices])
-        last = len(slices) - 1
-        for at, (d, _) in enumerate(slices):
-            piece = ids[at]
-            if isinstance(piece, np.ndarray):
-                tokens.frombytes(piece.astype(np.uint32, copy=False).tobytes())
-            else:
-                tokens.extend(piece)
-            lengths[d] += len(piece)
-            if at == last or slices[at + 1][0] != d:
-                tokens.append(self.end_of_document)
-                lengths[d] += 1
+        begin = self.begin_of_document
+        begun = -1  # the document whose tokens come last in the array
+        for numbers, slices in _batches(texts):
+            for number, ids in zip(numbers, self._encode(slices), strict=True):
+                if number > begun:
+                    if begun >= 0:
+                        tokens.append(self.end_of_document)
+                    tokens.extend(begin)
+                    lengths[number] = len(begin) + 1
+                    begun = number
+                if isinstance(ids, np.ndarray):
+                    tokens.frombytes(ids.astype(np.uint32, copy=False).tobytes())
+                else:
+                    tokens.extend(ids)
+                lengths[number] += len(ids)
+        if begun >= 0:
+            tokens.append(self.end_of_document)
         return np.frombuffer(tokens, dtype=np.uint32), lengths
+
+    def count_lost_bytes(self, texts: Sequence[str]) -> int:
+        """Return about how many bytes of the texts, white space aside, no token of their own stands for."""
+        if not self.loses_text:
+            return 0
+        return sum(self._count_lost_bytes(slices) for _, slices in _batches(texts))
+
+    def _count_lost_bytes(self, texts: list[str]) -> int:
+        return 0
 
     @abstractmethod
     def to_json(self) -> str:
@@ -78,6 +104,39 @@ class Tokenizer(ABC):
     @abstractmethod
     def _encode(self, texts: list[str]) -> list[Any]:
         """Ids of each text, nothing added: lists or uint32 arrays."""
+
+
+def check_representation(words: Tokenizer, size: int, lost: int, source: str) -> None:
+    """Refuse a tokenizer that cannot represent most of a text; DataError naming `source` and the share.
+
+    Args:
+        size: bytes of the text.
+        lost: of these, what `count_lost_bytes` counts.
+    """
+    if lost <= _MOST_LOST * size:
+        return
+    raise DataError(
+        f"{source}: the tokenizer ({words.vocab_size:,} entries) cannot represent {lost / size:.0%} of the text, which "
+        f"becomes unknown tokens or is dropped, and at most {_MOST_LOST:.0%} may be; choose a tokenizer of the text's "
+        "language, or leave --tokenizer out to have one trained"
+    )
+
+
+def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
+    """Yield numbers of texts and their slices, about _TOGETHER characters at a time: ids take many times as much."""
+    numbers: list[int] = []
+    slices: list[str] = []
+    size = 0
+    for number, text in enumerate(texts):
+        for part in _slices(text):
+            numbers.append(number)
+            slices.append(part)
+            size += len(part)
+            if size >= _TOGETHER:
+                yield numbers, slices
+                numbers, slices, size = [], [], 0
+    if slices:
+        yield numbers, slices
 
 
 def _slices(text: str) -> Iterator[str]:

@@ -8,10 +8,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megascale.config import DataConfig
-from megascale.data.tokenizer import tiktoken_file
+from megascale.data.tokenizer import foreign_file, tiktoken_file
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.huggingface_file import CONFIG, HuggingFaceTokenizer, configured_end
+from megascale.data.tokenizer.huggingface_file import (
+    CONFIG,
+    HuggingFaceTokenizer,
+    NotATokenizerError,
+    configured_end,
+)
 from megascale.errors import ConfigError, DataError
+
+NAME = "tokenizer.json"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -22,20 +29,32 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except FileNotFoundError:
-        raise DataError(
-            f"tokenizer {path} does not exist; set data.tokenizer to a tokenizer.json or build a data set"
-        ) from None
+        remedy = "set data.tokenizer to a tokenizer.json or build a data set"
+        if foreign_file.has_other_form(path.parent):
+            remedy = foreign_file.conversion(path.parent)
+        raise DataError(f"tokenizer {path} does not exist; {remedy}") from None
     except IsADirectoryError:
-        raise DataError(f"tokenizer {path} is a folder; name the tokenizer.json in it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"tokenizer {path} is not a tokenizer.json that can be read: {error}") from None
-    if tiktoken_file.is_ours(text):
-        return tiktoken_file.from_json(text, str(path))
-    if path.suffix == ".tiktoken":
-        return tiktoken_file.from_ranks(path, text)
-    return HuggingFaceTokenizer.from_json(text, configured_end(path.with_name(CONFIG)), str(path))
+        if not (path / NAME).exists() and foreign_file.has_other_form(path):
+            raise DataError(f"tokenizer {path} is a folder without a {NAME}. {foreign_file.conversion(path)}") from None
+        raise DataError(f"tokenizer {path} is a folder; name the {NAME} in it") from None
+    except OSError as error:
+        raise DataError(f"tokenizer {path} cannot be read: {error}; check its permissions") from None
+    ranks = path.suffix.lower() == ".tiktoken"
+    if foreign_file.is_rank_file(data) and not ranks:
+        raise DataError(f"tokenizer {path} is not a {NAME}: {foreign_file.explain(path, data)}")
+    try:
+        text = data.decode()
+        if tiktoken_file.is_ours(text):
+            return tiktoken_file.from_json(text, str(path))
+        if ranks:
+            return tiktoken_file.from_ranks(path, text)
+        return HuggingFaceTokenizer.from_json(text, configured_end(path.with_name(CONFIG)), str(path))
+    except (UnicodeDecodeError, NotATokenizerError) as error:
+        raise DataError(
+            f"tokenizer {path} is not a {NAME} that can be read ({error}): {foreign_file.explain(path, data)}"
+        ) from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
