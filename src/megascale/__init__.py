@@ -1,3 +1,3 @@
 """MegaScale: train large language models unattended, on one GPU or on many hosts."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
