@@ -110,6 +110,33 @@ def test_a_steps_first_gemms_write_their_gradients(options):
     assert (flat.grads == 0).all()
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_several_contributions_to_one_gradient_are_summed(micro_batches):
+    """Autograd adds to a matrix's gradient before its GEMM does: what the GEMM would write must be added too."""
+    flat = FlatChunk(chunk(Axis()), torch.device("cpu"))
+    data = DataParallel([flat])
+    for p in flat.parameters:
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+    matrix = flat.module.blocks[0].mlp.out.weight
+    tokens = torch.arange(8)[:, None]
+
+    def run_step(penalty: float) -> torch.Tensor:
+        data.begin_step()
+        for micro_batch in range(micro_batches):
+            if micro_batch == micro_batches - 1:
+                data.arm(0)
+            data.begin_backward(0)
+            loss = flat.module(tokens, tokens).sum()
+            # Later operators go backward first, so that this gradient comes before that of the GEMM.
+            (loss + penalty * matrix.square().sum()).backward()
+            data.end_backward(0)
+        return main_of(matrix).clone()
+
+    plain = [run_step(0.0) for _ in range(3)][-1]
+    for _ in range(3):
+        torch.testing.assert_close(run_step(1.0), plain + 2 * micro_batches * matrix.detach())
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
     """Parameters arrive under the forward: none is used before its gather is waited for, none waited for early."""
