@@ -419,7 +419,10 @@ def read_areas(root: Path) -> dict[str, Area]:
 
 
 class Equivalents:
-    """The committed list of mutants that no test can notice: single ones, and all of a function."""
+    """The committed list of mutants that no test can notice: single ones, and all of a function.
+
+    A function's entry with `after` holds for the lines behind the one with that text: what only a GPU runs, say.
+    """
 
     def __init__(self, root: Path) -> None:
         path = root / EQUIVALENT
@@ -427,20 +430,13 @@ class Equivalents:
         self.mutants = {
             (each["file"], each["line"], each["mutation"]): each["reason"] for each in tables.get("mutant", [])
         }
-        self._functions: dict[tuple[str, str], str] = {
-            (each["file"], each["function"]): each["reason"] for each in tables.get("function", [])
-        }
-        self._spans: dict[str, list[tuple[int, int, str]]] = {}
-        for file in {file for file, _ in self._functions}:
-            self._spans[file] = list(self._function_spans(file, (root / file).read_bytes()))
-
-    def _function_spans(self, file: str, source: bytes) -> Iterator[tuple[int, int, str]]:
-        wanted = {name: reason for (other, name), reason in self._functions.items() if other == file}
-        for name, node in _functions(ast.parse(source)):
-            if name in wanted:
-                yield node.lineno, node.end_lineno or node.lineno, wanted.pop(name)
-        if wanted:
-            raise ValueError(f"{EQUIVALENT}: {file} has no function {', '.join(wanted)}; remove the entry")
+        self._spans: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for each in tables.get("function", []):
+            source = (root / each["file"]).read_bytes()
+            first, last = _function_lines(source, each["function"], each.get("after"))
+            if not first:
+                raise ValueError(f"{EQUIVALENT}: {each} does not fit the file; correct or remove the entry")
+            self._spans[each["file"]].append((first, last, each["reason"]))
 
     def reason(self, file: str, mutation: Mutation) -> str | None:
         """Return why no test can notice this mutant, or None if one should."""
@@ -448,6 +444,20 @@ class Equivalents:
             if first <= mutation.line <= last:
                 return reason
         return self.mutants.get((file, mutation.line_text, mutation.change))
+
+
+def _function_lines(source: bytes, function: str, after: str | None) -> tuple[int, int]:
+    """Return the first and last line of a function, or of what follows `after` in it; (0, 0) if it has none."""
+    for name, node in _functions(ast.parse(source)):
+        if name != function:
+            continue
+        last = node.end_lineno or node.lineno
+        if after is None:
+            return node.lineno, last
+        for number, line in enumerate(source.decode().split("\n")[:last], 1):
+            if number > node.lineno and line.strip() == after:
+                return number + 1, last
+    return 0, 0
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -496,7 +506,7 @@ class Sandbox:
     """A temporary copy of the tree, in which one file at a time differs from the checkout."""
 
     def __init__(self, root: Path, python: str) -> None:
-        self.root, self.python = root, python
+        self.python = python
         self.folder = Path(tempfile.mkdtemp(prefix="mutate-"))
         self.tree = self.folder / "tree"
         shutil.copytree(root, self.tree, ignore=shutil.ignore_patterns(*IGNORED_BY_COPY))
@@ -606,7 +616,7 @@ def run_area(
             result.by = reason
             yield result
             continue
-        source = (sandbox.root / file).read_bytes()
+        source = (sandbox.tree / file).read_bytes()
         if not is_valid(source, mutation):
             continue
         done += 1
@@ -702,6 +712,7 @@ def main() -> int:
     if args.rerun is not None:
         rows = [Result(**row) for row in json.loads(args.rerun.read_text())["mutants"]]
         earlier = _by_area([row for row in rows if row.outcome == "survived"])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is removed
     print(f"seed {args.seed}", flush=True)
     results: list[Result] = []
     sandbox = Sandbox(ROOT, sys.executable)
@@ -709,7 +720,7 @@ def main() -> int:
         for name in args.area or areas:
             area = areas[name]
             if args.rerun is not None:
-                mutants, count = find_again(ROOT, earlier.get(name, [])), len(earlier.get(name, []))
+                mutants, count = find_again(sandbox.tree, earlier.get(name, [])), len(earlier.get(name, []))
                 if not count:
                     continue
             else:
