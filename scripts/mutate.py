@@ -88,6 +88,7 @@ UNWRAPPED_METHODS = {
     "strip",
 }
 UNWRAPPED_FUNCTIONS = {"abs", "max", "min", "reversed", "round", "set", "sorted"}
+COMMUTATIVE = {"max", "min", "maximum", "minimum", "isclose", "gcd", "lcm"}
 IGNORED_BY_COPY = (
     ".git",
     ".venv*",
@@ -241,7 +242,8 @@ class MutationFinder(ast.NodeVisitor):
         if name in HARMFUL:
             self.visit(node.func)
             return
-        for left, right in zip(node.args, node.args[1:], strict=False):
+        pairs = [] if name in COMMUTATIVE else list(zip(node.args, node.args[1:], strict=False))
+        for left, right in pairs:
             texts = self.text(left), self.text(right)
             if texts[0] == texts[1] or ast.Starred in (type(left), type(right)):
                 continue

@@ -46,6 +46,7 @@ def mutate() -> ModuleType:
         ("x = sorted(y)", {"x = (y)"}),
         ("x = f(a, *b, c)", set()),
         ("x = f(a, b)", {"x = f(b, a)"}),
+        ("x = max(a, b)", {"x = (a)"}),
         ("if a: b", {"if not (a): b"}),
         ("if not a: b", {"if (a): b"}),
         ("x = a and b or c", {"x = a or b or c", "x = a and b and c"}),
