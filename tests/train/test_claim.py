@@ -51,10 +51,9 @@ def test_a_claim_that_fails_holds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "GRACE_PERIOD", 0.0)
     shared = tmp_path / "shared"
     config = configure(tmp_path, checkpoint={"location": str(shared)})
-    with run_lock.take(shared, "another"):
-        # The folder of checkpoints is tried last: by then the run's own lock is held.
-        with pytest.raises(run_lock.Busy, match="another"):
-            claim(config)
+    # The folder of checkpoints is tried last: by then the run's own lock is held.
+    with run_lock.take(shared, "another"), pytest.raises(run_lock.Busy, match="another"):
+        claim(config)
     for lock in claim(config):
         lock.release()
 
