@@ -145,6 +145,14 @@ def test_a_check_at_the_start_finds_a_bad_id_in_any_piece(tmp_path: Path, monkey
             held.check()
 
 
+@pytest.mark.parametrize(("place", "window"), [(3, 1), (7, 0)])
+def test_a_bad_id_before_a_window_is_named_with_its_place(tmp_path: Path, place: int, window: int) -> None:
+    """The first token is predicted from the last one of the file."""
+    held = HeldOut(write(tmp_path / "v", [8 if i == place else i for i in range(8)]), 4, vocab_size=8)
+    with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {place} of"):
+        held.rows([window])
+
+
 def test_bits_per_byte() -> None:
     assert bits_per_byte(np.log(256), 100, 100) == pytest.approx(8)
     assert bits_per_byte(np.log(2), 100, 400) == pytest.approx(0.25)
