@@ -662,10 +662,25 @@ def find_again(root: Path, results: Sequence[Result]) -> Iterator[tuple[str, Mut
             print(f"{result.file}: no longer has {result.mutation}", flush=True)
 
 
-def write_json(file: Path, seed: int, results: Sequence[Result]) -> None:
-    """Write all results, and their numbers by area."""
+def describe_sources(root: Path) -> dict[str, Any]:
+    """Return the commit of a tree and its source files that differ from it; nothing outside of a git checkout.
+
+    A campaign copies the files as they are: a change that was meant for a moment would be in all its mutants.
+    """
+    command = ["git", "-C", str(root)]
+    commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if commit.returncode != 0:
+        return {}
+    status = [*command, "status", "--porcelain", "--", "src"]
+    changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {"commit": commit.stdout.strip(), "changed": [line[3:] for line in changed]}
+
+
+def write_json(file: Path, seed: int, sources: dict[str, Any], results: Sequence[Result]) -> None:
+    """Write all results, their numbers by area, and what was tested."""
     table = {area: dict(Counter(each.outcome for each in rows)) for area, rows in _by_area(results).items()}
-    file.write_text(json.dumps({"seed": seed, "areas": table, "mutants": [asdict(each) for each in results]}, indent=1))
+    record = {"seed": seed, **sources, "areas": table, "mutants": [asdict(each) for each in results]}
+    file.write_text(json.dumps(record, indent=1))
 
 
 def print_table(results: Sequence[Result]) -> None:
@@ -726,6 +741,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is removed
     print(f"seed {args.seed}", flush=True)
     results: list[Result] = []
+    sources = describe_sources(ROOT)
+    if sources.get("changed"):
+        print(f"source files that differ from the commit: {', '.join(sources['changed'])}", flush=True)
     sandbox = Sandbox(ROOT, sys.executable)
     try:
         for name in args.area or areas:
@@ -741,7 +759,7 @@ def main() -> int:
                 mutants, count = draw(candidates, f"{args.seed}/{name}"), args.count
             for result in run_area(sandbox, area, mutants, equivalents, count):
                 results.append(result)
-                write_json(args.out, args.seed, results)
+                write_json(args.out, args.seed, sources, results)
                 where = f"{result.file}:{result.line}"
                 print(
                     f"{result.outcome:<10} {result.seconds:5.1f} s  {where}: {result.mutation[:120]}  [{result.by}]",
