@@ -80,7 +80,7 @@ def observe(
         "", help="stragglers: of the real job, cpu or cuda; by default cuda where two GPUs are."
     ),
     layout: str = typer.Option(
-        "data=2", help="stragglers: of the real job, as keys of [parallel]: tensor=2,pipeline=2,data=2."
+        "data=2", help="stragglers: of the real job, as keys of \\[parallel]: tensor=2,pipeline=2,data=2."
     ),
     seed: int = typer.Option(1, help="kills: of the moments; stragglers, decline: of the noise and the faults."),
     traces: Path | None = typer.Option(None, help="whatif: folder of StragglerAnalysis' traces and results."),

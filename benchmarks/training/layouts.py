@@ -48,7 +48,7 @@ def layouts(
     steps: int = typer.Option(20, min=1, help="Steps of each run."),
     against: list[str] = typer.Option(
         [],
-        help="Another layout as keys of [parallel], such as tensor=4,pipeline=2,zero=1; may be repeated. "
+        help="Another layout as keys of \\[parallel], such as tensor=4,pipeline=2,zero=1; may be repeated. "
         "Default: one process.",
     ),
     float64: bool = typer.Option(False, "--float64", help="Train in float64: differences are rounding alone."),

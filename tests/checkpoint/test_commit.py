@@ -14,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megascale.checkpoint import TensorShard, inspect, latest, load, save, steps
-from megascale.checkpoint.format.step_folders import COMMIT, read_index, survey
+from megascale.checkpoint.format.index import is_tensor_name
+from megascale.checkpoint.format.step_folders import COMMIT, METADATA, prune, read_index, survey
+from megascale.checkpoint.format.verify import verify
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
@@ -48,6 +50,56 @@ def test_saved_again_replaces(folder: Path) -> None:
     got, _ = _load(folder)
     assert_same(got, logical_state(2))
     assert len(files) == len(list((folder / "step-5").iterdir()))
+
+
+def test_what_an_earlier_save_left_in_a_kept_step_goes(folder: Path) -> None:
+    """Files of saves up to the newest commit that no commit names, also of a save with just its number."""
+    save(folder, 5, whole(logical_state(1)), {}, keep=1)
+    [commit] = survey(open_storage(folder))[0]
+    names = {p.name for p in (folder / "step-5").iterdir()}
+    leftover, begun = (f"{number:08d}-abcdef01-00000.distcp" for number in (commit.sequence, commit.sequence + 1))
+    assert leftover not in names
+    for name in (leftover, begun):
+        (folder / "step-5" / name).write_bytes(b"x")
+    prune(folder, 1)
+    assert {p.name for p in (folder / "step-5").iterdir()} == names | {begun}
+
+
+def test_damage_is_described_by_what_reads_the_file(folder: Path) -> None:
+    place = save(folder, 1, whole(logical_state()), {}, keep=1)
+    for name in (METADATA, next(p.name for p in place.iterdir() if p.name.endswith(".distcp"))):
+        file = place / name
+        sound = file.read_bytes()
+        file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        problems = verify(open_storage(folder), 1).problems
+        file.write_bytes(sound)
+        text = next(problem for problem in problems if problem.startswith(name))
+        assert ("torch's copy of the index" in text) == (name == METADATA)
+        assert ("its contents are not what was written" in text) == (name != METADATA)
+
+
+def test_chunks_that_share_elements_with_a_box(folder: Path) -> None:
+    """Four quarters of a matrix: only those that a box reaches into."""
+    tensor = torch.arange(64.0).view(8, 8)
+    shards = [TensorShard("model.a", (8, 8), (r, c), tensor[r : r + 4, c : c + 4]) for r in (0, 4) for c in (0, 4)]
+    save(folder, 1, shards, {}, keep=1)
+    index = read_index(open_storage(folder), survey(open_storage(folder))[0][0])
+
+    def quarters(offsets: tuple[int, int], sizes: tuple[int, int]) -> set[tuple[int, ...]]:
+        return {tuple(index.box(row).offsets) for row in index.overlapping("model.a", Box(offsets, sizes)).tolist()}
+
+    assert quarters((0, 0), (4, 4)) == {(0, 0)}
+    assert quarters((3, 4), (2, 4)) == {(0, 4), (4, 4)}
+    assert quarters((4, 3), (1, 2)) == {(4, 0), (4, 4)}
+    assert quarters((0, 0), (8, 8)) == {(0, 0), (0, 4), (4, 0), (4, 4)}
+    assert quarters((2, 2), (0, 5)) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("a", True), ("", False), ("a" * 512, True), ("a" * 513, False), ("a\x1b", False)]
+)
+def test_names_of_tensors(name: str, allowed: bool) -> None:
+    assert is_tensor_name(name) == allowed
 
 
 def test_plain_torch_reads_it(folder: Path, tmp_path: Path) -> None:

@@ -218,3 +218,20 @@ def test_each_chunk_is_read_once_by_someone_who_can(data: st.DataObject) -> None
     moved = moves(reader, wants)
     for row in range(count):
         assert moved[row] == any(row in needs[r] and reader[row] != r for r in range(ranks))
+
+
+def test_a_round_takes_all_that_its_limit_allows() -> None:
+    """A chunk that n processes want is sent n - 1 times; one that its reader alone wants is read once."""
+    count = 6
+    columns = {name: np.zeros(count, np.int64) for name in ("tensor", "data", "crc", "in_file")}
+    columns |= {
+        "start": np.arange(count) * 100,
+        "length": np.full(count, 100),
+        "box": np.zeros((count, 2, 1), np.int64),
+    }
+    index = CheckpointIndex({"t": TensorInfo((1,), "float32")}, ["f0"], columns)
+    reader = np.zeros(count, np.int64)
+    for processes, sent in ((1, 1), (2, 1), (3, 2), (4, 3)):
+        wants = [Want(np.arange(count), np.zeros((count, 2, 1), np.int64)) for _ in range(processes)]
+        schedule = rounds(index, reader, wants, 300 * sent)
+        assert [parts[0].tolist() for parts in schedule] == [[0, 1, 2], [3, 4, 5]]

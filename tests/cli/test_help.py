@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -86,3 +89,31 @@ def test_a_bench_that_left_the_package_names_its_new_command(name):
     program, word = MOVED[name].removeprefix("python -m ").split()[:2]
     assert MOVED[name] in str(result.exception)
     assert word in {"benchmarks": BENCHMARKS, "tests.chaos": CAMPAIGNS}[program]
+
+
+def leaf_commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command that takes no further command, with the words that call it."""
+    if not hasattr(command, "list_commands"):
+        yield words, command
+        return
+    for name in command.list_commands(None):
+        yield from leaf_commands(command.get_command(None, name), (*words, name))
+
+
+@pytest.mark.parametrize("app", [app, benchmarks.app], ids=["megascale", "benchmarks"])
+def test_help_shows_words_in_brackets(app, monkeypatch):
+    """Rich takes `[word]` for markup and drops it, so that help texts of benches must escape the bracket."""
+    monkeypatch.setenv("COLUMNS", "200")
+    bracketed = re.compile(r"\\?(\[[a-z][^\[\]]*\])")
+    checked = 0
+    for words, command in leaf_commands(get_command(app)):
+        help_texts = [getattr(parameter, "help", None) or "" for parameter in command.params]
+        expected = [text for help_text in help_texts for text in bracketed.findall(help_text)]
+        if not expected:
+            continue
+        output = CliRunner().invoke(app, [*words, "--help"]).output
+        shown = "".join(re.sub("[│╭╮╰╯─]", "", output).split())
+        for text in expected:
+            assert "".join(text.split()) in shown, f"{' '.join(words)}: {text} is not shown"
+            checked += 1
+    assert checked

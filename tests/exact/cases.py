@@ -23,7 +23,8 @@ SMALL = {
         "init_std": 0.2,
     },
     "optimizer": {"clip": 0.3},
-    "lr": {"peak": 1e-2, "warmup_steps": 2},
+    # The rate must not have fallen to zero by the last step, or what that step does to the weights goes unseen.
+    "lr": {"peak": 1e-2, "warmup_steps": 2, "decay_steps": 6},
     "train": {"micro_batch": 1, "precision": "float64"},
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +17,10 @@ from megascale.ops.cross_entropy import linear_cross_entropy
 from megascale.ops.token_loss import TokenLogits, register
 from megascale.train import callbacks
 from tests.conftest import lines
-from tests.exact.cases import case
+from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.compare import assert_equal
-from tests.exact.training import Told
+from tests.exact.training import STEPS as ALL_STEPS
+from tests.exact.training import Told, make_engine, run_step
 from tests.exact.training import train as train_steps
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -91,6 +94,27 @@ class Seen(callbacks.Callback):
 
     def run_ends(self, run: callbacks.RunView) -> None:
         self.told.append(("ends", run.step))
+
+
+def parameters_of_a_callback(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps and return the parameters that a callback gets after the last one."""
+    engine, told = make_engine(rank, world, tree), Told()
+    for step in range(1, ALL_STEPS + 1):
+        run_step(engine, step, told)
+    run = callbacks.RunView(engine.config, Path(), rank, world, engine, ALL_STEPS)
+    return {name: parameter.detach().numpy().copy() for name, parameter in run.parameters()}
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_callback_gets_whole_parameters_on_every_rank(zero, pool):
+    """After the last step no gather is under way: a rank has updated its own shards only."""
+    # Without a bias of keys, whose gradient is rounding alone.
+    layout = case(data=2, microbatches=1, zero=zero, model={**TWO_LAYERS, "attention_bias": False})
+    [expected] = pool.run(parameters_of_a_callback, 1, layout.twin)
+    for parameters in pool.run(parameters_of_a_callback, layout.world, layout.tree):
+        assert parameters.keys() == expected.keys()
+        for name, values in parameters.items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 @pytest.fixture(autouse=True)

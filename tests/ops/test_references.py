@@ -21,7 +21,7 @@ from megascale.ops.gradient_sink import GradientSink, attach
 from megascale.ops.lamb import lamb_apply, lamb_direction
 from megascale.ops.norm import add_norm, layer_norm, rms_norm
 from megascale.ops.rope import apply_rotary, rotary_tables, split_qkv
-from megascale.ops.segments import Segments, square_sums
+from megascale.ops.segments import TILE, Segments, square_sums
 
 D = torch.float64
 
@@ -346,3 +346,31 @@ def test_tiles_of_an_activation_cover_it_within_what_a_grid_holds(rows, width, t
     assert a_part % of_rows == 0
     assert (parts - 1) * a_part < rows <= parts * a_part
     assert (columns - 1) * block < width <= columns * block
+
+
+def test_tiles_cover_each_segment_once():
+    """A tile is (number, first and last element within it, decay, tensor): what a program of a kernel works on."""
+    rows = [(0, 5, True, 2), (5, TILE + 1, False, 0), (TILE + 3, 3 * TILE, True, 2)]
+    segments = Segments(rows, 4, "cpu")
+    assert segments.tiles.tolist() == [
+        [0, 0, 5, 1, 2],
+        [0, 5, TILE, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 3, TILE, 1, 2],
+        [2, 0, TILE, 1, 2],
+    ]
+    assert segments.tiles.dtype == torch.int32
+    order, begin = segments.by_tensor
+    assert order.tolist() == [1, 2, 0, 3, 4]
+    assert begin.tolist() == [0, 2, 2, 5, 5]
+    assert segments.stop == 3 * TILE
+    assert Segments([], 1, "cpu").tiles.shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    "rows", [[(0, 5, True, 0), (4, 6, True, 0)], [(3, 3, True, 0)], [(0, 5, True, 2)], [(0, 5, True, -1)]]
+)
+def test_segments_that_overlap_or_name_no_tensor_are_refused(rows):
+    with pytest.raises(ValueError, match="overlaps the one before it, is empty or names no tensor of 2"):
+        Segments(rows, 2, "cpu")
+    Segments([(0, 5, True, 0), (5, 6, True, 1)], 2, "cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from megascale.config import from_tree
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import main_of
 from megascale.parallel import data_parallel
+from megascale.parallel.buffer_layout import ALIGN, BufferMember, lay_out
 from megascale.parallel.buffers import Axes, FlatChunk, extent_boxes
 from megascale.parallel.collectives import Axis
 from megascale.parallel.data_parallel import DataParallel
@@ -53,6 +56,64 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
                         whole[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] += 1
     for name, count in owned.items():
         assert (count == 1).all(), name
+
+
+@given(
+    st.lists(
+        st.builds(BufferMember, st.integers(1, 300), st.booleans(), st.booleans(), st.just(False), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+    st.booleans(),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 700)),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
+    if tied:
+        members = [BufferMember(50, True, False, own_bucket=True), *members]
+    layout = lay_out(members, ranks, limit)
+    assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
+    edges = [0]
+    for number, span in enumerate(layout.buckets):
+        assert span.start == edges[-1]
+        edges.append(span.stop)
+        assert (span.stop - span.start) % ranks == 0
+        kinds = {(members[i].own_bucket, members[i].replicated, members[i].apart) for i in span.members}
+        assert len(kinds) == 1
+        used = [(layout.starts[i], layout.starts[i] + members[i].count) for i in span.members]
+        assert all(start % ALIGN == 0 for start, _ in used)
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
+        assert span.start == used[0][0]
+        # No more is filled up than shards of equal, aligned size need.
+        assert used[-1][1] <= span.stop < used[-1][1] + ALIGN * (ranks + 1)
+        if limit is not None and len(span.members) > 1:
+            assert used[-1][1] - span.start <= limit
+        shards = [layout.shard(number, rank, ranks) for rank in range(ranks)]
+        assert [start for start, _ in shards] == [span.start, *(stop for _, stop in shards[:-1])]
+        assert shards[-1][1] == span.stop
+        if limit is None:  # of one kind all are in one bucket
+            assert kinds not in [
+                {(members[i].own_bucket, members[i].replicated, members[i].apart) for i in other.members}
+                for other in layout.buckets[:number]
+            ]
+    assert layout.size == edges[-1]
+    replicated = {span.start for span in layout.buckets if members[span.members[0]].replicated}
+    start, stop = layout.replicated
+    assert replicated == {span.start for span in layout.buckets if start <= span.start < stop}
+    assert {start, stop} <= set(edges)
+    assert layout.own_bucket == (len(layout.buckets) - 1 if tied else None)
+
+
+def test_only_replicated_gradients_wait_for_the_tensor_axis():
+    """The embedding of a first stage lies right behind them, and leaves within its backward."""
+    for tensor in (1, 2):
+        axes = Axes(tensor=Axis(None, tensor, 0), tied=Axis(None, 2, 0))
+        flat = FlatChunk(chunk(axes.tensor), torch.device("cpu"), axes, 1, 500)
+        assert flat.layout.own_bucket == len(flat.layout.buckets) - 1
+        for number, span in enumerate(flat.layout.buckets):
+            waits = data_parallel._waits_for_tensor_axis(flat, number)
+            assert waits == (tensor > 1 and flat.parameters[span.members[0]].spec.replicated)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -108,6 +169,33 @@ def test_a_steps_first_gemms_write_their_gradients(options):
     data.begin_backward(0)
     data.end_backward(0)
     assert (flat.grads == 0).all()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_several_contributions_to_one_gradient_are_summed(micro_batches):
+    """Autograd adds to a matrix's gradient before its GEMM does: what the GEMM would write must be added too."""
+    flat = FlatChunk(chunk(Axis()), torch.device("cpu"))
+    data = DataParallel([flat])
+    for p in flat.parameters:
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+    matrix = flat.module.blocks[0].mlp.out.weight
+    tokens = torch.arange(8)[:, None]
+
+    def run_step(penalty: float) -> torch.Tensor:
+        data.begin_step()
+        for micro_batch in range(micro_batches):
+            if micro_batch == micro_batches - 1:
+                data.arm(0)
+            data.begin_backward(0)
+            loss = flat.module(tokens, tokens).sum()
+            # Later operators go backward first, so that this gradient comes before that of the GEMM.
+            (loss + penalty * matrix.square().sum()).backward()
+            data.end_backward(0)
+        return main_of(matrix).clone()
+
+    plain = [run_step(0.0) for _ in range(3)][-1]
+    for _ in range(3):
+        torch.testing.assert_close(run_step(1.0), plain + 2 * micro_batches * matrix.detach())
 
 
 @pytest.mark.parametrize("tied", [True, False])

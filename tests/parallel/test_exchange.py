@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.parallel import exchange as module
+from megascale.parallel.collectives import Axis, gather_sequence, scatter_sequence
 from megascale.parallel.exchange import Exchange
 
 QUEUES = ("main", "side", "copy")
@@ -326,6 +327,23 @@ def test_a_backward_pass_gathers_and_scatters_at_once() -> None:
         program = ["scatter", "gather"] * 4 + ["consume and keep", "scatter now"]
         for found, want in play(2 + seed % 3, program, 1, seed):
             torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequences_are_gathered_and_scattered_by_the_exchange(size: int) -> None:
+    """As the embedding and the loss of a vocabulary cut over ranks ask for it."""
+    devices, exchanges = exchanges_of(size)
+    axes = [Axis(None, size, rank, exchange=exchange) for rank, exchange in enumerate(exchanges)]
+    whole = torch.randn(size, size * SHAPE[0], SHAPE[1], dtype=torch.float64)
+    scattered = [scatter_sequence(whole[rank], axes[rank]) for rank in range(size)]
+    run(devices, random.Random(0))
+    expected_parts = whole.sum(0).split(SHAPE[0])
+    for rank in range(size):
+        torch.testing.assert_close(scattered[rank], expected_parts[rank])
+    gathered = [gather_sequence(expected_parts[rank].clone(), axes[rank]) for rank in range(size)]
+    run(devices, random.Random(0))
+    for rank in range(size):
+        assert torch.equal(gathered[rank], whole.sum(0))
 
 
 def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:

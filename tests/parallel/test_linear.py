@@ -145,3 +145,41 @@ def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_th
     torch.testing.assert_close(y, plain)
     for found, wanted in zip(*(torch.autograd.grad(z.sum(), (x, w, v)) for z in (y, plain)), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def cast_and_back(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torch.Tensor:
+    """Return the numbers that x [M, N] has in float8 with one scale, or one power of two per row (dim=1)."""
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = amax / torch.finfo(dtype).max
+    if dim is not None:
+        scale = 2.0 ** torch.ceil(torch.log2(scale))
+    return (x / scale).to(dtype).double() * scale
+
+
+@pytest.mark.parametrize("recipe", ["float8", "float8_rowwise"])
+def test_float8_linear_casts_each_operand_to_its_format(recipe):
+    """Activations and weights are E4M3. Gradients are E5M2, with one scale; E4M3, with a scale per row.
+
+    Gradients span seven decades here: E5M2 keeps the small ones, which E4M3 flushes to zero.
+    """
+    x, w = randn(6, 16).requires_grad_(), randn(32, 16, seed=1).requires_grad_()
+    dy = randn(6, 32, seed=2) * 10.0 ** torch.linspace(-7, 0, 32, dtype=torch.float64)
+    y = gather_linear(x, w, None, make_linears(recipe, ALONE))
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    x, w = x.detach(), w.detach()
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    if recipe == "float8":
+        x8, dy8 = cast_and_back(x, e4m3), cast_and_back(dy, e5m2)
+        rows8 = columns8 = cast_and_back(w, e4m3)
+        expected_dw = dy8.t() @ x8
+        small = dy.abs() < 1e-6 * dy.abs().max()
+        assert (dy8[small] != 0).all()
+        assert (cast_and_back(dy, e4m3)[small] == 0).any()
+    else:
+        x8, dy8 = cast_and_back(x, e4m3, 1), cast_and_back(dy, e4m3, 1)
+        rows8, columns8 = cast_and_back(w, e4m3, 1), cast_and_back(w.t(), e4m3, 1).t()
+        expected_dw = dy.t() @ x  # not in float8
+    for actual, expected in ((y, x8 @ rows8.t()), (dx, dy8 @ columns8), (dw, expected_dw)):
+        # Compare row by row: in a norm over all, small gradients would not count.
+        apart = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert apart.max() < 1e-5, apart

@@ -122,6 +122,18 @@ def test_a_driver_keeps_others_out_and_its_own_trainers_in(tmp_path, monkeypatch
         run_lock.take_for_driver(tmp_path, "launch", 0.0)
 
 
+def test_a_driver_waits_for_a_trainer_that_ends(tmp_path, monkeypatch):
+    """A trainer that belongs to no driver has the grace period to end."""
+    with holding(tmp_path) as trainer:
+
+        def end_trainer(seconds: float) -> None:
+            trainer.kill()
+            trainer.wait()
+
+        monkeypatch.setattr(run_lock.time, "sleep", end_trainer)
+        run_lock.take_for_driver(tmp_path, "launch", 60.0).drop()
+
+
 def test_a_training_is_alone_with_its_run(tiny, tmp_path):
     run, place = tmp_path / "runs" / "tiny", tmp_path / "elsewhere"
     words = ["--train.steps=100000", "--parallel.tensor=2", f"--checkpoint.location={place}"]

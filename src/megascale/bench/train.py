@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
         warmup: int = typer.Option(5, min=1, help="Steps before them."),
         profile: Path | None = typer.Option(None, help="Write a Chrome trace of one step and a table of its kernels."),
         cores: int | None = typer.Option(
-            None, min=1, help="Let each rank run on so many cores, its own ones, as taskset would. [default: all]"
+            None, min=1, help="Let each rank run on so many cores, its own ones, as taskset would. \\[default: all]"
         ),
         watch: bool = typer.Option(
             False, "--watch", help="Sample clock, power and temperature of the first GPU by nvidia-smi, for --out too."

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megascale import config
 from megascale.config import Config
+from megascale.data.dataset import samples
 from megascale.data.dataset.compressors import bits_per_byte
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
@@ -132,6 +133,24 @@ def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> Non
     assert held.batch(0, 2)[1].max() == 7
     with pytest.raises(DataError, match=r"token id 8 and model\.vocab_size=8"):
         held.batch(2, 1)
+
+
+def test_a_check_at_the_start_finds_a_bad_id_in_any_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_SCAN", 3)
+    HeldOut(write(tmp_path / "v", [*range(8)]), 4, vocab_size=8).check()
+    for place in range(8):
+        tokens = [8 if i == place else i for i in range(8)]
+        held = HeldOut(write(tmp_path / f"v{place}", tokens), 4, vocab_size=8)
+        with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {place} of"):
+            held.check()
+
+
+@pytest.mark.parametrize(("place", "window"), [(3, 1), (7, 0)])
+def test_a_bad_id_before_a_window_is_named_with_its_place(tmp_path: Path, place: int, window: int) -> None:
+    """The first token is predicted from the last one of the file."""
+    held = HeldOut(write(tmp_path / "v", [8 if i == place else i for i in range(8)]), 4, vocab_size=8)
+    with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {place} of"):
+        held.rows([window])
 
 
 def test_bits_per_byte() -> None:

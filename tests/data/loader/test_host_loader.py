@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from megascale import config as configuration
 from megascale.config import Config
+from megascale.core.layout import lay_out
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import SampleSource, hash_ids
 from megascale.data.loader import host_loader, ring
@@ -115,6 +116,25 @@ def test_each_rank_reads_its_samples(
             assert np.array_equal(host.read(rank), expected(host.plan, rank, base, number))
     streams = {host.plan.shape.place(rank)[0] for rank in reading}
     assert len(streams) == len(host.plan.streams) == world // tensor // pipeline  # one copy, however many readers
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 2, 4), (2, 2, 2), (1, 3, 4), (2, 1, 4)])
+def test_a_plan_names_the_readers_of_each_stream(
+    tensor: int, pipeline: int, data: int, prefix: str, tmp_path: Path
+) -> None:
+    """On any run of ranks, also one from the end of a stage to the beginning of the next."""
+    world = tensor * pipeline * data
+    config = configured(prefix, tmp_path, tensor, pipeline)
+    grid = lay_out(config, world).grid
+    for first, count in itertools.product(range(world), range(1, world + 1)):
+        if first + count > world:
+            continue
+        plan = plan_host(config, world, first, count)
+        at = {rank: grid.coordinate(rank) for rank in range(first, first + count)}
+        reading = {rank: c.data for rank, c in at.items() if c.pipeline in (0, pipeline - 1)}
+        assert plan.streams == tuple(sorted(set(reading.values())))
+        for stream, readers in zip(plan.streams, plan.shape.readers, strict=True):
+            assert readers == tuple(rank for rank, number in reading.items() if number == stream)
 
 
 def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:

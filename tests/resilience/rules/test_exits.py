@@ -132,6 +132,29 @@ def test_a_signal_is_not_explained_by_a_line_before_it():
     assert one(ended(worker(1, state="exited", code=1, stderr_tail=tail)), "user_error")
 
 
+@pytest.mark.parametrize(("lines_after", "kind"), [(9, "cuda_error"), (10, "segmentation_fault")])
+def test_only_the_last_lines_explain_an_end_without_a_trace(lines_after, kind):
+    tail = "CUDA error: unspecified launch failure\n" + "step\n" * lines_after
+    dead = worker(1, state="signalled", code=signal.SIGABRT, stderr_tail=tail)
+    assert [verdict.kind for verdict in ended(dead)] == [kind]
+
+
+def test_a_signal_that_ends_the_survivors_is_no_cause_of_its_own():
+    mistake = worker(0, state="exited", code=1, stderr_tail=trace("KeyError: 'text'"), ended_age=0.4)
+    terminated = worker(1, state="signalled", code=signal.SIGTERM, ended_age=0.4)
+    assert [verdict.kind for verdict in ended(mistake, terminated)] == ["user_error"]
+    assert [verdict.kind for verdict in ended(terminated)] == ["process_killed"]
+
+
+def test_last_words_are_the_line_that_names_an_error():
+    """What follows it, such as advice of a library, says less."""
+    tail = trace("torch.OutOfMemoryError: CUDA out of memory") + "See the documentation for Memory Management.\n"
+    assert exits.last_words(worker(1, stderr_tail=tail)) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert exits.last_words(worker(1, stderr_tail="error: no such file\nadvice\n")) == "error: no such file"
+    assert exits.last_words(worker(1, stderr_tail="first\nlast\n")) == "last"
+    assert exits.last_words(worker(1, message="m" * 301, stderr_tail=tail)) == "m" * 300
+
+
 def test_a_calm_line_of_the_log_is_nobodys_last_words():
     calm = "2026-11-24T04:27:29.274Z attempt 1 rank 1 INFO megascale.train: process 12379 on vm, one of 2, begins"
     told = worker(1, state="signalled", code=signal.SIGKILL, stderr_tail=calm)

@@ -239,6 +239,11 @@ def test_losses_norms_and_seconds():
     assert not measured(calm, None, [0.1] * 70 + [0.2] * 10)
 
 
+def test_a_spike_is_compared_with_the_median_of_100_steps_before():
+    [verdict] = measured([100.0] * 60 + [4.0] * 100 + [9.0])
+    assert verdict.evidence == ("the loss of step 161 is 9; the median of 100 steps before is 4",)
+
+
 def computing(*nodes: list[float], data: int | None = None, still: int = 0) -> list[Verdict]:
     """still: of the last heartbeats, how many show ranks that stand."""
     ages = [0.1] * (len(nodes[0]) - still) + [0.5 + i for i in range(still)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megascale.config import ResilienceConfig
+from megascale.config import ResilienceConfig, from_tree
 from megascale.resilience.driver.nodes.nodes import Node
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job_state import NodeRecord, NodeState, Phase
@@ -55,3 +55,40 @@ def test_a_node_that_has_stopped_and_is_lost_before_the_start_gets_no_ranks():
     )
     placement.check_stopped(101.0)
     assert events == [JobEvent.GAP]
+
+
+@pytest.mark.parametrize("coming", [False, True])
+def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
+    """The job needs two nodes and may not shrink. It waits as long as another node may still come."""
+    failures: list[str] = []
+
+    class Nodes(dict[str, Node]):
+        requests = ("request",) if coming else ()
+        names, known = dict.keys, dict.get
+
+        def switch(self, name: str) -> str:
+            return ""
+
+        def is_coming(self, nodes: object) -> bool:
+            return False
+
+        def all(self) -> list[Node]:
+            return list(self.values())
+
+    nodes = Nodes(
+        n0=Node("n0", NodeRecord(state=NodeState.UP), channel=object()),
+        n1=Node("n1", NodeRecord(state=NodeState.LOST)),
+    )
+    state = SimpleNamespace(placement=("n0", "n1"), data=2, ranks_per_node=1, evicting=())
+    config = from_tree({"resilience": {"min_data": 2}})
+    placement = Placement(
+        SimpleNamespace(state=state, entered=100.0, phase=Phase.WAITING),
+        nodes,
+        SimpleNamespace(fail=failures.append),
+        SimpleNamespace(),
+        None,
+        SimpleNamespace(limits=ResilienceConfig(nodes=2, replenish_wait=0.0), config=config),
+        None,
+    )
+    placement.place(200.0)
+    assert failures == ([] if coming else ["1 usable nodes are too few and none came: the job needs 2"])
