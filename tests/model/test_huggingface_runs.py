@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megascale.cli.main import main
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, MegascaleError
 from megascale.model.huggingface.import_model import read_folder
 from megascale.train.generation import Sampling, generate_tokens, pick, text_of
 from megascale.train.restore import restore, restore_model
@@ -130,12 +131,48 @@ def test_an_export_that_fails_leaves_nothing(tmp_path):
         if done > total / 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
-        api.export_model(tmp_path / "runs" / "a", tmp_path / "out", file_bytes=9000, progress=full)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["runs", "theirs"]
-    (tmp_path / "out").mkdir()  # an empty one may stand there
-    api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
-    assert (tmp_path / "out" / "config.json").exists()
+    for there in ([], ["out"]):
+        for name in there:
+            (tmp_path / name).mkdir()
+        with pytest.raises(MegascaleError, match=r"--out=.*out cannot be written: .*No space"):
+            api.export_model(tmp_path / "runs" / "a", tmp_path / "out", file_bytes=9000, progress=full)
+        assert sorted(p.name for p in tmp_path.iterdir()) == [*there, "runs", "theirs"]
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_export_fills_an_empty_folder(tmp_path, monkeypatch):
+    """Such as the working directory or a mount point, which stay the folders that they are."""
+    small("gpt2").save_pretrained(tmp_path / "theirs")
+    run = tmp_path / "runs" / "a"
+    api.import_model(tmp_path / "theirs", run)
+    here, mounted = tmp_path / "here", tmp_path / "mounted"
+    here.mkdir()
+    (mounted / "lost+found").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(mounted)
+    before = [folder.stat().st_ino for folder in (here, mounted)]
+    monkeypatch.chdir(here)
+    api.export_model(run, Path("."))
+    api.export_model(run, tmp_path / "link", file_bytes=9000)
+    api.export_model(run, Path("deep/down"))
+    assert [folder.stat().st_ino for folder in (here, mounted)] == before
+    for folder in (here, mounted, here / "deep" / "down"):
+        load(folder)
+        assert not [file for file in folder.iterdir() if file.name.startswith(".")]
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        api.export_model(run, Path("."))
+    with pytest.raises(ConfigError, match="cannot be"):
+        api.export_model(run, here / "config.json" / "x")
+
+
+def test_an_import_fills_the_working_directory_and_is_called_as_it(tmp_path, monkeypatch):
+    small("gpt2").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    made = api.import_model(tmp_path / "theirs", Path("."))
+    assert made.path == tmp_path / "mine"
+    assert api.load_config("config.toml").run_folder == tmp_path / "mine"
+    with pytest.raises(ConfigError, match=r"--out=.*config\.toml.* cannot be made"):
+        api.import_model(tmp_path / "theirs", tmp_path / "mine" / "config.toml" / "x")
 
 
 def test_what_is_there_is_not_written_over(tmp_path):

@@ -55,6 +55,8 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
 
     Raises DataError as `read_folder`; ConfigError if the run is there already or its name cannot be one.
     """
+    if run.name in ("", ".."):
+        run = run.resolve()  # the working directory, say: a run is called as its folder
     place = RunFolder(run)
     if place.config.exists() or any(checkpoint.steps(place.checkpoints)):
         raise ConfigError(f"--out={run} is a run already; name another folder, such as {run}-2")
@@ -68,7 +70,10 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
             )
         model = model.model_copy(update={"sequence_length": sequence_length})
     config = _config(run, {"model": model.model_dump(exclude_none=True)})
-    place.create()
+    try:
+        place.create()
+    except OSError as error:
+        raise ConfigError(f"--out={run} cannot be made: {error.strerror}") from None
     notes = list(found.notes)
     ends = found.settings.get("eos_token_id")
     end = next((e for e in (ends if isinstance(ends, list) else [ends]) if isinstance(e, int)), None)
