@@ -137,10 +137,12 @@ def evaluate(
     train.linear_precision than that of training. DataError if the file's tokens are another tokenizer's than the run's.
     """
     from megascale.data.dataset import tokenizer_agreement
+    from megascale.train.device_choice import choose_device
     from megascale.train.evaluation import evaluate_file
     from megascale.train.restore import restore
     from megascale.train.run_folder import run_config
 
+    choose_device(device)  # what is not there is refused before any work
     config = run_config(Path(run))
     prefix, named = file or config.data.valid, "--file" if file else "data.valid"
     if prefix is None:
@@ -172,10 +174,12 @@ def generate(
     """
     from megascale.data.dataset import tokenizer_agreement
     from megascale.data.tokenizer.tokenizer import tokenizer_for
+    from megascale.train.device_choice import choose_device
     from megascale.train.generation import Sampling, generate_tokens, text_of
     from megascale.train.restore import restore_model
     from megascale.train.resume import check_tokenizer, trained_config
 
+    choose_device(device)  # what is not there is refused before any work
     config, _ = trained_config(Path(run), step)
     tokenizer = tokenizer_for(config.data)  # before the model, which may take a while to read
     tokenizer_agreement.check_run(Path(run), config)
