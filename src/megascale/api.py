@@ -180,6 +180,8 @@ def generate(
     from megascale.train.resume import check_tokenizer, trained_config
 
     choose_device(device)  # what is not there is refused before any work
+    if "" in stop:
+        raise ConfigError("--stop is an empty text, which every text begins with; name the text to end before")
     config, _ = trained_config(Path(run), step)
     tokenizer = tokenizer_for(config.data)  # before the model, which may take a while to read
     tokenizer_agreement.check_run(Path(run), config)
@@ -187,7 +189,7 @@ def generate(
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)
-    yield from text_of(tokenizer, made, stop)
+    yield from text_of(tokenizer, made, stop, tokenizer.encode(prompt))
 
 
 def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Converted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 
 import torch
 
@@ -101,14 +102,23 @@ def generate_tokens(
         fresh = torch.tensor([token], dtype=torch.int64, device=device)
 
 
-def text_of(tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of a stream of tokens, piece by piece, up to the first of the texts `stops` (not shown)."""
-    made: list[int] = []
+def text_of(
+    tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = (), prompt: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield the text of a stream of tokens, piece by piece, up to the first of the texts `stops` (not shown).
+
+    Args:
+        prompt: ids of the text before the stream, without what the tokenizer's template adds. Both are decoded
+            together, since a decoder may leave out the blank before the first word of a text.
+    """
+    ids = list(prompt)
+    before = tokenizer.decode(ids)
     shown, text = 0, ""
     for token in tokens:
-        made.append(token)
+        ids.append(token)
         # A character may need several tokens; it is shown once it is whole.
-        text = tokenizer.decode(made).rstrip("\ufffd")
+        whole = tokenizer.decode(ids).rstrip("\ufffd")
+        text = whole[len(commonprefix([before, whole])) :]
         found = [at for stop in stops if (at := text.find(stop)) >= 0]
         if found:
             text = text[: min(found)]
