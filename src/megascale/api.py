@@ -170,10 +170,12 @@ def generate(
 ) -> Iterator[str]:
     """Continue `prompt` with a run's checkpoint, piece by piece (the prompt itself is not repeated).
 
-    The text ends after `tokens` tokens, at the tokenizer's end of a document, or before the first of the texts `stop`.
+    The text ends after `tokens` tokens, at the tokenizer's end of a document, at an end of a text of the model that was
+    imported, or before the first of the texts `stop`.
     """
     from megascale.data.dataset import tokenizer_agreement
     from megascale.data.tokenizer.tokenizer import tokenizer_for
+    from megascale.model.huggingface.generation_config import end_ids, load_generation_config
     from megascale.train.device_choice import choose_device
     from megascale.train.generation import Sampling, generate_tokens, text_of
     from megascale.train.restore import restore_model
@@ -186,9 +188,10 @@ def generate(
     tokenizer = tokenizer_for(config.data)  # before the model, which may take a while to read
     tokenizer_agreement.check_run(Path(run), config)
     check_tokenizer(Path(run), config, tokenizer, step)
+    ends = {tokenizer.end_of_document, *end_ids(load_generation_config(Path(run)))}
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)
+    made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
     yield from text_of(tokenizer, made, stop, tokenizer.encode(prompt))
 
 

@@ -242,7 +242,7 @@ def test_what_cannot_be_exported_names_the_keys(keys, family, named):
 )
 def test_a_preset_is_the_published_model(preset, family, count):
     model = config.load(None, [f"--model.preset={preset}"]).model
-    written = configuration(family_for(model), model, torch.float32, None)
+    written = configuration(family_for(model), model, torch.float32, {})
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
     assert family_for(model).name == family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from megascale.cli.main import main
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
-from megascale.errors import ConfigError, MegascaleError
+from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.model.huggingface.import_model import read_folder
 from megascale.train.generation import Sampling, generate_tokens, pick, text_of
 from megascale.train.restore import restore, restore_model
@@ -357,6 +358,81 @@ def test_a_prompt_begins_as_the_tokenizers_template_begins(named):
     again = load_tokenizer(folder / "tokenizer.json")
     assert again.encode_prompt("def") == [0, *tokenizer.encode("def")]
     assert again.encode("def") == tokenizer.encode("def")
+
+
+@pytest.fixture
+def chat(named):
+    """A saved Llama that says token 1 whatever it reads, with the files of a model for conversations."""
+    folder, _ = named
+    theirs = small("llama", vocab_size=320, max_position_embeddings=64)
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
+        theirs.lm_head.weight[1] = 1.0
+    theirs.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return folder
+
+
+def edit(file, **values: object) -> None:
+    """Change values of a JSON file, which is made if it is not there."""
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | values))
+
+
+@pytest.mark.parametrize(
+    ("of_generation", "of_model", "noted"),
+    [
+        ({"eos_token_id": [0, 1], "bos_token_id": 2, "temperature": 0.6}, {"eos_token_id": [0, 1]}, False),
+        ({}, {"eos_token_id": [0, 1], "bos_token_id": 2}, False),
+        ({"eos_token_id": [0, 1]}, {"eos_token_id": 0}, False),
+        ({"eos_token_id": 0}, {"eos_token_id": [0, 1], "pad_token_id": -1}, True),
+        ({"eos_token_id": 1}, {}, False),
+    ],
+)
+def test_every_end_of_a_text_comes_in_ends_it_and_goes_out(chat, tmp_path, of_generation, of_model, noted):
+    if of_generation:
+        edit(chat / "generation_config.json", **of_generation)
+    edit(chat / "config.json", **of_model)
+    made = api.import_model(chat, tmp_path / "runs" / "a")
+    assert any("ends of a text" in note for note in made.notes) == noted
+    assert "".join(api.generate(tmp_path / "runs" / "a", "def", tokens=4, temperature=0, device="cpu")) == ""
+    api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
+    again = load(tmp_path / "out")
+    expected = {0, 1} if of_model else {1}
+    for settings in (again.config, again.generation_config):
+        ends = settings.eos_token_id
+        assert set(ends if isinstance(ends, list) else [ends]) == expected
+    assert len(their_greedy(again, [5, 6], 4)) == 1
+    assert again.config.bos_token_id == {**of_model, **of_generation}.get("bos_token_id")
+    assert again.config.pad_token_id is None
+    if "temperature" in of_generation:
+        assert again.generation_config.temperature == 0.6
+
+
+def test_templates_of_conversations_come_in_and_go_out(chat, tmp_path):
+    api.import_model(chat, tmp_path / "runs" / "a")
+    api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
+    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja", "special_tokens_map.json"):
+        assert (tmp_path / "out" / name).read_text() == (chat / name).read_text()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
+
+
+def test_files_that_cannot_be_read_are_left_out_with_a_note_or_refused(chat, tmp_path):
+    (chat / "generation_config.json").write_text("[1")
+    (chat / "tokenizer_config.json").write_text("nothing")
+    notes = " ".join(api.import_model(chat, tmp_path / "runs" / "a").notes)
+    assert "generation_config.json" in notes
+    assert "tokenizer_config.json is not a JSON object" in notes
+    (chat / "chat_template.jinja").unlink()
+    os.mkfifo(chat / "chat_template.jinja")
+    with pytest.raises(DataError, match=r"chat_template\.jinja cannot be copied: .*pipe"):
+        api.import_model(chat, tmp_path / "runs" / "b")
 
 
 def test_a_tiktoken_encoding_goes_out(tmp_path, named):

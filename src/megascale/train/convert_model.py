@@ -18,9 +18,16 @@ from megascale.data.dataset import tokenizer_agreement
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
+from megascale.data.tokenizer.tokenizer_files import TOKENIZER
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import complete_folder, write_folder
 from megascale.model.huggingface.families import family_for
+from megascale.model.huggingface.generation_config import (
+    end_ids,
+    load_generation_config,
+    token_ids,
+    write_generation_config,
+)
 from megascale.model.huggingface.import_model import read_folder
 from megascale.train.resume import tokenizer_hash, trained_config
 from megascale.train.run_folder import RunFolder, checkpoint_folder
@@ -75,15 +82,14 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     except OSError as error:
         raise ConfigError(f"--out={run} cannot be made: {error.strerror}") from None
     notes = list(found.notes)
-    ends = found.settings.get("eos_token_id")
-    end = next((e for e in (ends if isinstance(ends, list) else [ends]) if isinstance(e, int)), None)
-    tokenizer, problem = convert_tokenizer.take(folder, run, end)
-    if problem is not None:
-        notes.append(problem)
-    elif tokenizer is not None and tokenizer.vocab_size > model.vocab:
+    tokenizer, told = convert_tokenizer.take(folder, run, end_ids(found.generation))
+    notes += told
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
-    if (run / convert_tokenizer.NAME).exists():
-        data = config.data.model_copy(update={"tokenizer": str(run / convert_tokenizer.NAME)})
+    if found.generation:
+        write_generation_config(run, found.generation)
+    if (run / TOKENIZER).exists():
+        data = config.data.model_copy(update={"tokenizer": str(run / TOKENIZER)})
         config = config.model_copy(update={"data": data})
     shards = [
         checkpoint.TensorShard(f"model.{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
@@ -161,9 +167,12 @@ def export_model(
         progress(written, total)
 
     tokenizer, note = _tokenizer(run, config)
-    end = tokenizer.end_of_document if tokenizer is not None else None
+    generation = load_generation_config(run)
+    ids = token_ids(generation, tokenizer.end_of_document if tokenizer is not None else None, model.vocab)
     with complete_folder(out) as made:
-        write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, end_of_text=end, progress=count)
+        write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, token_ids=ids, progress=count)
+        if generation:
+            write_generation_config(made, generation)
         if tokenizer is not None:
             convert_tokenizer.give(tokenizer, tokenizer_path(config.data), made, model.sequence_length)
     return Converted(out, chosen.name, parameters(model), tokenizer is not None, [note] if note else [])

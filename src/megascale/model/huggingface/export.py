@@ -95,7 +95,7 @@ def write_folder(
     *,
     dtype: torch.dtype,
     file_bytes: int,
-    end_of_text: int | None = None,
+    token_ids: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
     """Write a model; one file's tensors are in memory at a time.
@@ -106,7 +106,7 @@ def write_folder(
         fetch: called once a file, with the logical tensors that go into it.
         dtype: of the weights written.
         file_bytes: largest file, but for a single tensor above it.
-        end_of_text: token that ends a text, if known.
+        token_ids: those that config.json names, such as eos_token_id.
         progress: told the bytes of each file written.
 
     Returns the files. A tensor that the family has and the model has not (a bias) is written as zeros, which is the
@@ -135,12 +135,14 @@ def write_folder(
     if len(groups) > 1:
         total = sum(prod(weight.shape(shapes)) for weight in weights) * dtype.itemsize
         files.append(_write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": index}))
-    files.append(_write_json(out / CONFIG, configuration(family, model, dtype, end_of_text)))
+    files.append(_write_json(out / CONFIG, configuration(family, model, dtype, token_ids or {})))
     return files
 
 
-def configuration(family: Family, model: ModelConfig, dtype: torch.dtype, end_of_text: int | None) -> dict[str, Any]:
-    """The config.json of a model."""
+def configuration(
+    family: Family, model: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config.json of a model."""
     return {
         "architectures": [family.architecture],
         "model_type": family.name,
@@ -151,7 +153,8 @@ def configuration(family: Family, model: ModelConfig, dtype: torch.dtype, end_of
         "torch_dtype": str(dtype).removeprefix("torch."),
         # The families' own defaults are tokens of their own vocabularies, so these are always said.
         "bos_token_id": None,
-        "eos_token_id": end_of_text,
+        "eos_token_id": None,
+        **token_ids,
         "use_cache": True,
     }
 

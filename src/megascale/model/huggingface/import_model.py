@@ -17,6 +17,7 @@ from megascale.core.inventory import logical_shapes
 from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
+from megascale.model.huggingface.generation_config import import_generation_config
 from megascale.model.huggingface.settings import Family, Keys
 from megascale.model.huggingface.tensor_names import Weight, split
 
@@ -35,14 +36,14 @@ class Imported:
         family: of transformers.
         model: the same in our keys.
         tensors: logical tensors by name, whole, views of the mapped files where strides allow.
-        settings: config.json as it stands.
+        generation: settings of generation, with the tokens that begin and end a text.
         notes: what a person should know: what is not the same in training here, and files that were passed over.
     """
 
     family: Family
     model: ModelConfig
     tensors: dict[str, Tensor]
-    settings: dict[str, Any]
+    generation: dict[str, Any]
     notes: list[str]
 
 
@@ -104,7 +105,8 @@ def read_folder(folder: Path) -> Imported:
                 "the configuration and the weights are not of one model"
             )
         tensors |= split(weight, stored)
-    return Imported(family, model, tensors, settings, keys.notes)
+    generation, notes = import_generation_config(folder, settings)
+    return Imported(family, model, tensors, generation, keys.notes + notes)
 
 
 class Files:
