@@ -14,10 +14,8 @@ from megascale.config import Config, from_tree
 from megascale.core.events import Event
 from megascale.core.flops import parameters
 from megascale.core.inventory import logical_shapes
-from megascale.data.dataset import tokenizer_agreement
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
 from megascale.data.tokenizer.tokenizer_files import TOKENIZER
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import complete_folder, write_folder
@@ -29,7 +27,7 @@ from megascale.model.huggingface.generation_config import (
     write_generation_config,
 )
 from megascale.model.huggingface.import_model import read_folder
-from megascale.train.resume import tokenizer_hash, trained_config
+from megascale.train.resume import tokenizer_hash, trained_config, trained_tokenizer, trained_tokenizer_hash
 from megascale.train.run_folder import RunFolder, checkpoint_folder
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,6 +120,7 @@ def export_model(
     family: str | None = None,
     step: int | None = None,
     dtype: str | None = None,
+    tokenizer: bool = True,
     file_bytes: int = 4 << 30,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Converted:
@@ -133,11 +132,12 @@ def export_model(
         family: of transformers; default: the first that the model is of.
         step: checkpoint; default: the newest.
         dtype: float32, bfloat16 or float16; default: train.precision of the run, float64 as float32.
+        tokenizer: write the run's tokenizer too.
         file_bytes: size from which weights are spread over several files.
         progress: told bytes written and bytes in all.
 
     Raises ConfigError if no family (or not the named one) can say what the model is, naming the keys; DataError if
-    there is no checkpoint.
+    there is no checkpoint, or the tokenizer that the run was trained with is lost.
     """
     config, same = trained_config(run, step)
     model = config.model
@@ -166,22 +166,30 @@ def export_model(
         written += size
         progress(written, total)
 
-    tokenizer, note = _tokenizer(run, config)
+    found, note = _find_tokenizer(run, config, step, tokenizer)
     generation = load_generation_config(run)
-    ids = token_ids(generation, tokenizer.end_of_document if tokenizer is not None else None, model.vocab)
+    ids = token_ids(generation, found[1].end_of_document if found is not None else None, model.vocab)
     with complete_folder(out) as made:
         write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, token_ids=ids, progress=count)
         if generation:
             write_generation_config(made, generation)
-        if tokenizer is not None:
-            convert_tokenizer.give(tokenizer, tokenizer_path(config.data), made, model.sequence_length)
-    return Converted(out, chosen.name, parameters(model), tokenizer is not None, [note] if note else [])
+        if found is not None:
+            convert_tokenizer.give(found[1], found[0], made, model.sequence_length)
+    return Converted(out, chosen.name, parameters(model), found is not None, [note] if note else [])
 
 
-def _tokenizer(run: Path, config: Config) -> tuple[Tokenizer | None, str | None]:
-    """The run's tokenizer, or why there is none: a model can do without."""
+def _find_tokenizer(
+    run: Path, config: Config, step: int | None, wanted: bool
+) -> tuple[tuple[Path, Tokenizer] | None, str | None]:
+    """Return the run's tokenizer with its file, or None and why.
+
+    Raises DataError if the run was trained with one that is lost: a model that goes out without it is of little use.
+    """
+    if not wanted:
+        return None, None
     try:
-        tokenizer_agreement.check_run(run, config)
-        return load_tokenizer(tokenizer_path(config.data)), None
+        return trained_tokenizer(run, config, step), None
     except (ConfigError, DataError) as error:
+        if config.data.tokenizer is not None or trained_tokenizer_hash(run, config, step) is not None:
+            raise DataError(f"{error}; or write the model without a tokenizer (--no-tokenizer)") from None
         return None, f"no tokenizer is written: {error}"

@@ -26,6 +26,12 @@ def copy_companions(source: Path, out: Path) -> None:
         copy_file(source / name, out / name)
 
 
+def remove_companions(folder: Path) -> None:
+    """Remove the files beside a tokenizer.json."""
+    for name in find_companions(folder):
+        (folder / name).unlink()
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file, whole or not at all. Raises DataError if `source` is no file or longer than 1 GiB."""
     try:
