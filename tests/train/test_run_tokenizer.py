@@ -77,7 +77,7 @@ def test_a_run_is_read_from_any_folder(work, monkeypatch):
     assert api.evaluate("work/runs/a", device="cpu").loss == loss
 
 
-def test_what_is_beside_the_tokenizer_is_kept(work):
+def test_the_files_next_to_the_tokenizer_are_kept(work):
     words = json.loads(Path("ds/tokenizer.json").read_text())
     words["added_tokens"].append(dict(words["added_tokens"][0], id=words["model"]["vocab"]["an"], content="an"))
     Path("mine").mkdir()

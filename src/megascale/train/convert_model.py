@@ -74,7 +74,8 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
                 f"{model.sequence_length} tokens; leave the option out"
             )
         model = model.model_copy(update={"sequence_length": sequence_length})
-    config = _config(run, {"model": model.model_dump(exclude_none=True)})
+    imported = {"imported": str(place.checkpoints.absolute())}
+    config = _config(run, {"model": model.model_dump(exclude_none=True), "checkpoint": imported})
     try:
         place.create()
     except OSError as error:

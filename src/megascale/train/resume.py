@@ -70,6 +70,10 @@ class Origin:
         """As `check`, where checkpoint.resume=false begins at step 0 whatever there is."""
         self._tell(self._judge_anew)
 
+    def check_imported(self, state: Mapping[str, Any], name: str) -> None:
+        """As `check`, for the weights of an imported model that a run begins with: model and tokenizer count."""
+        self._tell(lambda: self._wrong_settings(state, name))
+
     def accept(self) -> None:
         """The start is accepted by all: keep the run's identity and configuration."""
         if self.peers.rank == 0:

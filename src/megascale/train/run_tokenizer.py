@@ -28,11 +28,11 @@ def keep_tokenizer(run: Path, config: Config, sha256: str | None) -> None:
         load_tokenizer(source).save(own)
         return
     if source.parent.resolve() != run.resolve():
-        _copy_what_is_beside(source.parent, run)
+        _replace_companions(source.parent, run)
     copy_file(source, own)  # last: a folder that has it has all
 
 
-def _copy_what_is_beside(source: Path, run: Path) -> None:
+def _replace_companions(source: Path, run: Path) -> None:
     """Put the files beside a tokenizer.json in the place of those that a run keeps of another."""
     remove_companions(run)
     copy_companions(source, run)
