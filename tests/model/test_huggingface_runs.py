@@ -141,6 +141,27 @@ def test_an_export_that_fails_leaves_nothing(tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_an_export_whose_checkpoint_training_removes_takes_the_next(tokens, tmp_path):
+    small("llama", vocab_size=64).save_pretrained(tmp_path / "theirs")
+    run = tmp_path / "runs" / "a"
+    api.import_model(tmp_path / "theirs", run, sequence_length=16)
+    words = [f"--data.train={tokens}/train", "--checkpoint.keep=1", "--train.device=cpu", "--train.threads=1"]
+    words += ["--train.global_batch=4", "--train.micro_batch=2", "--observe.tensorboard=false", "--lr.peak=1e-2"]
+
+    def train(done: int, total: int) -> None:
+        if checkpoint.steps(run / "checkpoints") != [4]:
+            api.train(api.load_config(run / "config.toml", [*words, "--train.steps=4"]))
+
+    api.export_model(run, tmp_path / "out", file_bytes=9000, progress=train)
+    model, _ = restore_model(run, step=4)
+    theirs = load(tmp_path / "out")
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        assert (model.logits(model(ids.t()))[:, 0] - theirs(ids).logits[0]).abs().max() < CLOSE
+    with pytest.raises(DataError, match=r"no checkpoint .*step-0'; committed steps: \[4\]"):
+        api.export_model(run, tmp_path / "one", step=0)
+
+
 def test_an_export_fills_an_empty_folder(tmp_path, monkeypatch):
     """Such as the working directory or a mount point, which stay the folders that they are."""
     small("gpt2").save_pretrained(tmp_path / "theirs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from megascale.train.resume import tokenizer_hash, trained_config, trained_token
 from megascale.train.run_folder import RunFolder, checkpoint_folder
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PATIENCE = 60.0  # seconds of an export in which it begins again if its checkpoint is removed meanwhile
 
 
 @dataclass(frozen=True)
@@ -148,34 +150,47 @@ def export_model(
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
     checkpoints = checkpoint_folder(run, config)
-    step = checkpoint.latest(checkpoints) if step is None else step
-    if step is None:
-        raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
     shapes = logical_shapes(model)
     kind = EXPORT_DTYPES[dtype]
-
-    def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
-        shards = [checkpoint.TensorShard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
-        checkpoint.load(checkpoints, shards, step=step, accept=same)
-        return tensors
-
-    written, total = 0, parameters(model) * kind.itemsize
-
-    def count(size: int) -> None:
-        nonlocal written
-        written += size
-        progress(written, total)
-
+    total = parameters(model) * kind.itemsize
     found, note = _find_tokenizer(run, config, step, tokenizer)
     generation = load_generation_config(run)
     ids = token_ids(generation, found[1].end_of_document if found is not None else None, model.vocab)
-    with complete_folder(out) as made:
-        write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, token_ids=ids, progress=count)
-        if generation:
-            write_generation_config(made, generation)
-        if found is not None:
-            convert_tokenizer.give(found[1], found[0], made, model.sequence_length)
+
+    def write(source: int) -> None:
+        written = 0
+
+        def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+            tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
+            shards = [checkpoint.TensorShard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
+            checkpoint.load(checkpoints, shards, step=source, accept=same)
+            return tensors
+
+        def count(size: int) -> None:
+            nonlocal written
+            written += size
+            progress(written, total)
+
+        with complete_folder(out) as made:
+            write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, token_ids=ids, progress=count)
+            if generation:
+                write_generation_config(made, generation)
+            if found is not None:
+                convert_tokenizer.give(found[1], found[0], made, model.sequence_length)
+
+    begun, done = time.monotonic(), False
+    while not done:
+        source = checkpoint.latest(checkpoints) if step is None else step
+        if source is None:
+            raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
+        try:
+            write(source)
+            done = True
+        except DataError:
+            # Training next to this export may have removed the checkpoint, since it has saved a newer one.
+            late = time.monotonic() - begun > _PATIENCE
+            if late or step is not None or source in checkpoint.steps(checkpoints):
+                raise
     return Converted(out, chosen.name, parameters(model), found is not None, [note] if note else [])
 
 
