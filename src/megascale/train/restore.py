@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megascale import checkpoint
-from megascale.config import Config, ParallelConfig
+from megascale.config import Config, OptimizerConfig, ParallelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
@@ -41,7 +41,8 @@ def restore(
         except ValueError as error:
             raise ConfigError(str(error)) from None
     train = config.train.model_copy(update=update)
-    config = config.model_copy(update={"parallel": parallel, "train": train})
+    # No update follows, so any optimizer will do, also for a run whose own one is not known here.
+    config = config.model_copy(update={"parallel": parallel, "train": train, "optimizer": OptimizerConfig()})
     engine = Engine(lay_out(config, 1), None, chosen)
     shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical() if parts[0].startswith("model.")]
     with engine.loading():

@@ -102,13 +102,14 @@ class RunFolder:
 def run_config(run: Path) -> Config:
     """Return the resolved configuration that a run folder keeps, for readers of the run.
 
-    Relative paths are those of the folder that the run was started in, where `run` shows which one that was.
+    Relative paths are those of the folder that the run was started in, where `run` shows which one that was. Callbacks
+    and other parts of training need not be known here.
     Raises DataError if it is no run folder.
     """
     file = run / "config.toml"
     if not file.exists():
         raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
-    return find_paths(load(file), run)
+    return find_paths(load(file, keep_unknown_parts=True), run)
 
 
 def find_paths(config: Config, run: Path) -> Config:
