@@ -115,15 +115,18 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
 
 def _validate_known_parts(tree: Mapping[str, Any]) -> Config:
     """Return `from_tree` of a tree, in which parts of training that are not known here keep their names."""
-    tree, unknown = migrate(tree), {}
+    tree = migrate(tree)
+    unknown: dict[str, Any] = {}
     for name, registry in TRAINING_PARTS.items():
         section, _, key = name.partition(".")
         table = tree.get(section)
-        value = table.get(key) if isinstance(table, dict) else None
-        names = value if isinstance(value, list) else [value] * isinstance(value, str)
-        if not all(isinstance(each, str) and each.partition("=")[0] in registry for each in names):
-            unknown[name] = value
-            tree[section] = {other: table[other] for other in table if other != key}
+        if not isinstance(table, dict) or key not in table:
+            continue
+        value = table[key]
+        names = value if isinstance(value, list) else [value]
+        are_names = all(isinstance(each, str) for each in names)
+        if are_names and not all(each.partition("=")[0] in registry for each in names):
+            unknown[name] = table.pop(key)
     config = from_tree(tree)
     for name, value in unknown.items():
         section, _, key = name.partition(".")

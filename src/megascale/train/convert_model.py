@@ -32,7 +32,7 @@ from megascale.train.resume import tokenizer_hash, trained_config, trained_token
 from megascale.train.run_folder import RunFolder, checkpoint_folder
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PATIENCE = 60.0  # seconds of an export in which it begins again if its checkpoint is removed meanwhile
+_RETRY_SECONDS = 60.0  # of an export in which it begins again if its checkpoint is removed meanwhile
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def export_model(
             done = True
         except DataError:
             # Training next to this export may have removed the checkpoint, since it has saved a newer one.
-            late = time.monotonic() - begun > _PATIENCE
+            late = time.monotonic() - begun > _RETRY_SECONDS
             if late or step is not None or source in checkpoint.steps(checkpoints):
                 raise
     return Converted(out, chosen.name, parameters(model), found is not None, [note] if note else [])

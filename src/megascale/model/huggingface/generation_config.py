@@ -54,7 +54,8 @@ def write_generation_config(folder: Path, values: Mapping[str, Any]) -> None:
 def end_ids(values: Mapping[str, Any]) -> list[int]:
     """Return the token ids of eos_token_id, which may be one id, several or none; leave out what is not an id."""
     named = values.get("eos_token_id")
-    return [token for token in (named if isinstance(named, list) else [named]) if _is_id(token)]
+    tokens: list[Any] = named if isinstance(named, list) else [named]
+    return [token for token in tokens if _is_id(token)]
 
 
 def token_ids(values: Mapping[str, Any], end_of_document: int | None, vocab: int) -> dict[str, Any]:
