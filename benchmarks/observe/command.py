@@ -122,6 +122,7 @@ def observe(
     from benchmarks.observe import whatif as whatif_bench
     from benchmarks.observe.synthetic_spans import Job
     from megascale.errors import ConfigError
+    from megascale.train.device_choice import choose_device
 
     wanted = parts.split(",")
     if wrong := [part for part in wanted if part not in PARTS]:
@@ -130,6 +131,8 @@ def observe(
         raise ConfigError("--parts=whatif needs --traces=FOLDER: others' traces with their results")
     if device not in ("", "cpu", "cuda"):
         raise ConfigError(f"--device={device} is neither cpu nor cuda")
+    if device and "stragglers" in wanted and local:
+        choose_device(device)
     axes = straggler_bench.axes(layout)
     record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []

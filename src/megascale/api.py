@@ -142,16 +142,18 @@ def evaluate(
     train.linear_precision than that of training. DataError if the file's tokens are another tokenizer's than the run's.
     """
     from megascale.data.dataset import integrity, tokenizer_agreement
+    from megascale.train.device_choice import choose_device
     from megascale.train.evaluation import evaluate_file
     from megascale.train.restore import restore
     from megascale.train.run_folder import run_config
 
+    choose_device(device)  # what is not there is refused before any work
     config = run_config(Path(run))
     prefix, named = file or config.data.valid, "--file" if file else "data.valid"
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
     # Before the model, which may take a while to read.
-    own = tokenizer_agreement.check_run(Path(run), config)
+    own = tokenizer_agreement.remembered(Path(run)) or tokenizer_agreement.check_run(Path(run), config)
     tokenizer_agreement.check_tokens(named, prefix, own, config.model.vocab_size)
     integrity.check_sample(named, prefix)
     engine, config = restore(Path(run), step=step, device=device, linear_precision=linear_precision)
@@ -174,22 +176,25 @@ def generate(
 ) -> Iterator[str]:
     """Continue `prompt` with a run's checkpoint, piece by piece (the prompt itself is not repeated).
 
-    The text ends after `tokens` tokens, at the tokenizer's end of a document, or before the first of the texts `stop`.
+    The text ends after `tokens` tokens, at the tokenizer's end of a document, at an end of a text of the model that was
+    imported, or before the first of the texts `stop`.
     """
-    from megascale.data.dataset import tokenizer_agreement
-    from megascale.data.tokenizer.tokenizer import tokenizer_for
+    from megascale.model.huggingface.generation_config import end_ids, load_generation_config
+    from megascale.train.device_choice import choose_device
     from megascale.train.generation import Sampling, generate_tokens, text_of
     from megascale.train.restore import restore_model
-    from megascale.train.resume import check_tokenizer, trained_config
+    from megascale.train.resume import trained_config, trained_tokenizer
 
+    choose_device(device)  # what is not there is refused before any work
+    if "" in stop:
+        raise ConfigError("--stop is an empty text, which every text begins with; name the text to end before")
     config, _ = trained_config(Path(run), step)
-    tokenizer = tokenizer_for(config.data)  # before the model, which may take a while to read
-    tokenizer_agreement.check_run(Path(run), config)
-    check_tokenizer(Path(run), config, tokenizer, step)
+    _, tokenizer = trained_tokenizer(Path(run), config, step)  # before the model, which may take a while to read
+    ends = {tokenizer.end_of_document, *end_ids(load_generation_config(Path(run)))}
     model, _ = restore_model(Path(run), step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, stop=tokenizer.end_of_document)
-    yield from text_of(tokenizer, made, stop)
+    made = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
+    yield from text_of(tokenizer, made, stop, tokenizer.encode(prompt))
 
 
 def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Converted:

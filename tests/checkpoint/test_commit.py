@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megascale.checkpoint import TensorShard, inspect, latest, load, save, steps
+from megascale.checkpoint.complete_checkpoint import open_whole
 from megascale.checkpoint.format.index import is_tensor_name
 from megascale.checkpoint.format.step_folders import COMMIT, METADATA, prune, read_index, survey
 from megascale.checkpoint.format.verify import verify
+from megascale.checkpoint.storage.local_disk import LocalStorage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
@@ -202,6 +205,86 @@ def test_damage_seen_by_one_process_turns_all_back(folder: Path) -> None:
     place = save(folder, 2, [s for r in range(2) for s in cut(tensors, "rows", r, 2) if s.shape or r], {}, keep=2)
     _damage(next(place.glob("*.distcp")), "flip")
     assert run_group(2, _damaged_group, folder) == [{"step": 1}] * 2
+
+
+class Overtaken:
+    """Training next to a reader: when the reader has chosen a step, saves the next one and removes that (keep=1).
+
+    Attributes:
+        calls: how many times it does so; the reader then has its way.
+    """
+
+    def __init__(self, folder: Path, calls: int = 1) -> None:
+        self.folder, self.calls = folder, calls
+
+    def __call__(self, state: dict, name: str) -> None:
+        if self.calls:
+            self.calls -= 1
+            step = int(name.rpartition("-")[2]) + 1
+            save(self.folder, step, whole(logical_state(step)), {"step": step}, keep=1)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_step_that_is_pruned_while_it_is_read_is_not_damaged(
+    folder: Path, calls: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=1)
+    got, state = _load(folder, accept=Overtaken(folder, calls))
+    assert state == {"step": 1 + calls}
+    assert_same(got, logical_state(1 + calls))
+    assert not recwarn
+    with pytest.raises(DataError, match=r"step-\d' was removed while it was read.*checkpoint\.keep"):
+        _load(folder, step=1 + calls, accept=Overtaken(folder))
+
+
+class Overtaking(LocalStorage):
+    """A folder whose one step is replaced by the next right after it is listed."""
+
+    def list(self, path: str = "") -> list[str]:
+        names = super().list(path)
+        if names == ["step-1"]:
+            save(self.root, 2, whole(logical_state(2)), {}, keep=1)
+        return names
+
+
+def test_a_look_finds_the_step_that_has_replaced_all_that_were_there(folder: Path) -> None:
+    save(folder, 1, whole(logical_state(1)), {}, keep=1)
+    assert [commit.step for commit in survey(Overtaking(folder))[0]] == [2]
+
+
+def _overtaken_group(rank: int, size: int, folder: Path, newer: Path) -> tuple[dict, list[bool]]:
+    def accept(state: dict, name: str) -> None:
+        if rank == 0 and (newer / "step-2").exists():
+            (newer / "step-2").rename(folder / "step-2")
+            shutil.rmtree(folder / "step-1")
+
+    got = blank(logical_state())
+    state = load(folder, cut(got, "rows", rank, size), accept=accept)
+    pairs = zip(cut(got, "rows", rank, size), cut(logical_state(2), "rows", rank, size), strict=True)
+    return state, [torch.equal(a.tensor, b.tensor) for a, b in pairs]
+
+
+def test_a_step_that_is_pruned_is_passed_over_by_all_processes(folder: Path, tmp_path: Path) -> None:
+    save(folder, 1, whole(logical_state(1)), {"step": 1}, keep=1)
+    save(tmp_path / "newer", 2, whole(logical_state(2)), {"step": 2}, keep=1)
+    for state, same in run_group(2, _overtaken_group, folder, tmp_path / "newer"):
+        assert state == {"step": 2}
+        assert all(same)
+
+
+def test_tools_do_not_call_a_pruned_step_damaged(folder: Path) -> None:
+    storage = open_storage(folder)
+    save(folder, 1, whole(logical_state(1)), {}, keep=1)
+    opened = open_whole(folder)
+
+    def prune(done: int, total: int) -> None:
+        if steps(folder) == [1]:
+            save(folder, 2, whole(logical_state(2)), {}, keep=1)
+
+    assert verify(storage, 1, prune, threads=1).removed
+    assert not verify(storage, 2).problems
+    with pytest.raises(DataError, match="was removed while it was read"):
+        opened.tensor(next(iter(opened.tensors)))
 
 
 def test_nothing_and_half_written_are_named(folder: Path) -> None:

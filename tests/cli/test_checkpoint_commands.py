@@ -100,6 +100,16 @@ def test_export_and_import_round_trip(run: Path, tmp_path: Path, form: str) -> N
         call("export", run, out, "--only", "weights.")
 
 
+def test_a_folder_holds_one_set_of_weights(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    call("export", run, out)
+    with pytest.raises(ConfigError, match=r"out' holds model\.safetensors already"):
+        call("export", run, out, "--shard-gb", "0.001")
+    (out / "model-00001-of-00001.safetensors").write_bytes((out / "model.safetensors").read_bytes())
+    with pytest.raises(DataError, match="more than once"):
+        call("import", out, tmp_path / "new")
+
+
 def test_export_in_several_files(tmp_path: Path) -> None:
     tensors = {f"model.w{i}": torch.randn(100_000) for i in range(6)}
     save(tmp_path / "c", 1, whole(tensors), {}, keep=1)

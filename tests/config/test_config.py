@@ -177,6 +177,20 @@ def test_a_setting_that_is_no_number_is_refused(key, value):
         config.load(None, [f"--{key}={value}"])
 
 
+@pytest.mark.parametrize(("head_dim", "fraction"), [(8, 0.1), (64, 0.03), (2, 0.5), (6, 0.16)])
+def test_rotary_positions_that_turn_no_pair_are_refused(head_dim, fraction):
+    words = [f"--model.head_dim={head_dim}", f"--model.rotary_fraction={fraction}"]
+    with pytest.raises(ConfigError, match=rf"model\.rotary_fraction={fraction} of a head of {head_dim} .* pair"):
+        config.load(None, [*words, "--model.positions=rotary"])
+    assert config.load(None, [*words, "--model.positions=learned"]).model.rotary_fraction == fraction
+
+
+@pytest.mark.parametrize(("head_dim", "fraction"), [(8, 0.25), (64, 0.032), (2, 1.0)])
+def test_one_rotary_pair_is_enough(head_dim, fraction):
+    words = [f"--model.head_dim={head_dim}", f"--model.rotary_fraction={fraction}", "--model.positions=rotary"]
+    assert config.load(None, words).model.rotary_fraction == fraction
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from megascale.api import load_config, train
+from megascale.api import evaluate, export_model, generate, load_config, train
 from megascale.config import from_tree
 from megascale.config.parts import CALLBACKS
+from megascale.data.tokenizer.tokenizer import train_tokenizer
+from megascale.errors import ConfigError
 from megascale.ops.cross_entropy import linear_cross_entropy
 from megascale.ops.token_loss import TokenLogits, register
 from megascale.train import callbacks
+from megascale.train.run_folder import run_config
 from tests.conftest import lines
 from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.compare import assert_equal
@@ -138,3 +141,38 @@ def test_a_callback_is_told_of_steps_and_evaluations_and_may_stop_the_run(tiny, 
     assert train(load_config(tiny, words)).step == 4
     assert Seen.told == [("begins", 3), ("step", 4), ("evaluated", 4), ("ends", 4)]
     assert [r["step"] for r in lines(tiny.parent / "runs/tiny/metrics.jsonl") if "loss" in r] == [1, 2, 3, 4]
+
+
+def test_a_run_is_read_without_the_callback_that_it_was_trained_with(tiny, tmp_path):
+    """In a process that knows no such part: generation, evaluation, export and the tools that read a run's settings."""
+    train_tokenizer(["some text"], 260).save(tmp_path / "words.json")
+    words = ["--train.steps=1", "--model.vocab_size=264", f"--data.tokenizer={tmp_path}/words.json"]
+    train(load_config(tiny, [*words, "--train.callbacks=seen", "--model.positions=rotary"]))
+    callbacks.KINDS.remove("seen")
+    CALLBACKS.remove("seen")
+    run = tmp_path / "runs" / "tiny"
+    try:
+        with pytest.raises(ConfigError, match=r"train\.callbacks='seen' is not known"):
+            load_config(run / "config.toml")  # to train on it is needed
+        assert list(generate(run, "some", tokens=3, device="cpu"))
+        loss = evaluate(run, device="cpu").loss
+        assert export_model(run, tmp_path / "out").tokenizer
+        # The same of an optimizer, metric sinks and span sinks; a loss decides what evaluation gives.
+        text = (run / "config.toml").read_text()
+        for known, gone in (
+            ('name = "adamw"', 'name = "gone"'),
+            ("\nsinks = []", '\nsinks = ["gone"]'),
+            ('"parquet"', '"gone=far"'),
+        ):
+            assert known in text
+            text = text.replace(known, gone, 1)
+        (run / "config.toml").write_text(text)
+        config = run_config(run)
+        assert (config.optimizer.name, config.observe.span_sinks) == ("gone", ["gone=far"])
+        assert evaluate(run, device="cpu").loss == loss
+        (run / "config.toml").write_text(text.replace('loss = "cross_entropy"', 'loss = "gone"'))
+        assert list(generate(run, "some", tokens=3, device="cpu"))
+        with pytest.raises(ConfigError, match=r"train\.loss='gone' is not known"):
+            evaluate(run, device="cpu")
+    finally:
+        callbacks.register("seen", Seen)

@@ -242,7 +242,7 @@ def test_what_cannot_be_exported_names_the_keys(keys, family, named):
 )
 def test_a_preset_is_the_published_model(preset, family, count):
     model = config.load(None, [f"--model.preset={preset}"]).model
-    written = configuration(family_for(model), model, torch.float32, None)
+    written = configuration(family_for(model), model, torch.float32, {})
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**written))
     assert family_for(model).name == family
@@ -389,6 +389,54 @@ def test_damaged_and_missing_files_are_named(copy, tmp_path):
         read_folder(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(DataError, match="not a JSON object"):
+        read_folder(folder)
+
+
+def add_shards(folder: Path, tensors: dict[str, torch.Tensor], files: int = 2) -> None:
+    """Write a second set of weights: `files` shards and their index."""
+    names = sorted(tensors)
+    places = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({n: tensors[n] for n in names if places[n] == file}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_of_two_sets_of_weights_the_one_that_transformers_loads_counts(copy, family):
+    folder = copy(family)
+    add_shards(folder, {n: t + 1 for n, t in load_file(folder / "model.safetensors").items()})
+    found = read_folder(folder)
+    assert difference(chunk_of(found.model, found.tensors), load(folder)) < CLOSE
+    assert any("model.safetensors.index.json" in note for note in found.notes)
+    (folder / "model.safetensors").unlink()
+    found = read_folder(folder)
+    assert difference(chunk_of(found.model, found.tensors), load(folder)) < CLOSE
+    assert not any("index.json" in note for note in found.notes)
+
+
+def test_a_tensor_that_lies_in_a_folder_twice_is_refused(copy):
+    folder = copy("gpt2")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"ln_f.weight": tensors["transformer.ln_f.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"transformer\.ln_f\.weight twice, as .*ln_f\.weight in model\.safetensors"):
+        read_folder(folder)
+    (folder / "model.safetensors").unlink()
+    add_shards(folder, tensors)
+    first = load_file(folder / "model-00001-of-00002.safetensors")
+    second = load_file(folder / "model-00002-of-00002.safetensors")
+    name = next(iter(first))
+    save_file(second | {name: first[name] + 1}, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=f"{name} twice, as {name} in model-00001.* and as {name} in model-00002"):
+        read_folder(folder)
+
+
+def test_weights_that_transformers_would_take_from_elsewhere_are_refused(copy):
+    with pytest.raises(DataError, match=r"transformers_weights='other\.safetensors'"):
+        read_folder(copy("gpt2", transformers_weights="other.safetensors"))
+    folder = copy("llama")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"adapter_config\.json.*merge_and_unload"):
         read_folder(folder)
 
 

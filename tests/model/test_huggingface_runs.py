@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from megascale.cli.main import main
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.model.huggingface.import_model import read_folder
 from megascale.train.generation import Sampling, generate_tokens, pick, text_of
 from megascale.train.restore import restore, restore_model
@@ -130,12 +132,69 @@ def test_an_export_that_fails_leaves_nothing(tmp_path):
         if done > total / 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
-        api.export_model(tmp_path / "runs" / "a", tmp_path / "out", file_bytes=9000, progress=full)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["runs", "theirs"]
-    (tmp_path / "out").mkdir()  # an empty one may stand there
-    api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
-    assert (tmp_path / "out" / "config.json").exists()
+    for there in ([], ["out"]):
+        for name in there:
+            (tmp_path / name).mkdir()
+        with pytest.raises(MegascaleError, match=r"--out=.*out cannot be written: .*No space"):
+            api.export_model(tmp_path / "runs" / "a", tmp_path / "out", file_bytes=9000, progress=full)
+        assert sorted(p.name for p in tmp_path.iterdir()) == [*there, "runs", "theirs"]
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_export_whose_checkpoint_training_removes_takes_the_next(tokens, tmp_path):
+    small("llama", vocab_size=64).save_pretrained(tmp_path / "theirs")
+    run = tmp_path / "runs" / "a"
+    api.import_model(tmp_path / "theirs", run, sequence_length=16)
+    words = [f"--data.train={tokens}/train", "--checkpoint.keep=1", "--train.device=cpu", "--train.threads=1"]
+    words += ["--train.global_batch=4", "--train.micro_batch=2", "--observe.tensorboard=false", "--lr.peak=1e-2"]
+
+    def train(done: int, total: int) -> None:
+        if checkpoint.steps(run / "checkpoints") != [4]:
+            api.train(api.load_config(run / "config.toml", [*words, "--train.steps=4"]))
+
+    api.export_model(run, tmp_path / "out", file_bytes=9000, progress=train)
+    model, _ = restore_model(run, step=4)
+    theirs = load(tmp_path / "out")
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        assert (model.logits(model(ids.t()))[:, 0] - theirs(ids).logits[0]).abs().max() < CLOSE
+    with pytest.raises(DataError, match=r"no checkpoint .*step-0'; committed steps: \[4\]"):
+        api.export_model(run, tmp_path / "one", step=0)
+
+
+def test_an_export_fills_an_empty_folder(tmp_path, monkeypatch):
+    """Such as the working directory or a mount point, which stay the folders that they are."""
+    small("gpt2").save_pretrained(tmp_path / "theirs")
+    run = tmp_path / "runs" / "a"
+    api.import_model(tmp_path / "theirs", run)
+    here, mounted = tmp_path / "here", tmp_path / "mounted"
+    here.mkdir()
+    (mounted / "lost+found").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(mounted)
+    before = [folder.stat().st_ino for folder in (here, mounted)]
+    monkeypatch.chdir(here)
+    api.export_model(run, Path("."))
+    api.export_model(run, tmp_path / "link", file_bytes=9000)
+    api.export_model(run, Path("deep/down"))
+    assert [folder.stat().st_ino for folder in (here, mounted)] == before
+    for folder in (here, mounted, here / "deep" / "down"):
+        load(folder)
+        assert not [file for file in folder.iterdir() if file.name.startswith(".")]
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        api.export_model(run, Path("."))
+    with pytest.raises(ConfigError, match="cannot be"):
+        api.export_model(run, here / "config.json" / "x")
+
+
+def test_an_import_fills_the_working_directory_and_is_called_as_it(tmp_path, monkeypatch):
+    small("gpt2").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    made = api.import_model(tmp_path / "theirs", Path("."))
+    assert made.path == tmp_path / "mine"
+    assert api.load_config("config.toml").run_folder == tmp_path / "mine"
+    with pytest.raises(ConfigError, match=r"--out=.*config\.toml.* cannot be made"):
+        api.import_model(tmp_path / "theirs", tmp_path / "mine" / "config.toml" / "x")
 
 
 def test_what_is_there_is_not_written_over(tmp_path):
@@ -320,6 +379,81 @@ def test_a_prompt_begins_as_the_tokenizers_template_begins(named):
     again = load_tokenizer(folder / "tokenizer.json")
     assert again.encode_prompt("def") == [0, *tokenizer.encode("def")]
     assert again.encode("def") == tokenizer.encode("def")
+
+
+@pytest.fixture
+def chat(named):
+    """A saved Llama that says token 1 whatever it reads, with the files of a model for conversations."""
+    folder, _ = named
+    theirs = small("llama", vocab_size=320, max_position_embeddings=64)
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
+        theirs.lm_head.weight[1] = 1.0
+    theirs.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return folder
+
+
+def edit(file, **values: object) -> None:
+    """Change values of a JSON file, which is made if it is not there."""
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | values))
+
+
+@pytest.mark.parametrize(
+    ("of_generation", "of_model", "noted"),
+    [
+        ({"eos_token_id": [0, 1], "bos_token_id": 2, "temperature": 0.6}, {"eos_token_id": [0, 1]}, False),
+        ({}, {"eos_token_id": [0, 1], "bos_token_id": 2}, False),
+        ({"eos_token_id": [0, 1]}, {"eos_token_id": 0}, False),
+        ({"eos_token_id": 0}, {"eos_token_id": [0, 1], "pad_token_id": -1}, True),
+        ({"eos_token_id": 1}, {}, False),
+    ],
+)
+def test_every_end_of_a_text_comes_in_ends_it_and_goes_out(chat, tmp_path, of_generation, of_model, noted):
+    if of_generation:
+        edit(chat / "generation_config.json", **of_generation)
+    edit(chat / "config.json", **of_model)
+    made = api.import_model(chat, tmp_path / "runs" / "a")
+    assert any("ends of a text" in note for note in made.notes) == noted
+    assert "".join(api.generate(tmp_path / "runs" / "a", "def", tokens=4, temperature=0, device="cpu")) == ""
+    api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
+    again = load(tmp_path / "out")
+    expected = {0, 1} if of_model else {1}
+    for settings in (again.config, again.generation_config):
+        ends = settings.eos_token_id
+        assert set(ends if isinstance(ends, list) else [ends]) == expected
+    assert len(their_greedy(again, [5, 6], 4)) == 1
+    assert again.config.bos_token_id == {**of_model, **of_generation}.get("bos_token_id")
+    assert again.config.pad_token_id is None
+    if "temperature" in of_generation:
+        assert again.generation_config.temperature == 0.6
+
+
+def test_templates_of_conversations_come_in_and_go_out(chat, tmp_path):
+    api.import_model(chat, tmp_path / "runs" / "a")
+    api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
+    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja", "special_tokens_map.json"):
+        assert (tmp_path / "out" / name).read_text() == (chat / name).read_text()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
+
+
+def test_files_that_cannot_be_read_are_left_out_with_a_note_or_refused(chat, tmp_path):
+    (chat / "generation_config.json").write_text("[1")
+    (chat / "tokenizer_config.json").write_text("nothing")
+    notes = " ".join(api.import_model(chat, tmp_path / "runs" / "a").notes)
+    assert "generation_config.json" in notes
+    assert "tokenizer_config.json is not a JSON object" in notes
+    (chat / "chat_template.jinja").unlink()
+    os.mkfifo(chat / "chat_template.jinja")
+    with pytest.raises(DataError, match=r"chat_template\.jinja cannot be copied: .*pipe"):
+        api.import_model(chat, tmp_path / "runs" / "b")
 
 
 def test_a_tiktoken_encoding_goes_out(tmp_path, named):

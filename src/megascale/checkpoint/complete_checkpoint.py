@@ -88,6 +88,11 @@ class CompleteCheckpoint:
         return self.storage.read(f"{self.place}/{file}", start, stop - start)
 
     def _damaged(self, why: str) -> str:
+        if folders.is_removed(self.storage, self.commit):
+            return (
+                f"the checkpoint '{self.storage.url}/{self.place}' was removed while it was read: training goes on "
+                "there and keeps checkpoint.keep of them. Try again, or raise checkpoint.keep"
+            )
         return (
             f"the checkpoint '{self.storage.url}/{self.place}' is damaged: {why}; name another step with --step, or "
             "see `megascale checkpoint verify`"

@@ -27,7 +27,7 @@ from megascale.checkpoint.format.write_plan import data_file, make_offer, make_p
 from megascale.checkpoint.saver import host_bytes
 from megascale.checkpoint.storage.base import Storage
 from megascale.core.tensors import Box
-from megascale.errors import DataError
+from megascale.errors import ConfigError, DataError
 
 # A source of logical tensors: their shapes and types, and a way to read a box of one.
 Source = tuple[Mapping[str, TensorInfo], Callable[[str, Box], torch.Tensor]]
@@ -105,7 +105,11 @@ def export_safetensors(
 
     Args:
         names: which tensors, and what each is called in the file.
+
+    ConfigError if the folder holds such files already: readers could not tell which set of weights counts.
     """
+    if existing := sorted(file.name for file in folder.glob("*.safetensors*")):
+        raise ConfigError(f"{str(folder)!r} holds {existing[0]} already; name a new folder or remove those files")
     groups: list[list[str]] = [[]]
     filled = 0
     for name in names:
@@ -173,6 +177,11 @@ def read_foreign(path: Path, prefix: str) -> Source:
     for name, info, reader in found:
         if not is_tensor_name(prefix + name):
             raise DataError(f"{str(path)!r}: {name[:200]!r} is no name that a checkpoint can hold")
+        if prefix + name in tensors:
+            raise DataError(
+                f"{str(path)!r} holds {name[:200]!r} more than once, so it is unclear which one counts; name one file, "
+                "or a folder that holds one set of weights"
+            )
         tensors[prefix + name], readers[prefix + name] = info, reader
     if not tensors:
         raise DataError(f"{str(path)!r} holds no tensors")

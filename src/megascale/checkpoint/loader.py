@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
+_REMOVED = 100  # checkpoints that are removed under a reader before it gives up
 _AHEAD = 3  # rounds at most that are read and checked before their turn, each by a thread
 
 # Reads bytes `start .. stop` of a data file, given its name.
@@ -72,8 +73,8 @@ def load(
     """Fill `shards` in place from the newest committed checkpoint (or that of `step`); collective over `group`.
 
     Shards may be cut in any way and may be fewer than what is stored; a shard of another dtype is converted. Every
-    chunk read is checked. If the newest checkpoint is damaged the one before it is taken, with a warning; shards may
-    then have been written to twice, but damaged data never stays.
+    chunk read is checked. If the newest checkpoint is damaged the one before it is taken, with a warning; if training
+    removes it meanwhile, the newest one then. Shards may then have been written to twice, but damaged data never stays.
 
     Args:
         folder: the run's checkpoints folder, a path or an fsspec URL.
@@ -91,11 +92,12 @@ def load(
     tensors and the key that likely differs), or if all are damaged.
     """
     storage, peers = open_storage(folder), Peers(group)
-    candidates = peers.share(find_candidates(storage, step) if peers.rank == 0 else None, list[Commit] | str | None)
-    if isinstance(candidates, str):
-        raise DataError(candidates)
+    candidates = _share_candidates(storage, step, peers)
     damages: list[str] = []
-    for commit in candidates:
+    damaged: set[str] = set()
+    removed = 0
+    while candidates:
+        commit = candidates.pop(0)
         place = f"{storage.url}/{folders.step_name(commit.step)}"
         if accept is not None:
             try:
@@ -110,10 +112,28 @@ def load(
             if damages and peers.rank == 0:
                 say(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
             return commit.state
+        if peers.share(folders.is_removed(storage, commit) if peers.rank == 0 else None, bool | None):
+            removed += 1
+            if step is not None or removed == _REMOVED:
+                raise DataError(
+                    f"the checkpoint {place!r} was removed while it was read: training goes on there and keeps "
+                    "checkpoint.keep of them. Name a newer one, raise checkpoint.keep, or wait until training ends"
+                )
+            candidates = [c for c in _share_candidates(storage, step, peers) if c.generation not in damaged]
+            continue
+        damaged.add(commit.generation)
         damages.append(f"the checkpoint {place!r} is damaged: {damage}")
         if report is not None:
             report.passed_over.append(commit)
     raise DataError(f"{'; '.join(damages)}. No other committed checkpoint is left to go back to")
+
+
+def _share_candidates(storage: Storage, step: int | None, peers: Peers) -> list[Commit]:
+    """Return the commits to try in order, the same on all processes. Raises DataError if there is none."""
+    candidates = peers.share(find_candidates(storage, step) if peers.rank == 0 else None, list[Commit] | str | None)
+    if isinstance(candidates, str):
+        raise DataError(candidates)
+    return list(candidates)
 
 
 @torch.no_grad()

@@ -43,10 +43,13 @@ def inspect(
 
     from rich.console import Console
 
-    from megascale.checkpoint.format.step_folders import find_steps, summarise
+    from megascale.checkpoint.format.step_folders import find_steps, step_name, summarise
 
     storage, there = find_steps(path)
-    found = sorted((summarise(storage, step) for step in there), key=lambda s: (s.committed, s.sequence, s.step))
+    summaries = [summarise(storage, step) for step in there]
+    # Training may remove a checkpoint while it is looked at.
+    kept = [s for s in summaries if s.committed or storage.list(step_name(s.step))] or summaries
+    found = sorted(kept, key=lambda s: (s.committed, s.sequence, s.step))
     newest = found[-1]
     if as_json:
         record = asdict(newest) | {"differences": _differences(path, newest)}
@@ -153,7 +156,9 @@ def verify(
         for step in there:
             task = progress.add_task(f"step {step}", total=None)
             told = lambda done, total, task=task: progress.update(task, completed=done, total=total)
-            verdicts.append(check(storage, step, told))
+            verdict = check(storage, step, told)
+            if not verdict.removed:
+                verdicts.append(verdict)
     bad = [v for v in verdicts if v.problems]
     if as_json:
         typer.echo(strict_json.dumps([v.__dict__ | {"tensors": sorted(v.tensors)} for v in verdicts]))

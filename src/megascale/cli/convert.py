@@ -66,6 +66,7 @@ def export(
     ),
     step: int | None = typer.Option(None, help="Checkpoint to use; default: the newest."),
     dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; default: the run's own."),
+    tokenizer: bool = typer.Option(True, help="Write the run's tokenizer beside the model."),
     file_gib: float = typer.Option(4.0, min=0.001, help="GiB from which the weights are spread over several files."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
@@ -95,6 +96,7 @@ def export(
             family=family,
             step=step,
             dtype=dtype,
+            tokenizer=tokenizer,
             file_bytes=int(file_gib * 2**30),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

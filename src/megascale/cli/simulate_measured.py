@@ -99,17 +99,14 @@ def measure(
     import torch
 
     from megascale.observe import machine_figures
+    from megascale.train.device_choice import choose_device
 
-    if device not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"--device={device!r} is unknown; auto, cuda or cpu")
-    here = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if here == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device=cuda but this process sees no CUDA device; use --device=cpu or auto")
+    here = choose_device(device)
     base = load_cluster(like)
-    many = processes or (torch.cuda.device_count() if here == "cuda" else 1)
-    if here == "cuda" and many > torch.cuda.device_count():
+    many = processes or (torch.cuda.device_count() if here.type == "cuda" else 1)
+    if here.type == "cuda" and many > torch.cuda.device_count():
         raise ConfigError(f"--processes={many} but this host has {torch.cuda.device_count()} GPUs")
-    figures = machine_figures.figures(torch.device(here), seconds, many)
+    figures = machine_figures.figures(here, seconds, many)
     cluster = measured_machine.cluster_from(figures, base, name)
     calibration = measured_machine.calibration_from(figures, cluster)
     out.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from megascale.config.base import _check_text
+from megascale.config.optimizers import OPTIMIZERS
+from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, SINKS, SPAN_SINKS
+from megascale.config.registry import Registry
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
+
+# Settings that name parts which training needs and a model does not.
+TRAINING_PARTS: dict[str, Registry[Any]] = {
+    registry.key: registry for registry in (OPTIMIZERS, LINEAR_PRECISIONS, LOSSES, CALLBACKS, SINKS, SPAN_SINKS)
+}
 
 
 def presets() -> list[str]:
@@ -30,8 +38,11 @@ def preset(name: str) -> dict[str, Any]:
     return tomllib.loads(text)["model"]
 
 
-def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_unknown_parts: bool = False) -> Config:
     """Read a TOML file, lay `section.key=value` overrides on it, resolve the preset and validate.
+
+    keep_unknown_parts: do not judge the names of callbacks, sinks, the loss and the optimizer. A trained model can be
+    read without the code that registers them.
 
     Raises ConfigError (wrong key, type or value) with the key, the value and what would be right.
     """
@@ -53,7 +64,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
         table = tree.setdefault(section, {})
         if isinstance(table, dict):
             table[key] = value
-    return from_tree(tree)
+    return _validate_known_parts(tree) if keep_unknown_parts else from_tree(tree)
 
 
 def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
@@ -93,6 +104,28 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(e, tree) for e in error.errors())) from None
+
+
+def _validate_known_parts(tree: Mapping[str, Any]) -> Config:
+    """Return `from_tree` of a tree, in which parts of training that are not known here keep their names."""
+    tree = dict(tree)
+    unknown: dict[str, Any] = {}
+    for name, registry in TRAINING_PARTS.items():
+        section, _, key = name.partition(".")
+        table = tree.get(section)
+        if not isinstance(table, dict) or key not in table:
+            continue
+        value = table[key]
+        names = value if isinstance(value, list) else [value]
+        are_names = all(isinstance(each, str) for each in names)
+        if are_names and not all(each.partition("=")[0] in registry for each in names):
+            unknown[name] = table.pop(key)
+    config = from_tree(tree)
+    for name, value in unknown.items():
+        section, _, key = name.partition(".")
+        changed = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: changed})
+    return config
 
 
 def _parse_override(text: str) -> tuple[str, str, Any]:

@@ -124,9 +124,21 @@ class ModelConfig(Section):
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv}; "
                 "each key/value head must serve the same number of query heads"
             )
-        if self.positions == "rotary" and int(self.head_size * self.rotary_fraction) % 2:
+        if self.positions == "rotary":
+            self._check_rotary_width()
+        return self
+
+    def _check_rotary_width(self) -> None:
+        """Raise ValueError unless rotary positions turn at least one pair of each head."""
+        width = int(self.head_size * self.rotary_fraction)
+        if width % 2:
             raise ValueError(
                 f"model.rotary_fraction={self.rotary_fraction} of a head of {self.head_size} gives an odd width; "
                 "rotary positions turn pairs, so choose a fraction that gives an even width"
             )
-        return self
+        if width == 0:
+            raise ValueError(
+                f"model.rotary_fraction={self.rotary_fraction} of a head of {self.head_size} is less than one pair, so "
+                "the model would have no positions; choose a fraction that gives at least 2, or set "
+                "model.positions=none"
+            )

@@ -38,6 +38,11 @@ class CheckpointConfig(Section):
     location: str | None = Field(
         None, description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder"
     )
+    imported: str | None = Field(
+        None,
+        description="checkpoints of an imported model: a start without a state of its own begins with the weights of "
+        "step 0 there, or is refused; convert import sets it",
+    )
     background: bool = Field(
         False,
         description="copy the state to host memory under the next step and let a service write it; "

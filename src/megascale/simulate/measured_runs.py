@@ -86,7 +86,7 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
             raise DataError(f"{folder} is no JSON: {error}; name a file of `bench train --out`") from None
         return _benched(folder, told)
     try:
-        config = configuration.load(folder / "config.toml")
+        config = configuration.load(folder / "config.toml", keep_unknown_parts=True)
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     except (OSError, ConfigError) as error:
         raise DataError(

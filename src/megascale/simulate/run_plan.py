@@ -34,7 +34,7 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     """
     if cluster and cluster not in shipped():
         raise ConfigError(f"cluster={cluster[:60]}: none of that name; there are {', '.join(shipped())}")
-    config = configuration.load(run / "config.toml")
+    config = configuration.load(run / "config.toml", keep_unknown_parts=True)
     machine = load_cluster(cluster) if cluster else None
     memory = machine.gpu.memory_gib if machine is not None else DEVICES[_DEVICE]
     plan = make_plan(config, world, memory)

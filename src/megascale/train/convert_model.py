@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +15,24 @@ from megascale.config import Config, from_tree
 from megascale.core.events import Event
 from megascale.core.flops import parameters
 from megascale.core.inventory import logical_shapes
-from megascale.data.dataset import tokenizer_agreement
 from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
+from megascale.data.tokenizer.tokenizer_files import TOKENIZER
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import complete_folder, write_folder
 from megascale.model.huggingface.families import family_for
+from megascale.model.huggingface.generation_config import (
+    end_ids,
+    load_generation_config,
+    token_ids,
+    write_generation_config,
+)
 from megascale.model.huggingface.import_model import read_folder
-from megascale.train.resume import tokenizer_hash, trained_config
+from megascale.train.resume import tokenizer_hash, trained_config, trained_tokenizer, trained_tokenizer_hash
 from megascale.train.run_folder import RunFolder, checkpoint_folder
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_RETRY_SECONDS = 60.0  # of an export in which it begins again if its checkpoint is removed meanwhile
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
 
     Raises DataError as `read_folder`; ConfigError if the run is there already or its name cannot be one.
     """
+    if run.name in ("", ".."):
+        run = run.resolve()  # the working directory, say: a run is called as its folder
     place = RunFolder(run)
     if place.config.exists() or any(checkpoint.steps(place.checkpoints)):
         raise ConfigError(f"--out={run} is a run already; name another folder, such as {run}-2")
@@ -67,18 +76,21 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
                 f"{model.sequence_length} tokens; leave the option out"
             )
         model = model.model_copy(update={"sequence_length": sequence_length})
-    config = _config(run, {"model": model.model_dump(exclude_none=True)})
-    place.create()
+    imported = {"imported": str(place.checkpoints.absolute())}
+    config = _config(run, {"model": model.model_dump(exclude_none=True), "checkpoint": imported})
+    try:
+        place.create()
+    except OSError as error:
+        raise ConfigError(f"--out={run} cannot be made: {error.strerror}") from None
     notes = list(found.notes)
-    ends = found.settings.get("eos_token_id")
-    end = next((e for e in (ends if isinstance(ends, list) else [ends]) if isinstance(e, int)), None)
-    tokenizer, problem = convert_tokenizer.take(folder, run, end)
-    if problem is not None:
-        notes.append(problem)
-    elif tokenizer is not None and tokenizer.vocab_size > model.vocab:
+    tokenizer, told = convert_tokenizer.take(folder, run, end_ids(found.generation))
+    notes += told
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
-    if (run / convert_tokenizer.NAME).exists():
-        data = config.data.model_copy(update={"tokenizer": str(run / convert_tokenizer.NAME)})
+    if found.generation:
+        write_generation_config(run, found.generation)
+    if (run / TOKENIZER).exists():
+        data = config.data.model_copy(update={"tokenizer": str(run / TOKENIZER)})
         config = config.model_copy(update={"data": data})
     shards = [
         checkpoint.TensorShard(f"model.{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
@@ -111,6 +123,7 @@ def export_model(
     family: str | None = None,
     step: int | None = None,
     dtype: str | None = None,
+    tokenizer: bool = True,
     file_bytes: int = 4 << 30,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Converted:
@@ -122,11 +135,12 @@ def export_model(
         family: of transformers; default: the first that the model is of.
         step: checkpoint; default: the newest.
         dtype: float32, bfloat16 or float16; default: train.precision of the run, float64 as float32.
+        tokenizer: write the run's tokenizer too.
         file_bytes: size from which weights are spread over several files.
         progress: told bytes written and bytes in all.
 
     Raises ConfigError if no family (or not the named one) can say what the model is, naming the keys; DataError if
-    there is no checkpoint.
+    there is no checkpoint, or the tokenizer that the run was trained with is lost.
     """
     config, same = trained_config(run, step)
     model = config.model
@@ -136,38 +150,62 @@ def export_model(
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
     checkpoints = checkpoint_folder(run, config)
-    step = checkpoint.latest(checkpoints) if step is None else step
-    if step is None:
-        raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
     shapes = logical_shapes(model)
     kind = EXPORT_DTYPES[dtype]
+    total = parameters(model) * kind.itemsize
+    found, note = _find_tokenizer(run, config, step, tokenizer)
+    generation = load_generation_config(run)
+    ids = token_ids(generation, found[1].end_of_document if found is not None else None, model.vocab)
 
-    def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
-        shards = [checkpoint.TensorShard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
-        checkpoint.load(checkpoints, shards, step=step, accept=same)
-        return tensors
+    def write(source: int) -> None:
+        written = 0
 
-    written, total = 0, parameters(model) * kind.itemsize
+        def fetch(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+            tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
+            shards = [checkpoint.TensorShard(f"model.{n}", shapes[n], (0,) * t.dim(), t) for n, t in tensors.items()]
+            checkpoint.load(checkpoints, shards, step=source, accept=same)
+            return tensors
 
-    def count(size: int) -> None:
-        nonlocal written
-        written += size
-        progress(written, total)
+        def count(size: int) -> None:
+            nonlocal written
+            written += size
+            progress(written, total)
 
-    tokenizer, note = _tokenizer(run, config)
-    end = tokenizer.end_of_document if tokenizer is not None else None
-    with complete_folder(out) as made:
-        write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, end_of_text=end, progress=count)
-        if tokenizer is not None:
-            convert_tokenizer.give(tokenizer, tokenizer_path(config.data), made, model.sequence_length)
-    return Converted(out, chosen.name, parameters(model), tokenizer is not None, [note] if note else [])
+        with complete_folder(out) as made:
+            write_folder(made, chosen, model, fetch, dtype=kind, file_bytes=file_bytes, token_ids=ids, progress=count)
+            if generation:
+                write_generation_config(made, generation)
+            if found is not None:
+                convert_tokenizer.give(found[1], found[0], made, model.sequence_length)
+
+    begun, done = time.monotonic(), False
+    while not done:
+        source = checkpoint.latest(checkpoints) if step is None else step
+        if source is None:
+            raise DataError(f"{run} has no committed checkpoint to export; train it for a step first")
+        try:
+            write(source)
+            done = True
+        except DataError:
+            # Training next to this export may have removed the checkpoint, since it has saved a newer one.
+            late = time.monotonic() - begun > _RETRY_SECONDS
+            if late or step is not None or source in checkpoint.steps(checkpoints):
+                raise
+    return Converted(out, chosen.name, parameters(model), found is not None, [note] if note else [])
 
 
-def _tokenizer(run: Path, config: Config) -> tuple[Tokenizer | None, str | None]:
-    """The run's tokenizer, or why there is none: a model can do without."""
+def _find_tokenizer(
+    run: Path, config: Config, step: int | None, wanted: bool
+) -> tuple[tuple[Path, Tokenizer] | None, str | None]:
+    """Return the run's tokenizer with its file, or None and why.
+
+    Raises DataError if the run was trained with one that is lost: a model that goes out without it is of little use.
+    """
+    if not wanted:
+        return None, None
     try:
-        tokenizer_agreement.check_run(run, config)
-        return load_tokenizer(tokenizer_path(config.data)), None
+        return trained_tokenizer(run, config, step), None
     except (ConfigError, DataError) as error:
+        if config.data.tokenizer is not None or trained_tokenizer_hash(run, config, step) is not None:
+            raise DataError(f"{error}; or write the model without a tokenizer (--no-tokenizer)") from None
         return None, f"no tokenizer is written: {error}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,14 +52,15 @@ def pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -
 
 @torch.no_grad()
 def generate_tokens(
-    chunk: Chunk, prompt: Sequence[int], count: int, sampling: Sampling = Sampling(), *, stop: int | None = None
+    chunk: Chunk, prompt: Sequence[int], count: int, sampling: Sampling = Sampling(), *, ends: Collection[int] = ()
 ) -> Iterator[int]:
     """Yield up to `count` tokens that continue `prompt`.
 
     Args:
         chunk: the whole model (first and last chunk in one).
         prompt: token ids, at least one.
-        stop: a token that ends the text.
+        ends: tokens that end the text, each alone.
+
     Raises ConfigError if the prompt is empty, holds a token that the model has not, or is as long as learned
     positions reach; with learned positions the text ends where they end.
     """
@@ -93,7 +94,7 @@ def generate_tokens(
             penalty = sampling.repetition_penalty
             logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         token = pick(logits, sampling, generator)
-        if token == stop:
+        if token in ends:
             return
         yield token
         if limit is not None and cache.length >= limit:
@@ -101,14 +102,23 @@ def generate_tokens(
         fresh = torch.tensor([token], dtype=torch.int64, device=device)
 
 
-def text_of(tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of a stream of tokens, piece by piece, up to the first of the texts `stops` (not shown)."""
-    made: list[int] = []
+def text_of(
+    tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = (), prompt: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield the text of a stream of tokens, piece by piece, up to the first of the texts `stops` (not shown).
+
+    Args:
+        prompt: ids of the text before the stream, without what the tokenizer's template adds. Both are decoded
+            together, since a decoder may leave out the blank before the first word of a text.
+    """
+    ids = list(prompt)
+    before = tokenizer.decode(ids)
     shown, text = 0, ""
     for token in tokens:
-        made.append(token)
+        ids.append(token)
         # A character may need several tokens; it is shown once it is whole.
-        text = tokenizer.decode(made).rstrip("\ufffd")
+        whole = tokenizer.decode(ids).rstrip("\ufffd")
+        text = whole[_common_length(before, whole) :]
         found = [at for stop in stops if (at := text.find(stop)) >= 0]
         if found:
             text = text[: min(found)]
@@ -119,6 +129,13 @@ def text_of(tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = 
             shown = safe
     if len(text) > shown:
         yield text[shown:]
+
+
+def _common_length(first: str, second: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    if second.startswith(first):
+        return len(first)
+    return next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second))
 
 
 def _held_back(text: str, stops: Sequence[str]) -> int:

@@ -19,7 +19,15 @@ from megascale.core import run_lock
 from megascale.core.ports import LISTENER
 from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
 from megascale.data.loader import host_loader
-from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, FitError
+from megascale.errors import (
+    EXIT_BAD_DATA,
+    EXIT_CANNOT_FIT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    ConfigError,
+    FitError,
+)
 
 # A rank that has not said so by then counts as having imported everything all the same.
 COME_SECONDS = 60.0
@@ -65,7 +73,8 @@ def die_with_parent() -> None:
 
 
 def check(config: Config, world: int, *, model: bool = True, keeps: bool = False) -> None:
-    """Whether this host holds `world` ranks of the run of `config` (resolved). FitError if not.
+    """Refuse what this host cannot run: FitError unless it holds `world` ranks of the run of `config` (resolved),
+    ConfigError for train.device=cuda without a GPU.
 
     model: whether each has its share of the model; keeps: whether checkpoints are written.
     """
@@ -74,6 +83,8 @@ def check(config: Config, world: int, *, model: bool = True, keeps: bool = False
         import torch
 
         gpus = torch.cuda.device_count() > 0
+        if config.train.device == "cuda" and not gpus:
+            raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
     preflight(config, Share(world, 0, world, gpus=gpus, model=model, keeps=keeps))
 
 

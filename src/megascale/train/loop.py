@@ -33,6 +33,7 @@ from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.garbage_collection import Garbage
 from megascale.train.host_pauses import HostPauses
+from megascale.train.imported_weights import load_imported
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.rank_info import RankInfo, memory_gib
 from megascale.train.rank_timers import RankTimers
@@ -350,10 +351,11 @@ class Trainer:
         """Load the newest state if this run may go on from it; nothing of the run changes yet."""
         if not self.config.checkpoint.resume:
             self.origin.check_anew()
+            self._begin_imported()
             return
         self.status.update("load", 0)
         # Before the first step the optimizer's moments are zero: an imported model comes without them.
-        weights = [s for s in self.checkpointer.shards if s.name.startswith("model.")]
+        weights = self._weights()
         begun, report = time.monotonic(), checkpoint.LoadReport()
         with self.engine.loading():
             state = self.checkpointer.load(initial=weights, accept=self.origin.check, report=report)
@@ -361,9 +363,20 @@ class Trainer:
         self._load = {"load_seconds": took, "read_bytes": report.read, "sent_bytes": report.sent}
         if state is None:
             self.origin.check_nothing()
+            self._begin_imported()
             return
         self.step = self.ending.step = state["step"]
         self.consumed = state.get("samples", 0)
+
+    def _weights(self) -> list[checkpoint.TensorShard]:
+        return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]
+
+    def _begin_imported(self) -> None:
+        """Load the weights of the imported model that this run begins with, if it has one."""
+        folder = self.config.checkpoint.imported
+        if folder is not None:
+            with self.engine.loading():
+                load_imported(folder, self._weights(), self.origin)
 
     def _begin(self, feed: bool) -> None:
         """Let the data be judged too, by all ranks; then the start is accepted, and what it changes is written."""

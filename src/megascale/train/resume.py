@@ -19,13 +19,14 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.setting_changes import Change
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
-from megascale.data.dataset import fingerprint
+from megascale.data.dataset import fingerprint, tokenizer_agreement
 from megascale.data.dataset.file_hash import even_part
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import tokenizer_for, tokenizer_path
 from megascale.errors import ConfigError, DataError
-from megascale.train.run_folder import RunFolder, checkpoint_folder, run_config
+from megascale.train.run_folder import RunFolder, checkpoint_folder, find_paths, run_config
+from megascale.train.run_tokenizer import find_tokenizer, keep_tokenizer
 
 if TYPE_CHECKING:
     from megascale.checkpoint.loader import Accept
@@ -70,11 +71,16 @@ class Origin:
         """As `check`, where checkpoint.resume=false begins at step 0 whatever there is."""
         self._tell(self._judge_anew)
 
+    def check_imported(self, state: Mapping[str, Any], name: str) -> None:
+        """As `check`, for the weights of an imported model that a run begins with: model and tokenizer count."""
+        self._tell(lambda: self._wrong_settings(state, name))
+
     def accept(self) -> None:
         """The start is accepted by all: keep the run's identity and configuration."""
         if self.peers.rank == 0:
             self._identity = self._identity or secrets.token_hex(8)
             self.run.accept(self.config, self._identity)
+            keep_tokenizer(self.run.path, self.config, self._facts.get("tokenizer"))
             if self.config.checkpoint.location is not None:
                 step_folders.claim(self._storage, self._identity)
 
@@ -239,6 +245,7 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     saved, _ = setting_changes.read_saved(tree)
     foreign = any(c.kind == "refused" for c in setting_changes.find_changes(saved, config, begun=False))
     train = config.train.model_copy(update={"precision": saved.train.precision})
+    saved = find_paths(saved, run)
     data = saved.data if foreign else config.data
     wanted = commit.state.get("tokenizer")
     if wanted is not None and tokenizer_hash(config.model_copy(update={"data": data})) != wanted:
@@ -256,17 +263,23 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     return config, same
 
 
-def check_tokenizer(run: Path, config: Config, tokenizer: Tokenizer, step: int | None = None) -> None:
-    """DataError if it is not the one that a run's checkpoint was trained with, where that is known."""
+def trained_tokenizer(run: Path, config: Config, step: int | None = None) -> tuple[Path, Tokenizer]:
+    """Return the tokenizer that the checkpoint of `step` (default: the newest) was trained with, and its file.
+
+    Raises DataError or ConfigError, as `find_tokenizer`.
+    """
+    return find_tokenizer(run, config, trained_tokenizer_hash(run, config, step))
+
+
+def trained_tokenizer_hash(run: Path, config: Config, step: int | None = None) -> str | None:
+    """Return the SHA-256 of the tokenizer that a checkpoint was trained with, None where nothing is known of one."""
     commits = step_folders.survey(open_storage(checkpoint_folder(run, config)))[0]
     commit = next((c for c in commits if step in (None, c.step)), None)
-    wanted = commit.state.get("tokenizer") if commit is not None else None
-    if wanted is not None and wanted != tokenizer.sha256:
-        raise DataError(
-            f"{tokenizer_path(config.data)} is not the tokenizer that {run} was trained with (SHA-256 "
-            f"{tokenizer.sha256[:12]}, {wanted[:12]} then): equal ids would mean different text. Put the file back, or "
-            "name it as data.tokenizer in the run's config.toml"
-        )
+    saved = commit.state.get("tokenizer") if commit is not None else None
+    if saved is not None:
+        return str(saved)
+    begun_with = tokenizer_agreement.remembered(run)
+    return begun_with.sha256 if begun_with is not None else None
 
 
 def facts(config: Config) -> dict[str, Any]:

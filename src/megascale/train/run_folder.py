@@ -100,11 +100,45 @@ class RunFolder:
 
 
 def run_config(run: Path) -> Config:
-    """The resolved configuration that a run folder keeps; DataError if it is no run folder."""
+    """Return the resolved configuration that a run folder keeps, for readers of the run.
+
+    Relative paths are those of the folder that the run was started in, where `run` shows which one that was. Callbacks
+    and other parts of training need not be known here.
+    Raises DataError if it is no run folder.
+    """
     file = run / "config.toml"
     if not file.exists():
         raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
-    return load(file)
+    return find_paths(load(file, keep_unknown_parts=True), run)
+
+
+def find_paths(config: Config, run: Path) -> Config:
+    """Return `config` with relative paths of data, tokenizer and checkpoints taken from where the run was started."""
+    start = _starting_folder(config, run)
+    if start is None or start == Path.cwd():
+        return config
+
+    def find(path: str) -> str:
+        there = start / path
+        return str(there) if "://" not in path and there.parent.exists() else path
+
+    data, location = config.data, config.checkpoint.location
+    changes = {
+        "train": [find(entry) for entry in data.train],
+        "valid": data.valid and find(data.valid),
+        "tokenizer": data.tokenizer and find(data.tokenizer),
+    }
+    checkpoint = config.checkpoint.model_copy(update={"location": location and find(location)})
+    return config.model_copy(update={"data": data.model_copy(update=changes), "checkpoint": checkpoint})
+
+
+def _starting_folder(config: Config, run: Path) -> Path | None:
+    """Return the folder in which train.runs/train.name is `run`; None if train.runs does not tell."""
+    end = config.run_folder.parts
+    here = Path(os.path.abspath(run))  # as it is called: links on the way are the user's
+    if config.run_folder.is_absolute() or ".." in end or here.parts[-len(end) :] != end:
+        return None
+    return Path(*here.parts[: -len(end)])
 
 
 def checkpoint_folder(run: Path, config: Config) -> Path | str:

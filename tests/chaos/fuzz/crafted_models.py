@@ -55,7 +55,13 @@ def _config(text: bytes) -> Craft:
 
 
 def _index(places: Any) -> Craft:
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+    """An index in the place of the one file, which would be read first."""
+
+    def craft(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+
+    return craft
 
 
 def _pipe(name: str) -> Craft:

@@ -196,7 +196,8 @@ def _model(folder: Path) -> Feed:
     def feed(rng: random.Random) -> None:
         place = sound[rng.choice(list(sound))]
         settings, tensors = (place / "config.json").read_bytes(), (place / "model.safetensors").read_bytes()
-        index = place / "model.safetensors.index.json"
+        index, shard = place / "model.safetensors.index.json", place / "shard.safetensors"
+        generation = place / "generation_config.json"
         try:
             if rng.random() < 0.7:
                 record = json.loads(settings)
@@ -205,13 +206,17 @@ def _model(folder: Path) -> Feed:
             elif rng.random() < 0.5:
                 (place / "model.safetensors").write_bytes(odd_bytes(rng, tensors[: rng.choice((8, 400, len(tensors)))]))
             else:
-                index.write_bytes(_text(rng, {"weight_map": {"wte.weight": "model.safetensors"}}))
+                (place / "model.safetensors").rename(shard)  # it would be read before an index
+                index.write_bytes(_text(rng, {"weight_map": {"wte.weight": shard.name}}))
+            if rng.random() < 0.1:
+                generation.write_bytes(_text(rng, {"eos_token_id": [0, 1], "bos_token_id": 0}))
             with contextlib.suppress(DataError):
                 read_folder(place)
         finally:
             (place / "config.json").write_bytes(settings)
             (place / "model.safetensors").write_bytes(tensors)
-            index.unlink(missing_ok=True)
+            for file in (index, shard, generation):
+                file.unlink(missing_ok=True)
 
     return feed
 

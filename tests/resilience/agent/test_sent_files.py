@@ -190,6 +190,23 @@ def test_of_a_log_that_grows_too_fast_the_middle_is_left_out(tmp_path):
     assert found.endswith("end\n")
 
 
+def test_the_runs_tokenizer_comes_in_pieces_and_is_replaced_by_a_shorter_one(tmp_path):
+    link = Link(tmp_path / "n0", tmp_path / "run")
+    link.agent.follow((0, 1))
+    long = "".join(f"{n:09d}," for n in range(30_000))  # several pieces
+    write(link.here / "tokenizer.json", long)
+    write(link.here / "chat_template.jinja", "{{ messages }}")
+    link.carry()
+    link.agent.begin_session()
+    link.carry()
+    assert (link.there / "tokenizer.json").read_text() == long
+    assert (link.there / "chat_template.jinja").read_text() == "{{ messages }}"
+    write(link.here / "new", long[::-1][:100_000])
+    os.replace(link.here / "new", link.here / "tokenizer.json")
+    link.carry()
+    assert (link.there / "tokenizer.json").read_text() == long[::-1][:100_000]
+
+
 def test_small_files_come_as_a_whole_and_the_settings_with_the_identity(tmp_path):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((0,))

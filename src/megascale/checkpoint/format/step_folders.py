@@ -34,6 +34,7 @@ _OWNER = "RUN"
 _DAMAGED = "DAMAGED"
 _STEP = re.compile(r"step-([0-9]{1,19})")
 _INDEX_BYTES = 1 << 30  # most of an index: ten million chunks
+_LOOKS = 10  # at a folder whose checkpoints are removed meanwhile
 _WORD_BYTES = 1024  # of the small files that hold a name
 Place = Storage | Path | str
 
@@ -98,15 +99,36 @@ def step_folders(storage: Storage) -> list[int]:
 
 
 def survey(storage: Storage) -> tuple[list[Commit], dict[int, str]]:
-    """Readable commits, newest first, and the steps whose COMMIT cannot be read, with why."""
+    """Readable commits, newest first, and the steps whose COMMIT cannot be read, with why.
+
+    A training next to this reader may remove all that were there in the meantime: it then looks again.
+    """
+    for _ in range(_LOOKS):
+        steps = step_folders(storage)
+        good, damaged = _read_commits(storage, steps)
+        if good or steps == step_folders(storage):
+            break
+    return sorted(good, key=lambda commit: -commit.sequence), damaged
+
+
+def _read_commits(storage: Storage, steps: list[int]) -> tuple[list[Commit], dict[int, str]]:
     good, damaged = [], {}
-    for step in step_folders(storage):
+    for step in steps:
         try:
             commit = read_commit(storage, step)
             good += [commit] if commit is not None else []
         except Damaged as damage:
             damaged[step] = str(damage)
-    return sorted(good, key=lambda commit: -commit.sequence), damaged
+    return good, damaged
+
+
+def is_removed(storage: Storage, commit: Commit) -> bool:
+    """Return whether a commit that was there is not any more: it was pruned, or its step saved again."""
+    try:
+        present = read_commit(storage, commit.step)
+    except Damaged:
+        return False
+    return present is None or present.generation != commit.generation
 
 
 def latest(folder: Place) -> int | None:

@@ -24,12 +24,14 @@ class VerifyResult:
         bytes: bytes read.
         problems: one line a file that is not what was written.
         tensors: names of the tensors that are touched.
+        removed: training removed the checkpoint while it was read; its problems say nothing then.
     """
 
     step: int
     bytes: int = 0
     problems: list[str] = field(default_factory=list)
     tensors: set[str] = field(default_factory=set)
+    removed: bool = False
 
 
 def verify(
@@ -48,6 +50,7 @@ def verify(
         return verdict
     if commit is None:
         verdict.problems.append("no COMMIT: the save did not finish")
+        verdict.removed = not storage.list(folders.step_name(step))
         return verdict
     index: CheckpointIndex | None = None
     try:
@@ -64,6 +67,7 @@ def verify(
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(check, [name for name in commit.files if name != commit.index_file]))
+    verdict.removed = bool(verdict.problems) and folders.is_removed(storage, commit)
     return verdict
 
 

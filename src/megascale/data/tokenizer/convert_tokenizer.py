@@ -3,61 +3,67 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tiktoken_file import TiktokenTokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer
+from megascale.data.tokenizer.tokenizer_files import CONFIG, TOKENIZER, copy_companions, copy_file
 from megascale.errors import DataError
 
-NAME, CONFIG = "tokenizer.json", "tokenizer_config.json"
 
-
-def take(folder: Path, out: Path, end: int | None) -> tuple[Tokenizer | None, str | None]:
-    """Bring a Hugging Face folder's tokenizer into `out` as tokenizer.json.
+def take(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Tokenizer | None, list[str]]:
+    """Bring a Hugging Face folder's tokenizer, and the files beside it, into `out` as tokenizer.json.
 
     Args:
         folder: holds tokenizer.json, or vocab.json and merges.txt (GPT-2's older form), or neither.
         out: a folder that is there.
-        end: id of the token that ends a text by the model's configuration, used if the tokenizer itself names none.
+        ends: ids of the tokens that end a text by the model's configuration; the first is used if the tokenizer itself
+            names none.
 
-    Returns the tokenizer, or None and why there is none.
+    Returns the tokenizer, or None, and notes for a person: why there is none, and what was left out.
     """
-    if (folder / NAME).exists():
-        (out / NAME).write_bytes((folder / NAME).read_bytes())
+    copy_companions(folder, out)
+    if (folder / TOKENIZER).exists():
+        copy_file(folder / TOKENIZER, out / TOKENIZER)
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        _of_vocabulary(folder).save(str(out / NAME))
+        _of_vocabulary(folder).save(str(out / TOKENIZER))
     else:
-        return None, (
-            f'{folder} has no {NAME}; `python -c "from transformers import AutoTokenizer as T; '
+        return None, [
+            f'{folder} has no {TOKENIZER}; `python -c "from transformers import AutoTokenizer as T; '
             f"T.from_pretrained('{folder}').save_pretrained('{folder}')\"` makes one of older forms, or give "
             "--data.tokenizer"
-        )
-    settings = _settings(folder / CONFIG)
-    if settings.get("eos_token") is None and end is not None:
-        token = _token(out / NAME, end)
-        settings |= {"eos_token": token} if token is not None else {}
-    if settings:
-        (out / CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        ]
+    settings, notes = _settings(out / CONFIG), []
+    if settings is None:
+        notes.append(f"{folder / CONFIG} is not a JSON object; it is left out")
+        (out / CONFIG).unlink()
+        settings = {}
+    if settings.get("eos_token") is None and ends:
+        token = _token(out / TOKENIZER, ends[0])
+        if token is not None:
+            _write_settings(out, settings | {"eos_token": token})
     try:
-        return load_tokenizer(out / NAME), None
+        return load_tokenizer(out / TOKENIZER), notes
     except DataError as error:
-        return None, str(error)
+        return None, [*notes, str(error)]
 
 
 def give(tokenizer: Tokenizer, source: Path, out: Path, longest: int) -> None:
     """Write a run's tokenizer, read from `source`, as `transformers.AutoTokenizer` takes it."""
+    copy_companions(source.parent, out)
     if isinstance(tokenizer, TiktokenTokenizer):
-        tokenizer.to_tokenizers().save(str(out / NAME))
+        tokenizer.to_tokenizers().save(str(out / TOKENIZER))
     else:
-        (out / NAME).write_bytes(source.read_bytes())
+        copy_file(source, out / TOKENIZER)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _token(out / NAME, tokenizer.end_of_document),
+        "eos_token": _token(out / TOKENIZER, tokenizer.end_of_document),
         "model_max_length": longest,
-    } | _settings(source.with_name(CONFIG))
-    (out / CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    }
+    _write_settings(out, settings | (_settings(out / CONFIG) or {}))
 
 
 def _of_vocabulary(folder: Path) -> Any:
@@ -73,13 +79,19 @@ def _of_vocabulary(folder: Path) -> Any:
     return made
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """A tokenizer_config.json, {} without one that can be read."""
+def _settings(path: Path) -> dict[str, Any] | None:
+    """Return a tokenizer_config.json, {} without one; None if it is not a JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _token(path: Path, number: int) -> str | None:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megascale.config import ModelConfig
 from megascale.core.inventory import logical_shapes
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, MegascaleError
 from megascale.model.huggingface.import_model import INDEX, SINGLE
 from megascale.model.huggingface.settings import Family
 from megascale.model.huggingface.tensor_names import Weight, join
@@ -26,29 +27,64 @@ from megascale.model.huggingface.tensor_names import Weight, join
 Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
+CONFIG = "config.json"
+_OF_A_FILE_SYSTEM = "lost+found"  # in the root of a file system that holds nothing else
+
+
 @contextmanager
 def complete_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into, which takes its name when the body ends; one that fails leaves nothing.
+    """Yield a folder to write into, whose files appear in `out` when the body ends; a body that fails leaves nothing.
 
-    ConfigError if `out` holds anything, or cannot be made.
+    A new `out` appears whole. An empty one is filled: it may be the working directory or a mount point, which nothing
+    can be renamed to. config.json comes last there.
+
+    Raises ConfigError if `out` holds anything or cannot be made, MegascaleError if it cannot be written.
     """
-    _refuse_what_is_there(out)
-    made = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+    exists = _check_empty(out)
     try:
-        made.mkdir(parents=True)
+        target = out.resolve()
+        staging = (target if exists else target.parent) / f".megascale-{secrets.token_hex(4)}"
+        staging.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"--out={out} cannot be made: {error.strerror}") from None
     try:
-        yield made
-        made.replace(out)
+        yield staging
+        if exists:
+            _move_files(staging, target)
+        else:
+            staging.replace(target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise MegascaleError(f"--out={out} cannot be written: {error}; nothing is kept there") from error
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _refuse_what_is_there(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def _check_empty(out: Path) -> bool:
+    """Return whether `out` exists; ConfigError unless it is an empty folder then."""
+    try:
+        exists = out.exists()
+        empty = not exists or (out.is_dir() and all(file.name == _OF_A_FILE_SYSTEM for file in out.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be read: {error.strerror}") from None
+    if not empty:
         raise ConfigError(f"--out={out} is there already and is not an empty folder; name a new one")
+    return exists
+
+
+def _move_files(staging: Path, target: Path) -> None:
+    """Move all of `staging` into `target`, config.json last, and remove `staging`; what fails leaves nothing there."""
+    moved: list[Path] = []
+    try:
+        for file in sorted(staging.iterdir(), key=lambda file: (file.name == CONFIG, file.name)):
+            file.replace(target / file.name)
+            moved.append(target / file.name)
+        staging.rmdir()
+    except BaseException:
+        for file in moved:
+            shutil.rmtree(file, ignore_errors=True) if file.is_dir() else file.unlink(missing_ok=True)
+        raise
 
 
 def write_folder(
@@ -59,7 +95,7 @@ def write_folder(
     *,
     dtype: torch.dtype,
     file_bytes: int,
-    end_of_text: int | None = None,
+    token_ids: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
     """Write a model; one file's tensors are in memory at a time.
@@ -70,13 +106,13 @@ def write_folder(
         fetch: called once a file, with the logical tensors that go into it.
         dtype: of the weights written.
         file_bytes: largest file, but for a single tensor above it.
-        end_of_text: token that ends a text, if known.
+        token_ids: those that config.json names, such as eos_token_id.
         progress: told the bytes of each file written.
 
     Returns the files. A tensor that the family has and the model has not (a bias) is written as zeros, which is the
     same function. config.json comes last, so that a folder cut short is not taken for a model.
     """
-    _refuse_what_is_there(out)
+    _check_empty(out)
     out.mkdir(parents=True, exist_ok=True)
     shapes = all_shapes(model)
     own = logical_shapes(model)
@@ -99,12 +135,14 @@ def write_folder(
     if len(groups) > 1:
         total = sum(prod(weight.shape(shapes)) for weight in weights) * dtype.itemsize
         files.append(_write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": index}))
-    files.append(_write_json(out / "config.json", configuration(family, model, dtype, end_of_text)))
+    files.append(_write_json(out / CONFIG, configuration(family, model, dtype, token_ids or {})))
     return files
 
 
-def configuration(family: Family, model: ModelConfig, dtype: torch.dtype, end_of_text: int | None) -> dict[str, Any]:
-    """The config.json of a model."""
+def configuration(
+    family: Family, model: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config.json of a model."""
     return {
         "architectures": [family.architecture],
         "model_type": family.name,
@@ -115,7 +153,8 @@ def configuration(family: Family, model: ModelConfig, dtype: torch.dtype, end_of
         "torch_dtype": str(dtype).removeprefix("torch."),
         # The families' own defaults are tokens of their own vocabularies, so these are always said.
         "bos_token_id": None,
-        "eos_token_id": end_of_text,
+        "eos_token_id": None,
+        **token_ids,
         "use_cache": True,
     }
 

@@ -17,10 +17,12 @@ from megascale.core.inventory import logical_shapes
 from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
+from megascale.model.huggingface.generation_config import import_generation_config
 from megascale.model.huggingface.settings import Family, Keys
 from megascale.model.huggingface.tensor_names import Weight, split
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 _DTYPES = {"float64", "float32", "bfloat16", "float16"}
 _SHOWN = 4
 _JSON_BYTES = 64 << 20  # of config.json, or of the list of tensors: a million of them
@@ -34,14 +36,14 @@ class Imported:
         family: of transformers.
         model: the same in our keys.
         tensors: logical tensors by name, whole, views of the mapped files where strides allow.
-        settings: config.json as it stands.
-        notes: what is not the same here, for a person; each concerns training only.
+        generation: settings of generation, with the tokens that begin and end a text.
+        notes: what a person should know: what is not the same in training here, and files that were passed over.
     """
 
     family: Family
     model: ModelConfig
     tensors: dict[str, Tensor]
-    settings: dict[str, Any]
+    generation: dict[str, Any]
     notes: list[str]
 
 
@@ -67,6 +69,17 @@ def read_folder(folder: Path) -> Imported:
         )
     keys.only("is_causal", True, "attention to later tokens cannot be represented", default=True)
     keys.only("per_layer_config", {}, "settings that differ between layers cannot be represented", default={})
+    if keys.get("transformers_weights") is not None:
+        raise keys.refuse(
+            "transformers_weights",
+            keys.get("transformers_weights"),
+            f"transformers reads the weights from that file; rename it to {SINGLE} or {INDEX} and remove the key",
+        )
+    if (folder / ADAPTER).exists():
+        raise DataError(
+            f"{folder} holds {ADAPTER}: transformers adds that adapter to the weights. Merge it into the model "
+            "(merge_and_unload of peft, then save_pretrained) and import the merged folder, or remove the file"
+        )
     if keys.get("auto_map") is not None:
         keys.notes.append("auto_map names code of the model's own; it is left out, as transformers does unless told")
     try:
@@ -76,6 +89,7 @@ def read_folder(folder: Path) -> Imported:
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(f"{keys.source} has a setting of the wrong kind ({error}); is it a {name}'s?") from None
     files = Files(folder, family)
+    keys.notes += files.notes
     if model.layers > len(files):
         raise DataError(f"{keys.source} has {model.layers} layers, but the folder holds {len(files)} tensors in all")
     weights = family.weights(model)
@@ -91,17 +105,28 @@ def read_folder(folder: Path) -> Imported:
                 "the configuration and the weights are not of one model"
             )
         tensors |= split(weight, stored)
-    return Imported(family, model, tensors, settings, keys.notes)
+    generation, notes = import_generation_config(folder, settings)
+    return Imported(family, model, tensors, generation, keys.notes + notes)
 
 
 class Files:
-    """The tensors of a folder by name, whichever file they lie in; files are mapped, not read."""
+    """The tensors of a folder by name, whichever file they lie in; files are mapped, not read.
+
+    Of two sets of weights the same one counts as for transformers: model.safetensors goes before shards with an index.
+
+    Attributes:
+        notes: files that were passed over, for a person.
+    """
 
     def __init__(self, folder: Path, family: Family) -> None:
         self.folder, self._family = folder, family
+        self.notes: list[str] = []
         self._open: dict[str, Any] = {}
         # Full name to the name in the file and the file.
-        self._places = {self._full(name): (name, file) for name, file in self._listing()}
+        self._places: dict[str, tuple[str, str]] = {}
+        for file in self._find_files():
+            for name in self._names_in(file):
+                self._add(name, file)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -129,22 +154,39 @@ class Files:
             return self._family.head if name == "lm_head.weight" else name
         return self._family.prefix + name
 
-    def _listing(self) -> Iterator[tuple[str, str]]:
-        if (self.folder / INDEX).exists():
-            places = _json(self.folder / INDEX, "").get("weight_map", {})
-            if not isinstance(places, dict):
-                raise DataError(f"{self.folder / INDEX} has a weight_map that is none: it names no files")
-            for name, file in places.items():
-                if not isinstance(file, str) or not is_plain_name(file):
-                    raise DataError(f"{self.folder / INDEX} names the file {file!r}, which is not in the folder itself")
-                yield name, file
-        elif (self.folder / SINGLE).exists():
-            try:
-                yield from ((name, SINGLE) for name in self._handle(SINGLE).keys())  # noqa: SIM118 - no mapping
-            except (SafetensorError, OSError) as error:
-                raise self._damaged(SINGLE, error) from None
-        else:
+    def _find_files(self) -> list[str]:
+        """Return the names of the files that hold the weights."""
+        if (self.folder / SINGLE).exists() and not (self.folder / SINGLE).is_dir():
+            if (self.folder / INDEX).exists():
+                self.notes.append(f"{INDEX} and its files were not read: {SINGLE} goes first, as in transformers")
+            return [SINGLE]
+        if not (self.folder / INDEX).exists():
             raise DataError(self._no_safetensors())
+        places = _json(self.folder / INDEX, "").get("weight_map", {})
+        if not isinstance(places, dict):
+            raise DataError(f"{self.folder / INDEX} has a weight_map that is none: it names no files")
+        for file in places.values():
+            if not isinstance(file, str) or not is_plain_name(file):
+                raise DataError(f"{self.folder / INDEX} names the file {file!r}, which is not in the folder itself")
+        return sorted(set(places.values()))
+
+    def _names_in(self, file: str) -> list[str]:
+        """Return the names of a file's tensors."""
+        try:
+            return list(self._handle(file).keys())
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(file, error) from None
+
+    def _add(self, name: str, file: str) -> None:
+        """Note where a tensor lies; DataError if another one of the same meaning was noted before."""
+        full = self._full(name)
+        if full in self._places and not re.search(self._family.buffers, full):
+            other, where = self._places[full]
+            raise DataError(
+                f"{self.folder} holds {full} twice, as {other} in {where} and as {name} in {file}, so it is unclear "
+                "which one counts; remove the files that are not part of the model"
+            )
+        self._places[full] = (name, file)
 
     def _no_safetensors(self) -> str:
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in self.folder.glob(pattern))

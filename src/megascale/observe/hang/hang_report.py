@@ -27,7 +27,7 @@ def layout_of(folder: Path, world: int) -> Layout | None:
     if not file.exists():
         return None
     try:
-        return lay_out(configuration.load(file), world)
+        return lay_out(configuration.load(file, keep_unknown_parts=True), world)
     except MegascaleError:
         return None
 

@@ -1,5 +1,5 @@
 """What trainers write on this machine, sent to the driver as it grows: logs, metrics, events, samples, TensorBoard's,
-spans.
+spans, and the run's tokenizer.
 
 Positions are counted by the driver's word (`Kept`): what it has not confirmed is sent again to its successor, and no
 more than a window is on its way, so that a slow driver is never flooded and a fast trainer never waits.
@@ -21,6 +21,14 @@ BEHIND = 4 << 20  # bytes of a log beyond which its middle is left out
 # Of rank 0: files of one record a line, and those that are replaced as a whole.
 GROWING = ("metrics.jsonl", "events.jsonl", "samples/ledger.jsonl")
 REPLACED = ("identity", "kernels.json")
+# The run's tokenizer and the files beside it, as large as they are: in pieces, each at its place.
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 BOARD = "tensorboard/events.out.tfevents.*"  # one file a start
 # Of a host whose ranks run here: a segment as it grows, then its tables; what is removed here is removed there.
 SPANS = ("ranks.jsonl", "*.parquet", "spool-*.bin", "left-*.bin")
@@ -58,7 +66,7 @@ class SentFiles:
     def follow(self, ranks: Iterable[int]) -> None:
         """These ranks run here now. What others wrote before is sent to its end."""
         for rank in ranks:
-            names = [f"logs/rank-{rank}.log", *(GROWING if rank == 0 else ())]
+            names = [f"logs/rank-{rank}.log", *((*GROWING, *TOKENIZER) if rank == 0 else ())]
             for name in names:
                 self._growing.setdefault(name, _Followed())
             self._spans.setdefault(_HERE, False)

@@ -76,11 +76,14 @@ def size(config: Config, gpus: int, shared: bool = True) -> Size:
 
 
 def prepare(config: Config) -> tuple[Config, Size]:
-    """The configuration as the trainers will read it, and the job's size. ConfigError for an unknown cluster."""
+    """The configuration as the trainers will read it, and the job's size. ConfigError for an unknown cluster, and for
+    train.device=cuda on this machine if it has no GPU."""
     load_plugins()
     make = CLUSTERS[config.resilience.cluster]
     elsewhere = isinstance(make, Elsewhere)
     gpus, address = make.on_other_machines(config) if isinstance(make, Elsewhere) else (gpu_count(), "")
+    if config.train.device == "cuda" and not elsewhere and not gpus:
+        raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
     lease = getattr(make, "agent_lease", None)
     if lease is not None and config.resilience.agent_lease is None:
         limits = config.resilience.model_copy(update={"agent_lease": max(lease, 2 * config.resilience.interval)})

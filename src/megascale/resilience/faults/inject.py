@@ -135,7 +135,7 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
 
 
 def _ask_trainer(run: Path, kind: str, options: Options) -> list[str]:
-    config = configuration.load(run / "config.toml")
+    config = configuration.load(run / "config.toml", keep_unknown_parts=True)
     if not config.resilience.faults:
         raise ConfigError(
             f"{kind} is done by the trainer itself, which looks for faults only with resilience.faults=true; start the "
@@ -279,7 +279,7 @@ def _kill_driver(run: Path, options: Options) -> list[str]:
 
 
 def _redis_loss(run: Path, options: Options) -> list[str]:
-    url = urlsplit(configuration.load(run / "config.toml").rendezvous.url)
+    url = urlsplit(configuration.load(run / "config.toml", keep_unknown_parts=True).rendezvous.url)
     if not url.scheme.startswith("redis"):
         raise ConfigError(f"{run} does not use Redis (rendezvous.url={url.geturl()})")
     secret = os.environ.get(PASSWORD_VARIABLE)

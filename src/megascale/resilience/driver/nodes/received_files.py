@@ -26,6 +26,7 @@ log = logging.getLogger("megascale.driver")
 _QUEUE = 1024  # pieces
 _TAIL = 1 << 20  # bytes of a file in which lines that come again are looked for
 _TAKEN = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
+_TOKENIZER = r"(?:tokenizer|tokenizer_config|special_tokens_map|generation_config)\.json|chat_template\.jinja"
 _BOARD = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
 _SPANS = re.compile(
     r"spans/(host=\d{1,6})/((?:rollups|spans|clocks|counters)-\d{6,9}(?:-\d{6,9})?\.parquet|spool-\d{6,9}\.bin"
@@ -34,7 +35,7 @@ _SPANS = re.compile(
 _PARQUET = b"PAR1"  # the first and the last bytes
 _NAMES = re.compile(
     r"logs/rank-\d{1,9}\.log|metrics\.jsonl|events\.jsonl|samples/ledger\.jsonl|identity|kernels\.json"
-    rf"|{_BOARD}|{_TAKEN}"
+    rf"|{_BOARD}|{_TAKEN}|{_TOKENIZER}"
 )
 _BY_STEP = ("metrics.jsonl", "samples/ledger.jsonl")
 
@@ -130,11 +131,14 @@ class ReceivedFiles:
             data = _new_lines(file, data)
         if piece.left_out:
             data = f"[{piece.left_out} bytes left out]\n".encode() + data
-        in_place = re.fullmatch(_BOARD, piece.name)  # records of bytes: a piece that comes again must change nothing
+        # Records of bytes: a piece that comes again must change nothing.
+        in_place = re.fullmatch(rf"{_BOARD}|{_TOKENIZER}", piece.name)
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | (0 if in_place else os.O_APPEND), 0o644)
         try:
             if in_place:
                 os.pwrite(handle, data, piece.start)
+                if not piece.more and re.fullmatch(_TOKENIZER, piece.name):
+                    os.ftruncate(handle, piece.start + len(data))
             else:
                 os.write(handle, data)
         finally:

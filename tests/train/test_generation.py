@@ -1,0 +1,90 @@
+"""The text of generated tokens: whole words of every kind of tokenizer, and where it ends."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from megascale import api
+from megascale.data.tokenizer.base import Tokenizer
+from megascale.data.tokenizer.huggingface_file import HuggingFaceTokenizer
+from megascale.errors import ConfigError
+from megascale.train.generation import text_of
+
+TEXT = "people like green people and green people like naïve 中文"
+SPECIAL = ["<unk>", "<s>", "</s>"]
+KINDS = ["llama", "metaspace first", "metaspace always", "unigram", "wordpiece", "suffix", "bytes"]
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    """Return a small tokenizer of a published kind, trained on TEXT."""
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
+    library = Library(models.BPE(unk_token="<unk>", byte_fallback=kind == "llama"))
+    if kind == "llama":  # Llama 2, Mistral, TinyLlama: no pre-tokenizer, and a decoder that strips one blank
+        library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        library.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+        library.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    elif kind.startswith("metaspace"):
+        scheme = kind.split()[1]
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        library.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    elif kind == "unigram":  # T5
+        library = Library(models.Unigram())
+        library.pre_tokenizer = pre_tokenizers.Metaspace()
+        library.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    elif kind == "wordpiece":  # BERT
+        library = Library(models.WordPiece(unk_token="<unk>"))
+        library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        library.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False)
+    elif kind == "suffix":  # GPT-1, CLIP
+        library = Library(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+        library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        library.decoder = decoders.BPEDecoder()
+        trainer = trainers.BpeTrainer(
+            vocab_size=400, special_tokens=SPECIAL, end_of_word_suffix="</w>", show_progress=False
+        )
+    else:  # GPT-2
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = decoders.ByteLevel()
+    library.train_from_iterator([TEXT] * 4, trainer)
+    if kind == "llama":
+        library.pre_tokenizer = None
+    return HuggingFaceTokenizer.from_json(library.to_str(), "</s>", kind)
+
+
+def generated(kind: str, prompt: str, stops: list[str]) -> str:
+    """Return what is shown of the rest of TEXT as a model would generate it after `prompt`."""
+    tokenizer = tokenizer_of(kind)
+    ids, begun = tokenizer.encode(TEXT), tokenizer.encode(prompt)
+    assert ids[: len(begun)] == begun
+    pieces = list(text_of(tokenizer, ids[len(begun) :], stops, begun))
+    assert all(pieces)
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_and_continuation_are_the_text(kind):
+    words = TEXT.split(" ")
+    for count in range(len(words)):
+        prompt = " ".join(words[:count])
+        assert prompt + generated(kind, prompt, []) == TEXT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_that_begins_with_a_blank_is_seen_at_the_first_word(kind):
+    assert generated(kind, "people like green", [" people"]) == ""
+    assert generated(kind, "people like", [" people", "zebra"]) == " green"
+    assert generated(kind, "people", ["like"]) == " "
+
+
+def test_an_empty_stop_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--stop is an empty text"):
+        next(api.generate(tmp_path, "def", stop=["end", ""]))
