@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import typer
 
+from megascale.core import terminal
 from megascale.core.secrets import hide_password
-from megascale.errors import EXIT_INTERRUPTED, MegascaleError
+from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError
 
 # Command -> the module that registers it, in the order of --help. Each has `register(app)` and imports heavy packages
 # only inside its functions. Other commands of a module than its first stand beside it.
@@ -42,6 +44,24 @@ COMMANDS: dict[str, str] = {
     "faults": "faults",
     "diagnose": "diagnose",
 }
+
+# Commands that people run for what they do: lost output does not end them. The others are run for what they print.
+WORK: frozenset[tuple[str, ...]] = frozenset(
+    {
+        ("train",),
+        ("launch",),
+        ("agent",),
+        *((action,) for action in ("evict", "cordon", "uncordon", "pause", "resume", "restart")),
+        ("plot",),
+        ("dashboard",),
+        ("bench",),
+        ("data", "build"),
+        ("convert", "import"),
+        ("convert", "export"),
+        *(("checkpoint", action) for action in ("prune", "export", "import", "reshard")),
+        ("faults", "inject"),
+    }
+)
 
 
 def command_line(modules: Iterable[str]) -> typer.Typer:
@@ -83,11 +103,24 @@ def _named() -> typer.Typer:
     return command_line([module] if module else dict.fromkeys(COMMANDS.values()))
 
 
+def is_work(words: Sequence[str]) -> bool:
+    """Return whether a command line is run for what it does, so that it goes on when its output is lost."""
+    if "--dry-run" in words or "--json" in words:
+        return False
+    return tuple(words[:1]) in WORK or tuple(words[:2]) in WORK
+
+
 def main() -> None:
     """Entry point: run a command; a MegascaleError prints its message and sets the exit code."""
+    terminal.open_streams()
+    if is_work(sys.argv[1:]):
+        terminal.ignore_lost_output()
     try:
         hide_password()
-        _named()()
+        try:
+            _named()()
+        finally:
+            sys.stdout.flush()
     except MegascaleError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         if os.environ.get("MEGASCALE_TRACEBACK"):
@@ -96,6 +129,13 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.secho("interrupted", fg="yellow", err=True)
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        if not terminal.is_output_error(error):
+            raise
+        terminal.ignore_lost_output()  # Python flushes stdout once more at its end
+        if error.errno != errno.EPIPE:  # who reads a pipe may close it
+            typer.secho(f"error: standard output cannot be written: {error.strerror}", fg="red", err=True)
+        sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

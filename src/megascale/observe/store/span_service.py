@@ -278,7 +278,8 @@ def main() -> None:
     parser.add_argument("--ready", type=int, help="open file to tell when ready")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     with contextlib.suppress(OSError):
         os.nice(5)
 

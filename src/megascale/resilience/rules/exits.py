@@ -91,6 +91,7 @@ _SIGNALS: dict[int, Cause] = {
     signal.SIGKILL: KILLED,
     signal.SIGTERM: KILLED,
     signal.SIGINT: KILLED,
+    signal.SIGHUP: KILLED,
 }
 # Where what a process wrote about its end begins.
 _ENDING = re.compile(r"Traceback \(most recent call last\)|terminate called|Fatal Python error")
@@ -98,6 +99,7 @@ _BEFORE = 5  # lines before that which may belong to it, of an abort
 _LAST = 10  # lines, where nothing marks an end
 # What another rank's end can bring about, when it comes after it.
 _FOLLOWS = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
+_ENDED = (signal.SIGTERM, signal.SIGHUP)  # signals that launchers send to the other ranks after one has failed
 # Exceptions that are no mistake in code.
 _EXPECTED = ("TrainingError", "MegascaleError", "KeyboardInterrupt")
 
@@ -126,7 +128,7 @@ def processes(view: View) -> list[Verdict]:
         by_cause.setdefault(cause_of(member, worker), []).append((member, worker))
     # Signals that a launcher sends to survivors are no cause of their own.
     if len(by_cause) > 1:
-        by_cause.pop(KILLED, None) if all(w.code == signal.SIGTERM for _, w in by_cause.get(KILLED, ())) else None
+        by_cause.pop(KILLED, None) if all(w.code in _ENDED for _, w in by_cause.get(KILLED, ())) else None
     first = min((_ended(m, w) for m, w in guilty), default=0.0)
     for cause in list(by_cause):
         later = all(_ended(m, w) > first for m, w in by_cause[cause])
