@@ -106,6 +106,13 @@ class TrainConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder's name")
     runs: str = Field("runs", description="folder that holds run folders")
     steps: int = Field(1000, ge=0, le=MOST, description="optimizer steps in all")
+    max_skipped_steps: int = Field(
+        10,
+        ge=0,
+        le=MOST,
+        description="a step whose gradient is not finite changes nothing; after this many in a row training ends with "
+        "an error; 0: it never does",
+    )
     micro_batch: int = Field(8, ge=1, le=1_000_000, description="sequences in one forward pass of one rank")
     global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences in one step over all ranks")
     precision: Annotated[Literal["float32", "bfloat16", "float64"], BeforeValidator(_full_name)] = Field(

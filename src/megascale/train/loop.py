@@ -80,6 +80,7 @@ class Trainer:
         self._unread: tuple[dict[str, Any], StepResult] | None = None
         self._load: dict[str, float] = {}  # what loading took, and this rank's bytes
         self._skipped = 0  # steps of this process whose gradient was not finite
+        self._skipped_in_a_row = 0
         self._stopping = False  # agreed by all ranks
         self._told_active = False
         self._told_graphs = False
@@ -312,6 +313,7 @@ class Trainer:
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
         self._skipped += not math.isfinite(norm)
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
         if self._skipped:
             record["skipped_steps"] = self._skipped
         clipped, flushed, looked_at = result.casts.tolist()
@@ -331,6 +333,25 @@ class Trainer:
                 f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
             )
         self._loss = loss
+        if self._skipped_in_a_row:
+            self._report_skipped_step(record["step"], norm)
+
+    def _report_skipped_step(self, step: int, norm: float) -> None:
+        """Report the first of several skipped steps. Raise TrainingError after train.max_skipped_steps in a row."""
+        count, limit = self._skipped_in_a_row, self.config.train.max_skipped_steps
+        if count == 1:
+            self.reporter.event(Event.NONFINITE_GRADIENT, step=step, grad_norm=str(norm))
+            self.reporter.say(f"step {step} is skipped: its gradient norm is {norm}")
+        none_applied = step == self.config.train.steps == self._skipped
+        if limit and (count >= limit or none_applied):
+            raise TrainingError(
+                f"the gradients of {count} steps in a row, up to step {step}, are not finite (norm {norm}), so these "
+                f"steps changed nothing and training stopped; {self.saves.kept()}. Lower --lr.peak (now "
+                f"{self.config.lr.peak:g}) or --model.init_std (now {self.config.model.init_std:g}), check "
+                f"--train.precision ({self.config.train.precision}) and the data of these steps "
+                f"(samples/ledger.jsonl), then run again. --train.max_skipped_steps (now {limit}) sets how many in a "
+                "row are allowed, 0: any number"
+            )
 
     # checkpoints and evaluation ---------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ NODE_MEMORY = Cause(Event.OUT_OF_MEMORY, "its node has too little free memory", 
 DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "recover", "stop")
 PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "recover", "recover")
 NUMBERS = Cause(Event.NONFINITE_LOSS, "the loss is no number", "diagnose", "stop")
+GRADIENTS = Cause(Event.NONFINITE_GRADIENT, "its gradients are not finite", "diagnose", "stop")
 CHECKSUM = Cause(Event.CHECKSUM_MISMATCH, "weights changed that nobody wrote to", "diagnose", "evict")
 DEVICE = Cause(Event.CUDA_ERROR, "its device reported an error", "recover", "diagnose")
 NETWORK = Cause(Event.NETWORK_ERROR, "its network broke", "recover", "diagnose")
@@ -77,6 +78,7 @@ _TEXTS: tuple[tuple[str, Cause], ...] = (
     (r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError", OUT_OF_MEMORY),
     (r"flipped bit", CHECKSUM),
     (r"the loss of step \d+ is (nan|-?inf)", NUMBERS),
+    (r"the gradients of \d+ steps in a row.* are not finite", GRADIENTS),
     (r"device-side assert", CODE),
     (r"CUDA error|CUBLAS_STATUS|cuDNN error|uncorrectable|NVLink|Xid", DEVICE),
     (r"NCCL error|ncclSystemError|ncclRemoteError|Connection (reset|refused|closed)|ECONNRESET|Broken pipe", NETWORK),
