@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megascale.checkpoint import TensorShard, inspect, latest, load, save, steps
 from megascale.checkpoint.format.step_folders import COMMIT, read_index, survey
+from megascale.checkpoint.loader import LoadReport
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
@@ -120,6 +121,21 @@ def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None
         assert load(folder, shards, initial=initial) == {"step": 0}
     assert_same({name: got[name] for name in weights}, weights)
     assert all(not got[name].any() for name in got if name not in weights)
+
+
+def test_what_another_optimizer_keeps_begins_at_zero(folder: Path) -> None:
+    saved = logical_state()
+    save(folder, 5, whole(saved), {"step": 5}, keep=1)
+    got = {name: torch.ones_like(t) for name, t in saved.items()}
+    weight = next(name for name in saved if name.startswith("model."))
+    own = {f"optimizer.momentum.{weight}": torch.ones(3, 4)}
+    wanted, report = whole(got | own), LoadReport()
+    with pytest.raises(DataError, match=r"optimizer\.name likely differs"):
+        load(folder, wanted, accept=lambda state, name: False)
+    assert load(folder, wanted, accept=lambda state, name: True, report=report) == {"step": 5}
+    assert_same(got, saved)
+    assert not any(tensor.any() for tensor in own.values())
+    assert report.zeroed == {"optimizer.momentum"}
 
 
 def test_a_part_of_another_model_is_refused(folder: Path) -> None:

@@ -23,7 +23,7 @@ from megascale.errors import ConfigError, DataError, MegascaleError, TrainingErr
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
-from megascale.train import attention_choice, rank_log
+from megascale.train import attention_choice, rank_log, resume
 from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import claim
@@ -71,6 +71,7 @@ class Trainer:
         self.grid = self.layout.grid
         self.step = 0
         self.consumed = 0
+        self.tokens = 0  # trained in all; the length of samples may have changed at an earlier resume
         self.tokens_per_sample = config.model.sequence_length
         name = torch.cuda.get_device_name() if place.device.type == "cuda" else ""
         self.peak = config.observe.peak_tflops or device_peak(name)
@@ -269,11 +270,12 @@ class Trainer:
             recorder.end()
         self.step = self.ending.step = step
         self.consumed = first + train.global_batch
+        self.tokens += train.global_batch * self.tokens_per_sample
         record = {
             "step": step,
             "time": time.time(),
             "learning_rate": rate,
-            "tokens": self.consumed * self.tokens_per_sample,
+            "tokens": self.tokens,
             "epoch": round(self.feed.epochs(self.consumed), 4),
             **self.feed.measures(),
         }
@@ -358,7 +360,8 @@ class Trainer:
     def _save(self, persist: bool = True, last: bool = False) -> None:
         self._flush()
         self.status.update("save", self.step)
-        state = {"step": self.step, "samples": self.consumed, **self.origin.about, "attention": self.engine.attention}
+        counts = {"step": self.step, "samples": self.consumed, "tokens": self.tokens}
+        state = {**counts, **self.origin.about, "attention": self.engine.attention}
         recorder = self.engine.runtime.recorder
         recorder.begin(SpanKind.CHECKPOINT_SAVE)
         self.saves.save(self.step, state, persist, last)
@@ -378,12 +381,16 @@ class Trainer:
         with self.engine.loading():
             state = self.checkpointer.load(initial=weights, accept=self.origin.check, report=report)
         took = round(time.monotonic() - begun, 3)
+        if report.zeroed:
+            names = ", ".join(sorted(report.zeroed))
+            self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} begins at zero")
         self._load = {"load_seconds": took, "read_bytes": report.read, "sent_bytes": report.sent}
         if state is None:
             self.origin.check_nothing()
             return
         self.step = self.ending.step = state["step"]
         self.consumed = state.get("samples", 0)
+        self.tokens = resume.trained_tokens(state, self.tokens_per_sample)
 
     def _begin(self, feed: bool) -> None:
         """Let the data be judged too, by all ranks; then the start is accepted, and what it changes is written."""
@@ -439,7 +446,7 @@ class Trainer:
         record = {
             "step": self.step,
             "time": time.time(),
-            "tokens": self.consumed * self.tokens_per_sample,
+            "tokens": self.tokens,
             "valid_loss": found.loss,
             "valid_tokens": found.tokens,
         }
