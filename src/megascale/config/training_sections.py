@@ -155,7 +155,12 @@ class TrainConfig(Section):
         description="steps between collections of Python's garbage, on all ranks at once; 0: as Python likes",
     )
     eval_interval: int = Field(0, ge=0, le=MOST, description="steps between evaluations; 0: only at the end")
-    eval_samples: int = Field(128, ge=1, le=MOST, description="held-out sequences an evaluation reads during training")
+    eval_samples: int = Field(
+        128,
+        ge=1,
+        le=MOST,
+        description="held-out sequences that each evaluation reads; the last one reads the whole file too",
+    )
     sample_prompt: str | None = Field(None, description="text to continue at the end of training")
     sample_tokens: int = Field(120, ge=1, le=1_000_000, description="tokens to continue sample_prompt by")
     stop_after: int | None = Field(

@@ -174,8 +174,12 @@ class Terminal:
         """Show a training record; print an evaluation."""
         step = record["step"]
         if "valid_loss" in record and "loss" not in record:
-            bits = f"  bits per byte {record['valid_bits_per_byte']:.3f}" if "valid_bits_per_byte" in record else ""
-            self.say(f"step {step}: held-out loss {record['valid_loss']:.4f}{bits}")
+            text = f"step {step}: held-out loss {record['valid_loss']:.4f}"
+            if record.get("valid_whole_tokens", record.get("valid_tokens")) != record.get("valid_tokens"):
+                text += f", of the whole file {record['valid_whole_loss']:.4f}"
+            if "valid_bits_per_byte" in record:
+                text += f"  bits per byte {record['valid_bits_per_byte']:.3f}"
+            self.say(text)
             return
         if self._first is None:
             self._first = step - 1

@@ -183,7 +183,7 @@ class Trainer:
                 self._train_step(interrupts.wanted or self.callbacks.run.wants_stop)
                 self.callbacks.step_ends(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
-                    self._evaluate(train.eval_samples)
+                    self._evaluate()
                 if self.step < stop and (persist := self.saves.due(self.step)) is not None:
                     self._save(persist)
             self._flush()
@@ -193,7 +193,7 @@ class Trainer:
             if self._stopping:
                 self._interrupted()
         finished = self.step >= train.steps
-        evaluation = self._evaluate(None) if finished else None
+        evaluation = self._evaluate(last=True) if finished else None
         self.reporter.event(Event.RUN_FINISHED, step=self.step, finished=finished)
         self.status.update("done", self.step)
         return TrainResult(self.step, finished, self._loss, evaluation)
@@ -434,15 +434,20 @@ class Trainer:
         if self.origin.changes:
             self.reporter.say(setting_changes.line(self.origin.changes, self.step))
 
-    def _evaluate(self, samples: int | None) -> Evaluation | None:
-        if self.config.data.valid is None:
+    def _evaluate(self, last: bool = False) -> Evaluation | None:
+        """Evaluate the held-out file and record the loss of the same train.eval_samples of it each time.
+
+        The last evaluation also reads the whole file, whose loss has a name of its own in the metrics. Returns the
+        evaluation of the most samples, None without a held-out file.
+        """
+        prefix = self.config.data.valid
+        if prefix is None:
             return None
         self._flush()
         self.status.update("evaluate", self.step)
         recorder = self.engine.runtime.recorder
         recorder.begin(SpanKind.EVALUATE)
-        found = evaluate_file(self.engine, self.config, self.config.data.valid, samples)
-        recorder.end()
+        found = evaluate_file(self.engine, self.config, prefix, self.config.train.eval_samples)
         record = {
             "step": self.step,
             "time": time.time(),
@@ -450,10 +455,22 @@ class Trainer:
             "valid_loss": found.loss,
             "valid_tokens": found.tokens,
         }
+        if last:
+            if not found.whole:
+                self.callbacks.evaluated(found)
+                found = evaluate_file(self.engine, self.config, prefix)
+            record |= {"valid_whole_loss": found.loss, "valid_whole_tokens": found.tokens}
+        recorder.end()
         if found.bits_per_byte is not None:
             record["valid_bits_per_byte"] = found.bits_per_byte
         self.reporter.record(record)
-        self.reporter.event(Event.EVALUATED, step=self.step, loss=found.loss, bits_per_byte=found.bits_per_byte)
+        self.reporter.event(
+            Event.EVALUATED,
+            step=self.step,
+            loss=found.loss,
+            tokens=found.tokens,
+            bits_per_byte=found.bits_per_byte,
+        )
         self.callbacks.evaluated(found)
         self.clock.pause()
         return found
