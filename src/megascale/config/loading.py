@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from megascale.config.base import _check_text
 from megascale.config.migration import RENAMED, migrate
+from megascale.config.text_files import read_toml
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
 
@@ -38,17 +40,14 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     """
     tree: dict[str, Any] = {}
     if path is not None:
-        file = Path(path)
-        try:
-            tree = tomllib.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        file = Path(os.path.expanduser(path))
+        if not os.path.exists(file):
             near = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
             hint = f"; there is {', '.join(near[:4])}" if near else ""
-            raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}") from None
-        except IsADirectoryError:
-            raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"configuration file {str(file)!r} is not valid TOML: {error}") from None
+            raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}")
+        if file.is_dir():
+            raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it")
+        tree = read_toml(file, "configuration file")
     for text in overrides:
         section, key, value = _parse_override(text)
         if (renamed := RENAMED.get(f"{section}.{key}")) is not None:

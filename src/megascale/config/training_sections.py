@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from megascale.config.base import MOST, Section
+from megascale.config.base import MOST, Section, expand_home
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES
 
@@ -166,3 +166,5 @@ class TrainConfig(Section):
     stop_after: int | None = Field(
         None, ge=1, le=MOST, description="stop after this many steps of this start (for tests)"
     )
+
+    _paths = field_validator("runs")(expand_home)
