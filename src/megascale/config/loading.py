@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from megascale.config.base import _check_text
 from megascale.config.migration import RENAMED, migrate
+from megascale.config.suggestions import question, suggest, suggest_for_section
 from megascale.config.text_files import read_toml
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
@@ -76,7 +77,9 @@ def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
             file = word
             continue
         if not word.startswith("--") or "." not in word.split("=")[0]:
-            raise ConfigError(f"unknown argument {word!r}; settings are given as --section.key=value")
+            hint = question([f"--{key}=" for key in suggest(word.lstrip("-").partition("=")[0])])
+            text = f"unknown argument {word!r}; settings are given as --section.key=value"
+            raise ConfigError(f"{text}; {hint}" if hint else text)
         if "=" not in word:
             value = next(words, None)
             if value is None:
@@ -129,17 +132,10 @@ def _explain(error: Any, tree: Mapping[str, Any]) -> str:
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
         if len(path) == 1:
-            return f"there is no section [{name}]; {_nearest(name, list(Config.model_fields))}"
+            hint = question(suggest_for_section(name, error["input"])) or f"known: {', '.join(Config.model_fields)}"
+            return f"there is no section [{name}]; {hint}"
         keys = list(getattr(Config.model_fields[path[0]].annotation, "model_fields", {}))
-        everywhere = [
-            f"{section}.{key}"
-            for section, field in Config.model_fields.items()
-            for key in getattr(field.annotation, "model_fields", {})
-        ]
-        here = difflib.get_close_matches(path[1], keys, n=1)
-        other = [k for k in everywhere if k.endswith("." + path[1])] or difflib.get_close_matches(name, everywhere, n=1)
-        near = [f"{path[0]}.{here[0]}"] if here else other
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(keys)}"
+        hint = question(suggest(path[1], path[0])) or f"known keys: {', '.join(keys)}"
         return f"there is no key {name} (value {error['input']!r}); {hint}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
