@@ -19,6 +19,7 @@ from megascale.checkpoint.complete_checkpoint import open_whole
 from megascale.checkpoint.format.index import is_tensor_name
 from megascale.checkpoint.format.step_folders import COMMIT, METADATA, prune, read_index, survey
 from megascale.checkpoint.format.verify import verify
+from megascale.checkpoint.loader import LoadReport
 from megascale.checkpoint.storage.local_disk import LocalStorage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
@@ -175,6 +176,21 @@ def test_going_back_to_imported_weights_clears_the_moments(folder: Path) -> None
         assert load(folder, shards, initial=initial) == {"step": 0}
     assert_same({name: got[name] for name in weights}, weights)
     assert all(not got[name].any() for name in got if name not in weights)
+
+
+def test_what_another_optimizer_keeps_begins_at_zero(folder: Path) -> None:
+    saved = logical_state()
+    save(folder, 5, whole(saved), {"step": 5}, keep=1)
+    got = {name: torch.ones_like(t) for name, t in saved.items()}
+    weight = next(name for name in saved if name.startswith("model."))
+    own = {f"optimizer.momentum.{weight}": torch.ones(3, 4)}
+    wanted, report = whole(got | own), LoadReport()
+    with pytest.raises(DataError, match=r"optimizer\.name likely differs"):
+        load(folder, wanted, accept=lambda state, name: False)
+    assert load(folder, wanted, accept=lambda state, name: True, report=report) == {"step": 5}
+    assert_same(got, saved)
+    assert not any(tensor.any() for tensor in own.values())
+    assert report.zeroed == {"optimizer.momentum"}
 
 
 def test_a_part_of_another_model_is_refused(folder: Path) -> None:

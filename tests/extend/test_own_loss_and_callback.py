@@ -93,7 +93,7 @@ class Seen(callbacks.Callback):
 
     def evaluated(self, run: callbacks.RunView, found: Any) -> None:
         assert found.loss > 0
-        self.told.append(("evaluated", run.step))
+        self.told.append(("evaluated all" if found.whole else "evaluated", run.step))
 
     def run_ends(self, run: callbacks.RunView) -> None:
         self.told.append(("ends", run.step))
@@ -139,7 +139,7 @@ def test_a_callback_is_told_of_steps_and_evaluations_and_may_stop_the_run(tiny, 
     Seen.told.clear()
     monkeypatch.setattr(Seen, "stop_after", 0)
     assert train(load_config(tiny, words)).step == 4
-    assert Seen.told == [("begins", 3), ("step", 4), ("evaluated", 4), ("ends", 4)]
+    assert Seen.told == [("begins", 3), ("step", 4), ("evaluated", 4), ("evaluated all", 4), ("ends", 4)]
     assert [r["step"] for r in lines(tiny.parent / "runs/tiny/metrics.jsonl") if "loss" in r] == [1, 2, 3, 4]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,26 @@ def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
     write(ring, 1)
     one.close()
     assert steps_of(out) == {0: [1]}
+
+
+@pytest.mark.parametrize("fault", ["socket", "files"])
+def test_a_service_that_cannot_serve_ends(out, tmp_path, fault):
+    """It used to live on without a socket, once for each start of a run."""
+    where = place(out)
+    if fault == "socket":
+        where.address.mkdir(parents=True)
+    else:
+        (out / "folder.tmp").mkdir(parents=True)
+    words = [str(where.folder), "--out", str(out), "--job", "job", "--host", "0"]
+    command = [sys.executable, "-m", "megascale.observe.store.span_service", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        if fault == "socket":
+            where.address.rmdir()
+        shutil.rmtree(where.folder, ignore_errors=True)
+    assert done.returncode == 1
+    assert {"socket": "spans.sock", "files": "folder.tmp"}[fault] in done.stderr
 
 
 def test_two_hosts_share_one_clock(tmp_path, monkeypatch):

@@ -105,6 +105,16 @@ def test_interrupt_saves_and_the_same_command_goes_on(launch):
     assert [step for step, _ in losses(job.run)] == list(range(1, saved + 4))
 
 
+def test_a_closed_session_without_output_saves_and_ends_the_job(launch):
+    lost = "import os; reader, writer = os.pipe(); [os.dup2(writer, n) for n in (1, 2)]; os.close(reader)"
+    job = launch("hung-up", "--nodes=1", "--train.steps=100000", "--checkpoint.interval=0", before=lost)
+    job.until("first_step")
+    job.until_step(3)
+    job.process.send_signal(signal.SIGHUP)
+    assert job.finish() == 130, job.story()
+    assert checkpoint.latest(job.run / "checkpoints")
+
+
 def test_pause_evict_and_resume_through_the_commands(launch, megascale):
     words = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0"]
     job = launch("steered", *words, "--resilience.test_spares=true", "--resilience.grace_period=120", *CALM)

@@ -93,6 +93,27 @@ def test_what_keeps_a_service_from_starting_is_told(place: Place, many_files: No
     assert failed.value.kind == "DataError"
 
 
+def test_a_folder_of_any_length_holds_a_service(tmp_path: Path) -> None:
+    """An AF_UNIX address has at most 107 bytes, and TMPDIR of a batch system may have more."""
+    place = Place(tmp_path / ("long-" * 30) / "echo", "echo")
+    place.folder.parent.mkdir()
+    with connect(place, "0.1") as one:
+        assert one.ask(Echo("a")) == Echo("a")
+        assert place.owner() == talking.peer(one.sock)[0]
+        os.kill(place.owner(), signal.SIGKILL)
+        with pytest.raises(EOFError):
+            one.receive()
+    with connect(place, "0.1") as again:
+        assert again.ask(Echo("b")) == Echo("b")
+    until(lambda: not place.folder.exists())
+
+
+def test_a_socket_that_cannot_be_made_is_told_at_once(place: Place) -> None:
+    place.address.mkdir(parents=True)
+    with pytest.raises(ServiceFailed, match=r"the echo service cannot start: .*echo\.sock"):
+        connect(place)
+
+
 def test_a_service_that_is_stopped_keeps_nobody_waiting_for_ever(place: Place) -> None:
     connect(place).close()
     os.kill(place.owner(), signal.SIGSTOP)

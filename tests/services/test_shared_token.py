@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.errors import DataError
+from megascale.errors import DataError, TrainingError
 from megascale.services.private_folder import make_private
 from megascale.services.shared_token import PROOF_BYTES, TokenProof, make_token, read_token
 
@@ -73,10 +73,10 @@ def test_a_private_folder_is_this_users_alone(tmp_path: Path) -> None:
     make_private(place)
     assert place.stat().st_mode & 0o777 == 0o700
     place.chmod(0o777)
-    with pytest.raises(PermissionError, match="by others"):
+    with pytest.raises(TrainingError, match="by others"):
         make_private(place)
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "file").touch()
     for wrong in ("link", "file"):
-        with pytest.raises(PermissionError, match="not a folder"):
+        with pytest.raises(TrainingError, match="not a folder"):
             make_private(tmp_path / wrong)

@@ -126,6 +126,44 @@ def test_other_settings_are_free_and_told(again, capsys) -> None:
     assert check(ledger, SampleSource(load_config(run / "config.toml"))).faults == []
 
 
+@pytest.mark.parametrize("before", ["adamw", "lamb", "muon"])
+def test_any_optimizer_goes_on_from_any_other_as_the_message_advises(tiny, tmp_path, capsys, before: str) -> None:
+    run = tmp_path / "runs" / "tiny"
+    train(load_config(tiny, [f"--optimizer.name={before}", "--train.steps=2"]))
+    for after in {"adamw", "lamb", "muon"} - {before}:
+        target = tmp_path / after
+        shutil.copytree(run, target / "tiny")
+        words = [f"--train.runs={target}", f"--optimizer.name={after}", "--train.steps=4"]
+        with pytest.raises(DataError) as refusal:
+            train(load_config(tiny, words))
+        advised = str(refusal.value).split()[-1]
+        assert advised == "--checkpoint.accept_changes=optimizer.name"
+        capsys.readouterr()
+        assert train(load_config(tiny, [*words, advised])).finished
+        said = capsys.readouterr().out
+        assert (f"of optimizer.name={after} begins at zero" in said) == ("muon" in (before, after))
+
+
+def test_another_optimizer_goes_on_from_memory(tiny, tmp_path, capsys) -> None:
+    options = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.interval=100"]
+    train(load_config(tiny, [*options, "--checkpoint.at_end=false", "--checkpoint.linger=20", "--train.stop_after=3"]))
+    options += ["--optimizer.name=muon", "--checkpoint.accept_changes=optimizer.name", "--checkpoint.linger=1"]
+    assert train(load_config(tiny, options)).finished
+    assert "after step 2 from memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["", "a checkpoint without tokens"])
+def test_tokens_are_counted_over_other_lengths_of_samples(again, older: bool) -> None:
+    if older:
+        rewrite_state(again.run, "tokens")
+    accept = "--checkpoint.accept_changes=model.sequence_length"
+    again("--model.sequence_length=12", "--train.stop_after=1", accept)
+    run = again("--model.sequence_length=8", "--train.steps=8", accept)
+    records = {r["step"]: r["tokens"] for r in lines(run / "metrics.jsonl")}
+    lengths = [16] * 5 + [12] + [8] * 2
+    assert records == {step: 4 * sum(lengths[:step]) for step in range(1, 9)}
+
+
 def test_data_that_changed_is_refused_and_may_move(again, tmp_path) -> None:
     with IndexedWriter(tmp_path / "train", np.uint16) as writer:
         writer.add_document([np.arange(2000) % 64])

@@ -125,3 +125,19 @@ def test_a_run_that_does_not_train_is_not_waited_for(megascale, tiny, tmp_path, 
     told = megascale("spans", run, *words, "--wait", "1")
     assert told.returncode == 4
     assert "not training" in told.stderr
+
+
+def test_a_temporary_folder_that_is_not_private_costs_spans_and_no_run(tiny, tmp_path):
+    """Services of a host keep their sockets there; what needs one is refused in a sentence."""
+    (tmp_path / f"megascale-{os.getuid()}").touch()
+    foreign = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}"
+    process = Forked(["train", tiny, "--train.steps=2"], before=foreign)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    assert "rank 0 keeps no spans" in said
+    assert "set TMPDIR" in said
+    process = Forked(["train", tiny, "--train.steps=4", "--data.loader=host"], before=foreign)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert "set TMPDIR" in said.splitlines()[-1]
+    assert "Traceback" not in said

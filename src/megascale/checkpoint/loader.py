@@ -45,8 +45,9 @@ _AHEAD = 3  # rounds at most that are read and checked before their turn, each b
 Read = Callable[[str, int, int], "memoryview | bytes | bytearray"]
 
 # Told the saved state and what to call it before anything is read from it; raises DataError, on all processes alike,
-# if it may not be gone on from.
-Accept = Callable[[Mapping[str, Any], str], None]
+# if it may not be gone on from. Returns whether the optimizer is another one than the saved state's: tensors that it
+# keeps and the checkpoint lacks then become zero, as before the first step.
+Accept = Callable[[Mapping[str, Any], str], bool]
 
 
 @dataclass
@@ -56,6 +57,7 @@ class LoadReport:
     read: int = 0
     sent: int = 0
     damage: list[str] = field(default_factory=list)
+    zeroed: set[str] = field(default_factory=set)  # state of a new optimizer that the checkpoint lacks
     passed_over: list[Commit] = field(default_factory=list)  # found damaged, the one before was taken
 
 
@@ -99,15 +101,16 @@ def load(
     while candidates:
         commit = candidates.pop(0)
         place = f"{storage.url}/{folders.step_name(commit.step)}"
+        new_optimizer = False
         if accept is not None:
             try:
-                accept(commit.state, place)
+                new_optimizer = accept(commit.state, place)
             except DataError as error:
                 raise DataError("; ".join([*damages, str(error)])) from None
         wanted = shards if commit.step or initial is None else initial
         if wanted is not shards:
             _clear_others(shards, wanted)
-        damage = load_commit(storage, commit, wanted, peers, report, complete=complete)
+        damage = load_commit(storage, commit, wanted, peers, report, complete=complete, new_optimizer=new_optimizer)
         if damage is None:
             if damages and peers.rank == 0:
                 say(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
@@ -143,6 +146,19 @@ def _clear_others(shards: Sequence[TensorShard], wanted: Sequence[TensorShard]) 
     for shard in shards:
         if shard.name not in names:
             shard.tensor.zero_()
+
+
+@torch.no_grad()
+def _clear_new_state(index: CheckpointIndex, shards: Sequence[TensorShard], report: LoadReport) -> list[TensorShard]:
+    """Set optimizer state that the checkpoint lacks to zero; return the other shards."""
+    present = []
+    for shard in shards:
+        if shard.name.startswith("optimizer.") and shard.name not in index.tensors:
+            shard.tensor.zero_()
+            report.zeroed.add(".".join(shard.name.split(".")[:2]))
+        else:
+            present.append(shard)
+    return present
 
 
 def say(message: str) -> None:
@@ -184,6 +200,7 @@ def load_commit(
     report: LoadReport | None = None,
     *,
     complete: bool = False,
+    new_optimizer: bool = False,
 ) -> str | None:
     """Fill shards from one commit; None if all is well, else what is damaged, the same on all. DataError if the
     checkpoint is of another model."""
@@ -197,7 +214,17 @@ def load_commit(
         return storage.read(f"{place}/{file}", start, stop - start)
 
     name = f"{storage.url}/{place}"
-    return fill(index, shards, peers, read, name=name, state=commit.state, report=report, complete=complete)
+    return fill(
+        index,
+        shards,
+        peers,
+        read,
+        name=name,
+        state=commit.state,
+        report=report,
+        complete=complete,
+        new_optimizer=new_optimizer,
+    )
 
 
 def _open(storage: Storage, commit: Commit) -> tuple[bytes, str]:
@@ -221,6 +248,7 @@ def fill(
     holders: Mapping[str, Sequence[int]] | None = None,
     report: LoadReport | None = None,
     complete: bool = False,
+    new_optimizer: bool = False,
 ) -> str | None:
     """Fill shards from the chunks of an index; collective.
 
@@ -230,10 +258,13 @@ def fill(
         state: its saved state, for naming the key that differs.
         holders: for each data file the processes that can read it; None: all.
         complete: DataError if a tensor of the model has no place anywhere.
+        new_optimizer: see Accept.
 
     Returns None if every chunk was as written, else what is damaged, the same on all processes.
     """
     report = report if report is not None else LoadReport()
+    if new_optimizer:
+        shards = _clear_new_state(index, shards, report)
     problem = explain_mismatch(name, index, shards, state)
     mine = Want(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
     if problem is None:

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from megascale.cli.lazy_group import lazy_group
+from megascale.core.terminal import end_signals
 from megascale.errors import ConfigError
 
 BENCHES: dict[str, str] = {
@@ -57,14 +58,15 @@ def register(app: typer.Typer) -> None:
     @bench.callback()
     def _several() -> None:
         """Measure this machine: each prints a table and writes JSON. Example: megascale bench kernels --out k.json"""
-        interrupt_on_sigterm()
+        interrupt_on_end_signals()
 
     app.add_typer(bench, name="bench")
 
 
-def interrupt_on_sigterm() -> None:
-    """Turn SIGTERM into KeyboardInterrupt, so that a command ends the processes that it started."""
-    signal.signal(signal.SIGTERM, _interrupt)
+def interrupt_on_end_signals() -> None:
+    """Turn the signals that end a command into KeyboardInterrupt, so that it ends the processes that it started."""
+    for number in end_signals():
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -118,13 +118,13 @@ def _config_file(path: str) -> Path | None:
 
 def _differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]:
     """Settings that differ between the checkpoint and the run's config.toml, as section.key: (there, here)."""
-    import tomllib
+    from megascale.config.text_files import read_toml
 
     file = _config_file(path)
     saved = summary.state.get("config")
     if file is None or not isinstance(saved, dict):
         return {}
-    now = tomllib.loads(file.read_text(encoding="utf-8"))
+    now = read_toml(file, "the configuration of the run")
     result = {}
     for section in sorted({*saved, *now}):
         there, here = (each if isinstance(each, dict) else {} for each in (saved.get(section), now.get(section)))

@@ -70,9 +70,11 @@ def _prompt(text: str | None, file: Path | None) -> str:
         return "def" if text is None else text
     if text is not None:
         raise ConfigError("both --prompt and --prompt-file are given; leave one out")
+    from megascale.config.text_files import read_text
+
     try:
         if str(file) == "-":
             return typer.get_text_stream("stdin", encoding="utf-8").read()
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--prompt-file={file} cannot be read as text: {error}") from None

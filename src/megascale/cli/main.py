@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import typer
 
+from megascale.core import terminal
 from megascale.core.secrets import hide_password
-from megascale.errors import EXIT_INTERRUPTED, MegascaleError, missing_extra
+from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError, missing_extra
 
 # Command -> the module that registers it, in the order of --help. Each has `register(app)` and imports heavy packages
 # only inside its functions. Other commands of a module than its first stand beside it.
@@ -43,6 +45,24 @@ COMMANDS: dict[str, str] = {
     "faults": "faults",
     "diagnose": "diagnose",
 }
+
+# Commands that people run for what they do: lost output does not end them. The others are run for what they print.
+WORK: frozenset[tuple[str, ...]] = frozenset(
+    {
+        ("train",),
+        ("launch",),
+        ("agent",),
+        *((action,) for action in ("evict", "cordon", "uncordon", "pause", "resume", "restart")),
+        ("plot",),
+        ("dashboard",),
+        ("bench",),
+        ("data", "build"),
+        ("convert", "import"),
+        ("convert", "export"),
+        *(("checkpoint", action) for action in ("prune", "export", "import", "reshard")),
+        ("faults", "inject"),
+    }
+)
 
 
 def command_line(modules: Iterable[str]) -> typer.Typer:
@@ -84,10 +104,19 @@ def _named() -> typer.Typer:
     return command_line([module] if module else dict.fromkeys(COMMANDS.values()))
 
 
+def is_work(words: Sequence[str]) -> bool:
+    """Return whether a command line is run for what it does, so that it goes on when its output is lost."""
+    if "--dry-run" in words or "--json" in words:
+        return False
+    return tuple(words[:1]) in WORK or tuple(words[:2]) in WORK
+
+
 def main() -> None:
     """Run the command that the command line names."""
-    hide_password()
-    run_app(_named())
+    terminal.open_streams()
+    if is_work(sys.argv[1:]):
+        terminal.ignore_lost_output()
+    run_app(_named)
 
 
 def _exit_with(error: MegascaleError) -> NoReturn:
@@ -97,10 +126,14 @@ def _exit_with(error: MegascaleError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def run_app(app: typer.Typer) -> None:
-    """Run a command line. A MegascaleError prints its message and sets the exit code."""
+def run_app(make_app: Callable[[], typer.Typer]) -> None:
+    """Make a command line and run it. A MegascaleError prints its message and sets the exit code."""
     try:
-        app()
+        hide_password()
+        try:
+            make_app()()
+        finally:
+            sys.stdout.flush()
     except MegascaleError as error:
         _exit_with(error)
     except ModuleNotFoundError as error:
@@ -111,6 +144,13 @@ def run_app(app: typer.Typer) -> None:
     except KeyboardInterrupt:
         typer.secho("interrupted", fg="yellow", err=True)
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        if not terminal.is_output_error(error):
+            raise
+        terminal.ignore_lost_output()  # Python flushes stdout once more at its end
+        if error.errno != errno.EPIPE:  # who reads a pipe may close it
+            typer.secho(f"error: standard output cannot be written: {error.strerror}", fg="red", err=True)
+        sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

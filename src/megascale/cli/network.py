@@ -137,10 +137,11 @@ def _traffic(context: typer.Context, file: Path, gpus: int) -> StepTraffic:
 
 def _names(file: Path, hosts: int) -> list[str]:
     """Names of the fabric's machines, in its order; ConfigError for too few, DataError for one that stands twice."""
+    from megascale.config.text_files import read_text
     from megascale.errors import ConfigError, DataError
 
     try:
-        listed = file.read_text().split()
+        listed = read_text(file).split()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--names={file}: {error}; give a text file of names, one a line") from None
     if len(listed) < hosts:

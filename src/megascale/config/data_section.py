@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megascale.config.base import MOST, Section
+from megascale.config.base import MOST, Section, expand_home
 
 
 class DataConfig(Section):
@@ -42,6 +42,8 @@ class DataConfig(Section):
         description="on the fly: threads that tokenise; default: half of the cores that may be used",
     )
     ring_steps: int = Field(2, ge=1, le=10_000, description="steps that the host's loader keeps ready in shared memory")
+
+    _paths = field_validator("train", "valid", "tokenizer")(expand_home)
 
     @model_validator(mode="after")
     def _weights(self) -> DataConfig:

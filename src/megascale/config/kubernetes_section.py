@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator
 
-from megascale.config.base import Section
+from megascale.config.base import Section, expand_home
 
 _Pair = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=[^\s]*$")]
 _Assignment = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
@@ -81,3 +81,5 @@ class KubernetesConfig(Section):
         description="seconds after which a driver that cannot renew its Lease ends its ranks, and another may take the "
         "job; longer than the API server is ever away",
     )
+
+    _paths = field_validator("kubeconfig", "pod")(expand_home)

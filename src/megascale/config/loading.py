@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -15,6 +16,8 @@ from megascale.config.base import _check_text
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, SINKS, SPAN_SINKS
 from megascale.config.registry import Registry
+from megascale.config.suggestions import question, suggest, suggest_for_section
+from megascale.config.text_files import read_toml
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
 
@@ -48,17 +51,14 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
     """
     tree: dict[str, Any] = {}
     if path is not None:
-        file = Path(path)
-        try:
-            tree = tomllib.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        file = Path(os.path.expanduser(path))
+        if not os.path.exists(file):
             near = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
             hint = f"; there is {', '.join(near[:4])}" if near else ""
-            raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}") from None
-        except IsADirectoryError:
-            raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"configuration file {str(file)!r} is not valid TOML: {error}") from None
+            raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}")
+        if file.is_dir():
+            raise ConfigError(f"configuration file {str(file)!r} is a folder; name a .toml file in it")
+        tree = read_toml(file, "configuration file")
     for text in overrides:
         section, key, value = _parse_override(text)
         table = tree.setdefault(section, {})
@@ -81,7 +81,9 @@ def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
             file = word
             continue
         if not word.startswith("--") or "." not in word.split("=")[0]:
-            raise ConfigError(f"unknown argument {word!r}; settings are given as --section.key=value")
+            hint = question([f"--{key}=" for key in suggest(word.lstrip("-").partition("=")[0])])
+            text = f"unknown argument {word!r}; settings are given as --section.key=value"
+            raise ConfigError(f"{text}; {hint}" if hint else text)
         if "=" not in word:
             value = next(words, None)
             if value is None:
@@ -156,17 +158,10 @@ def _explain(error: Any, tree: Mapping[str, Any]) -> str:
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
         if len(path) == 1:
-            return f"there is no section [{name}]; {_nearest(name, list(Config.model_fields))}"
+            hint = question(suggest_for_section(name, error["input"])) or f"known: {', '.join(Config.model_fields)}"
+            return f"there is no section [{name}]; {hint}"
         keys = list(getattr(Config.model_fields[path[0]].annotation, "model_fields", {}))
-        everywhere = [
-            f"{section}.{key}"
-            for section, field in Config.model_fields.items()
-            for key in getattr(field.annotation, "model_fields", {})
-        ]
-        here = difflib.get_close_matches(path[1], keys, n=1)
-        other = [k for k in everywhere if k.endswith("." + path[1])] or difflib.get_close_matches(name, everywhere, n=1)
-        near = [f"{path[0]}.{here[0]}"] if here else other
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(keys)}"
+        hint = question(suggest(path[1], path[0])) or f"known keys: {', '.join(keys)}"
         return f"there is no key {name} (value {error['input']!r}); {hint}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])

@@ -6,6 +6,7 @@ Nothing is written twice: a key's text is its field's description, its range the
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from megascale.config.base import Section
 from megascale.config.registry import Registry
+from megascale.config.suggestions import is_alias, question, suggest
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
 
@@ -90,13 +92,16 @@ def find(words: str) -> list[Setting]:
     for exact in (
         [s for s in every if s.key == words],
         [s for s in every if s.key.partition(".")[0] == words],
-        [s for s in every if words in s.key],
+        [s for s in every if any(part.startswith(words) for part in re.split("[._]", s.key))],
+        [s for s in every if words in s.key and not is_alias(words)],
     ):
         if exact:
             return exact
-    names = [*sections(), *(s.key for s in every), *(s.key.partition(".")[2] for s in every)]
-    near = difflib.get_close_matches(words, dict.fromkeys(names), n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(sections())}"
+    section, dot, key = words.partition(".")
+    near = suggest(key, section) if dot else suggest(words)
+    if not near:
+        near = difflib.get_close_matches(words, [*sections(), *(s.key for s in every)], n=3)
+    hint = question(near) or f"sections: {', '.join(sections())}"
     raise ConfigError(f"there is no setting {words!r}; {hint}")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megascale.config.base import MOST, Section
+from megascale.config.base import MOST, Section, expand_home
 
 
 class ResilienceConfig(Section):
@@ -109,6 +109,8 @@ class ResilienceConfig(Section):
         ],
         description="regular expressions; matching lines of trainers' logs go to the driver",
     )
+
+    _paths = field_validator("hosts", "placement", "environment", "tls_certificate", "tls_key")(expand_home)
 
     @model_validator(mode="after")
     def _pair(self) -> ResilienceConfig:

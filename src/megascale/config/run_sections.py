@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 
-from megascale.config.base import MOST, Section
+from megascale.config.base import MOST, Section, expand_home
 from megascale.config.parts import SINKS, SPAN_SINKS
 from megascale.config.training_sections import OptimizerConfig
 
@@ -69,6 +69,8 @@ class CheckpointConfig(Section):
         "train.seed,optimizer.name; run: the checkpoint may be another run's. For one start: not kept in config.toml",
     )
 
+    _paths = field_validator("location")(expand_home)
+
     @field_validator("accept_changes")
     @classmethod
     def _acceptable(cls, keys: list[str]) -> list[str]:
@@ -119,6 +121,8 @@ class RendezvousConfig(Section):
     timeout: float = Field(300.0, gt=0, description="seconds within which every rank must have come")
     group_timeout: float = Field(600.0, gt=0, description="seconds after which a collective that hangs is aborted")
     expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a job that died vanish")
+
+    _paths = field_validator("tls_ca", "tls_certificate", "tls_key")(expand_home)
 
     @model_validator(mode="before")
     @classmethod

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from megascale.config.base import MOST, Section
+from megascale.config.base import MOST, Section, expand_home
 from megascale.config.optimizers import OPTIMIZERS
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES
 
@@ -106,6 +106,13 @@ class TrainConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder's name")
     runs: str = Field("runs", description="folder that holds run folders")
     steps: int = Field(1000, ge=0, le=MOST, description="optimizer steps in all")
+    max_skipped_steps: int = Field(
+        10,
+        ge=0,
+        le=MOST,
+        description="a step whose gradient is not finite changes nothing; after this many in a row training ends with "
+        "an error; 0: it never does",
+    )
     micro_batch: int = Field(8, ge=1, le=1_000_000, description="sequences in one forward pass of one rank")
     global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences in one step over all ranks")
     precision: Annotated[Literal["float32", "bfloat16", "float64"], BeforeValidator(_full_name)] = Field(
@@ -148,9 +155,16 @@ class TrainConfig(Section):
         description="steps between collections of Python's garbage, on all ranks at once; 0: as Python likes",
     )
     eval_interval: int = Field(0, ge=0, le=MOST, description="steps between evaluations; 0: only at the end")
-    eval_samples: int = Field(128, ge=1, le=MOST, description="held-out sequences an evaluation reads during training")
+    eval_samples: int = Field(
+        128,
+        ge=1,
+        le=MOST,
+        description="held-out sequences that each evaluation reads; the last one reads the whole file too",
+    )
     sample_prompt: str | None = Field(None, description="text to continue at the end of training")
     sample_tokens: int = Field(120, ge=1, le=1_000_000, description="tokens to continue sample_prompt by")
     stop_after: int | None = Field(
         None, ge=1, le=MOST, description="stop after this many steps of this start (for tests)"
     )
+
+    _paths = field_validator("runs")(expand_home)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megascale.config.text_files import decode_text
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import ConfigError, DataError
 
@@ -29,7 +30,7 @@ def read_environment(path: Path, key: str) -> dict[str, str]:
         DataError: a line that is no NAME=VALUE without blanks and quotes, a name twice, or one that a job sets itself.
     """
     try:
-        text = read_bounded(path, _MOST_BYTES).decode()
+        text = decode_text(read_bounded(path, _MOST_BYTES))
     except OSError as error:
         raise ConfigError(
             f"{key}={path}: {error.strerror or error}; write one with megascale network tune --out"

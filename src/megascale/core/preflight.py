@@ -6,7 +6,6 @@ that what is refused would have ended by the kernel's or the allocator's hand. `
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import BYTES, MemoryEstimate
 from megascale.core.optimizer_state import checkpoint_elements
 from megascale.core.rank_memory import GPU_CONTEXT, rank_memory
+from megascale.core.terminal import print_error
 from megascale.errors import FitError
 
 MIB, GIB = 2**20, 2**30
@@ -70,7 +70,7 @@ def preflight(
     share: Share,
     capacity: Capacity | None = None,
     disk: Callable[[Path], int] = free_disk,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    say: Callable[[str], None] = print_error,
 ) -> None:
     """Check `share` of the run of `config` (resolved) against this machine before anything of it starts.
 

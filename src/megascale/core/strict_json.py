@@ -42,7 +42,7 @@ def loads(text: str | bytes, most: int | None = None) -> Any:
     except RecursionError:
         raise ValueError(f"tables in each other more than {DEPTH} deep") from None
     _check_depth(found)
-    line = text.decode() if isinstance(text, bytes) else text
+    line = text.decode(errors="replace") if isinstance(text, bytes) else text
     return _floats(found) if '"NaN"' in line or 'Infinity"' in line else found
 
 

@@ -4,6 +4,7 @@ to what `observe.sinks` names. Another package adds a sink with `register`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import secrets
 import sys
@@ -141,27 +142,44 @@ _BAR = 20  # columns
 _WARM_UP, _RECENT = 2, 100  # steps: compiled and tuned in the first ones; those whose pace tells what is left
 
 
+class _Console(Console):
+    """A console that drops what it cannot write: a lost terminal must not end training."""
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print, or drop the line."""
+        with contextlib.suppress(OSError):
+            super().print(*values, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Drop the line. The method that this replaces ends the process."""
+
+
 class Terminal:
     """A live bar on a terminal, a plain line every `interval` steps elsewhere."""
 
     def __init__(self, steps: int, interval: int, live: bool) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         self._interval, self._steps = interval, steps
         self._first: int | None = None
         # When steps ended, the newest last: what is left is judged by these, not by the first steps' compiling.
         self._ends: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._bar: Progress | None = None
-        if live and sys.stdout.isatty():
+        if live and sys.stdout is not None and sys.stdout.isatty():
             self._bar = Progress(BarColumn(_BAR), TextColumn("{task.description}"), console=self._console)
-            self._bar.start()
+            with contextlib.suppress(OSError):
+                self._bar.start()
             self._task = self._bar.add_task("starting", total=steps)
 
     def write(self, record: dict[str, Any]) -> None:
         """Show a training record; print an evaluation."""
         step = record["step"]
         if "valid_loss" in record and "loss" not in record:
-            bits = f"  bits per byte {record['valid_bits_per_byte']:.3f}" if "valid_bits_per_byte" in record else ""
-            self.say(f"step {step}: held-out loss {record['valid_loss']:.4f}{bits}")
+            text = f"step {step}: held-out loss {record['valid_loss']:.4f}"
+            if record.get("valid_whole_tokens", record.get("valid_tokens")) != record.get("valid_tokens"):
+                text += f", of the whole file {record['valid_whole_loss']:.4f}"
+            if "valid_bits_per_byte" in record:
+                text += f"  bits per byte {record['valid_bits_per_byte']:.3f}"
+            self.say(text)
             return
         if self._first is None:
             self._first = step - 1
@@ -213,7 +231,8 @@ class Terminal:
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
 
 MakeSink = Callable[[SinkRequest], MetricSink]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import resource
@@ -27,6 +28,7 @@ from megascale.services.framing import HEAD, ProtocolError, head, read_head
 from megascale.services.messages import Count, Message, Name, Schema
 from megascale.services.reception import PROOF_SECONDS, Reception
 
+_LONGEST_ADDRESS = 107  # bytes of a path in an AF_UNIX address
 COME_UP = 60.0  # seconds that a service has from its start to its first answer
 
 
@@ -107,11 +109,44 @@ class Place:
             self.folder.rmdir()
         os.close(lock)
 
+    @contextlib.contextmanager
+    def _short_address(self) -> Iterator[str]:
+        """Yield a path of the socket that fits an AF_UNIX address, whatever the length of the folder's path.
+
+        Raises OSError where the folder cannot be opened or the system has no /proc.
+        """
+        path = str(self.address)
+        if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
+            yield path
+            return
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if not os.path.isdir(f"/proc/self/fd/{folder}"):
+                text = f"the path of a socket is longer than {_LONGEST_ADDRESS} bytes; set TMPDIR to a shorter folder"
+                raise OSError(errno.ENAMETOOLONG, text, path)
+            yield f"/proc/self/fd/{folder}/{self.address.name}"
+        finally:
+            os.close(folder)
+
+    def listen(self) -> socket.socket:
+        """Return a listening socket at the address, in place of one that a killed service has left."""
+        self.address.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with self._short_address() as path:
+                listener.bind(path)
+            listener.listen(256)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
     def reach(self) -> socket.socket | None:
         """A connection to the process that listens, None if none does. It may be about to end."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.connect(str(self.address))
+            with self._short_address() as path:
+                sock.connect(path)
             return sock
         except OSError:
             sock.close()
@@ -310,11 +345,12 @@ def own(
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(most, 65536)), most))
-    talk = begin()
-    place.address.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(place.address))
-    listener.listen(256)
+    try:
+        talk = begin()
+        listener = place.listen()
+    except OSError as error:  # without the reason, the process that waits would start this service again and again
+        ready.say(ErrorReply(f"the {place.name} service cannot start: {error}"[:2000], "TrainingError"))
+        raise
 
     def meet(sock: socket.socket) -> Conversation:
         check_peer(sock)

@@ -8,6 +8,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from megascale.errors import TrainingError
+
 
 def private_base() -> Path:
     """This user's folder under the machine's temporary one, private as `make_private` has it."""
@@ -17,13 +19,13 @@ def private_base() -> Path:
 def make_private(place: Path) -> Path:
     """A folder of this user that nobody else may enter, made if need be.
 
-    Raises PermissionError if the path is another user's, no folder, or one that others could put things into.
+    Raises TrainingError if the path is another user's, no folder, or one that others could put things into.
     """
     info = _made(place)
     if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
-        raise PermissionError(f"{place} is not a folder of this user; remove it or set TMPDIR to a folder of your own")
+        raise TrainingError(f"{place} is not a folder of this user; remove it or set TMPDIR to a folder of your own")
     if stat.S_IMODE(info.st_mode) & 0o022:
-        raise PermissionError(f"{place} can be written by others; remove it or set TMPDIR to a folder of your own")
+        raise TrainingError(f"{place} can be written by others; remove it or set TMPDIR to a folder of your own")
     if stat.S_IMODE(info.st_mode) & 0o077:
         place.chmod(0o700)
     return place

@@ -9,10 +9,10 @@ import tomllib
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
+from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 
 # z of the 10th and 90th percentile of a normal distribution.
@@ -148,16 +148,15 @@ def load_calibration(name: str | None, cluster: str) -> Calibration:
             return Calibration("uncalibrated", cluster)
     path = Path(name)
     if name in shipped_calibrations():
-        text = (resources.files("megascale.simulate") / "calibrations" / f"{name}.toml").read_text()
+        tree = tomllib.loads((resources.files("megascale.simulate") / "calibrations" / f"{name}.toml").read_text())
     elif path.is_file():
-        text = path.read_text()
+        tree = read_toml(path, "calibration")
     else:
         raise ConfigError(
             f"--calibration={name!r} is neither shipped ({', '.join(shipped_calibrations())}) nor a file; "
             "`megascale simulate calibrate` writes one"
         )
     try:
-        tree: dict[str, Any] = tomllib.loads(text)
         evidence = tree.get("evidence", {})
         return Calibration(
             name=str(tree["name"]),
@@ -170,7 +169,7 @@ def load_calibration(name: str | None, cluster: str) -> Calibration:
             made=str(tree.get("made", "")),
             ranges={str(k): (float(a), float(b)) for k, (a, b) in tree.get("ranges", {}).items()},
         )
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"calibration {name!r} is not one: {type(error).__name__}: {error}; it needs name, cluster and [constants]"
         ) from None

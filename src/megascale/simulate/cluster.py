@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 
 
@@ -116,18 +117,15 @@ def load_cluster(name: str) -> ClusterSpec:
     """A shipped cluster by name, or a TOML file by path; ConfigError naming key and value if it is wrong."""
     path = Path(name)
     if name in shipped():
-        text = (resources.files("megascale.simulate") / "clusters" / f"{name}.toml").read_text()
+        tree = tomllib.loads((resources.files("megascale.simulate") / "clusters" / f"{name}.toml").read_text())
     elif path.suffix == ".toml" and path.is_file():
-        text = path.read_text()
+        tree = read_toml(path, "cluster file")
     else:
         raise ConfigError(
             f"--cluster={name!r} is neither a shipped cluster ({', '.join(shipped())}) nor a TOML file; copy a "
             "shipped file from megascale/simulate/clusters and edit it"
         )
-    try:
-        return cluster_of(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster file {name!r} is not valid TOML: {error}") from None
+    return cluster_of(tree)
 
 
 def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:

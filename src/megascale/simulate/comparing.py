@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megascale.config.text_files import read_text
 from megascale.errors import DataError
 from megascale.simulate.calibration import BOUNDS, load_calibration
 from megascale.simulate.closed import step_parts
@@ -39,7 +40,7 @@ def _row(part: str, one: dict[str, Any], a: float, two: dict[str, Any], b: float
 
 def _result(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(read_text(path))
         last = tree[-1] if isinstance(tree, list) else tree
         float(last["seconds"])
         dict(last["parts"])

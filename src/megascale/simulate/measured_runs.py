@@ -13,6 +13,7 @@ from typing import Any
 
 from megascale import config as configuration
 from megascale.config import Config
+from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError, DataError
 from megascale.simulate.cluster import ClusterSpec
 
@@ -191,13 +192,12 @@ def load_predictions(name: str) -> tuple[str, list[Prediction]]:
     """(what the file says of itself, predictions) of a shipped file or a path; ConfigError if it is wrong."""
     path = Path(name)
     if name in shipped_predictions():
-        text = (resources.files("megascale.simulate") / "predictions" / f"{name}.toml").read_text()
+        tree = tomllib.loads((resources.files("megascale.simulate") / "predictions" / f"{name}.toml").read_text())
     elif path.is_file():
-        text = path.read_text()
+        tree = read_toml(path, "predictions")
     else:
         raise ConfigError(f"predictions {name!r} are neither shipped ({', '.join(shipped_predictions())}) nor a file")
     try:
-        tree = tomllib.loads(text)
         rows = [
             Prediction(
                 str(r["name"]),
@@ -211,7 +211,7 @@ def load_predictions(name: str) -> tuple[str, list[Prediction]]:
             for r in tree["run"]
         ]
         return str(tree["made"]), rows
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"predictions {name!r} are damaged: {type(error).__name__}: {error}") from None
 
 

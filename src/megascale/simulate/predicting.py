@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from megascale import config as configuration
+from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
@@ -59,9 +59,4 @@ def _toml(value: str | list[str]) -> str:
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+    return read_toml(path, "the file")

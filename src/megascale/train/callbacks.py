@@ -63,7 +63,10 @@ class Callback:
         """After each step's update of the weights."""
 
     def evaluated(self, run: RunView, found: Evaluation) -> None:
-        """After each evaluation on held-out data."""
+        """After each evaluation of held-out data.
+
+        At the end of the run the whole file is evaluated too; `found.whole` tells it from train.eval_samples.
+        """
 
     def run_ends(self, run: RunView) -> None:
         """However this rank ends, unless it is killed."""

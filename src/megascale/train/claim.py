@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 from megascale.config import Config
@@ -12,6 +11,7 @@ from megascale.core import run_lock
 from megascale.core.events import Event
 from megascale.core.run_lock import RunLock
 from megascale.core.status import StatusFile, read_status
+from megascale.core.terminal import print_error
 from megascale.errors import MegascaleError
 from megascale.train.run_folder import RunFolder
 
@@ -35,7 +35,7 @@ def claim(config: Config) -> list[RunLock]:
         undo.pop_all()
     for lock in locks:
         if lock.warning:
-            print(lock.warning, file=sys.stderr)
+            print_error(lock.warning)
     return locks
 
 

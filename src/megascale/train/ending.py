@@ -11,6 +11,7 @@ from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.failure import NO_ROOM
 from megascale.core.status import FAILED_IN_STEP, StatusFile
+from megascale.core.terminal import end_signals
 from megascale.errors import MegascaleError, TrainingError
 from megascale.rendezvous.groups import lost_peer
 from megascale.train.checkpoint_policy import kept
@@ -20,14 +21,17 @@ from megascale.train.run_folder import RunFolder
 
 
 class Interrupts:
-    """Turns the first SIGINT or SIGTERM into a wish to stop after the step; the second SIGINT stops at once."""
+    """Turns the first signal that asks a process to end into a wish to stop after the step.
+
+    The second SIGINT stops at once.
+    """
 
     def __init__(self) -> None:
         self.wanted = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in end_signals():
             try:
                 self._old[number] = signal.signal(number, self._ask)
             except ValueError:  # not the main thread: the caller handles signals

@@ -22,12 +22,14 @@ class Evaluation:
         tokens: targets that were read.
         bits_per_byte: of the whole file's text; None for a part of it or an unknown size.
         compressed: what zlib and xz make of the same text, if known.
+        whole: every window of the file was read.
     """
 
     loss: float
     tokens: int
     bits_per_byte: float | None
     compressed: Compressed | None
+    whole: bool = True
 
 
 def evaluate_file(
@@ -56,7 +58,8 @@ def evaluate_file(
         total += engine.losses(columns[0], columns[1])
     tokens = held_out.targets(chosen)
     loss = float(total) / tokens
-    part = part_of(prefix) if count == held_out.windows else None
+    whole = count == held_out.windows
+    part = part_of(prefix) if whole else None
     if part is None:
-        return Evaluation(loss, tokens, None, None)
+        return Evaluation(loss, tokens, None, None, whole)
     return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes, part.lost_bytes), part.compressed)

@@ -18,6 +18,7 @@ from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.ports import LISTENER
 from megascale.core.preflight import CAME, CHECKED, Share, preflight, wave
+from megascale.core.terminal import end_signals
 from megascale.data.loader import host_loader
 from megascale.errors import (
     EXIT_BAD_DATA,
@@ -101,9 +102,10 @@ def launch(
 
     The host's data loader, where `config` (resolved) wants one, is started before them and ended after them.
 
-    The first SIGINT or SIGTERM is a SIGTERM to each rank, which one that has not come up yet heeds in silence; the
-    second is passed on as it is, and ranks that are still there then are ended. When a rank fails the others are ended
-    too. Returns the exit code of the first failure, 130 after an interruption, else 0.
+    The first SIGINT, SIGTERM or SIGHUP is a SIGTERM to each rank, which one that has not come up yet heeds in silence;
+    the second is passed on as it is, and ranks that are still there then are ended. A SIGHUP never counts as the
+    second: a terminal that closes may send several. When a rank fails the others are ended too. Returns the exit code
+    of the first failure, 130 after an interruption, else 0.
 
     Nothing starts that does not fit this host (see `check`: FitError), and no more than a wave of ranks imports at a
     time: many that start together on few cores each take as long as all of them.
@@ -125,12 +127,12 @@ def launch(
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if interruptions and now - interruptions[0] < SECOND_AFTER:
+        if interruptions and (now - interruptions[0] < SECOND_AFTER or number == signal.SIGHUP):
             return
         interruptions.append(now)
         _tell(ranks, number if len(interruptions) > 1 else signal.SIGTERM)
 
-    old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, pass_on) for number in end_signals()}
     try:
         loader = host_loader.start(config, world=world, first_rank=0, ranks=world)
         if loader is not None:

@@ -23,7 +23,7 @@ from megascale.errors import ConfigError, DataError, MegascaleError, TrainingErr
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
-from megascale.train import attention_choice, rank_log
+from megascale.train import attention_choice, rank_log, resume
 from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import claim
@@ -72,6 +72,7 @@ class Trainer:
         self.grid = self.layout.grid
         self.step = 0
         self.consumed = 0
+        self.tokens = 0  # trained in all; the length of samples may have changed at an earlier resume
         self.tokens_per_sample = config.model.sequence_length
         name = torch.cuda.get_device_name() if place.device.type == "cuda" else ""
         self.peak = config.observe.peak_tflops or device_peak(name)
@@ -82,6 +83,7 @@ class Trainer:
         self._load: dict[str, float] = {}  # what loading took, and this rank's bytes
         self._data_notes: list[str] = []
         self._skipped = 0  # steps of this process whose gradient was not finite
+        self._skipped_in_a_row = 0
         self._stopping = False  # agreed by all ranks
         self._told_active = False
         self._told_graphs = False
@@ -183,7 +185,7 @@ class Trainer:
                 self._train_step(interrupts.wanted or self.callbacks.run.wants_stop)
                 self.callbacks.step_ends(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
-                    self._evaluate(train.eval_samples)
+                    self._evaluate()
                 if self.step < stop and (persist := self.saves.due(self.step)) is not None:
                     self._save(persist)
             self._flush()
@@ -193,7 +195,7 @@ class Trainer:
             if self._stopping:
                 self._interrupted()
         finished = self.step >= train.steps
-        evaluation = self._evaluate(None) if finished else None
+        evaluation = self._evaluate(last=True) if finished else None
         self.reporter.event(Event.RUN_FINISHED, step=self.step, finished=finished)
         self.status.update("done", self.step)
         return TrainResult(self.step, finished, self._loss, evaluation)
@@ -270,11 +272,12 @@ class Trainer:
             recorder.end()
         self.step = self.ending.step = step
         self.consumed = first + train.global_batch
+        self.tokens += train.global_batch * self.tokens_per_sample
         record = {
             "step": step,
             "time": time.time(),
             "learning_rate": rate,
-            "tokens": self.consumed * self.tokens_per_sample,
+            "tokens": self.tokens,
             "epoch": round(self.feed.epochs(self.consumed), 4),
             **self.feed.measures(),
         }
@@ -314,6 +317,7 @@ class Trainer:
         rate = self.config.train.global_batch * self.tokens_per_sample / seconds
         record |= {"loss": loss, "grad_norm": norm, "seconds": seconds, "tokens_per_second": rate}
         self._skipped += not math.isfinite(norm)
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
         if self._skipped:
             record["skipped_steps"] = self._skipped
         clipped, flushed, looked_at = result.casts.tolist()
@@ -333,13 +337,33 @@ class Trainer:
                 f"{self.config.lr.warmup_steps}) or look at that step's data (samples/ledger.jsonl), then run again"
             )
         self._loss = loss
+        if self._skipped_in_a_row:
+            self._report_skipped_step(record["step"], norm)
+
+    def _report_skipped_step(self, step: int, norm: float) -> None:
+        """Report the first of several skipped steps. Raise TrainingError after train.max_skipped_steps in a row."""
+        count, limit = self._skipped_in_a_row, self.config.train.max_skipped_steps
+        if count == 1:
+            self.reporter.event(Event.NONFINITE_GRADIENT, step=step, grad_norm=str(norm))
+            self.reporter.say(f"step {step} is skipped: its gradient norm is {norm}")
+        none_applied = step == self.config.train.steps == self._skipped
+        if limit and (count >= limit or none_applied):
+            raise TrainingError(
+                f"the gradients of {count} steps in a row, up to step {step}, are not finite (norm {norm}), so these "
+                f"steps changed nothing and training stopped; {self.saves.kept()}. Lower --lr.peak (now "
+                f"{self.config.lr.peak:g}) or --model.init_std (now {self.config.model.init_std:g}), check "
+                f"--train.precision ({self.config.train.precision}) and the data of these steps "
+                f"(samples/ledger.jsonl), then run again. --train.max_skipped_steps (now {limit}) sets how many in a "
+                "row are allowed, 0: any number"
+            )
 
     # checkpoints and evaluation ---------------------------------------------------------------------------------
 
     def _save(self, persist: bool = True, last: bool = False) -> None:
         self._flush()
         self.status.update("save", self.step)
-        state = {"step": self.step, "samples": self.consumed, **self.origin.about, "attention": self.engine.attention}
+        counts = {"step": self.step, "samples": self.consumed, "tokens": self.tokens}
+        state = {**counts, **self.origin.about, "attention": self.engine.attention}
         recorder = self.engine.runtime.recorder
         recorder.begin(SpanKind.CHECKPOINT_SAVE)
         self.saves.save(self.step, state, persist, last)
@@ -360,6 +384,9 @@ class Trainer:
         with self.engine.loading():
             state = self.checkpointer.load(initial=weights, accept=self.origin.check, report=report)
         took = round(time.monotonic() - begun, 3)
+        if report.zeroed:
+            names = ", ".join(sorted(report.zeroed))
+            self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} begins at zero")
         self._load = {"load_seconds": took, "read_bytes": report.read, "sent_bytes": report.sent}
         if state is None:
             self.origin.check_nothing()
@@ -367,6 +394,7 @@ class Trainer:
             return
         self.step = self.ending.step = state["step"]
         self.consumed = state.get("samples", 0)
+        self.tokens = resume.trained_tokens(state, self.tokens_per_sample)
 
     def _weights(self) -> list[checkpoint.TensorShard]:
         return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]
@@ -420,26 +448,43 @@ class Trainer:
         if self.origin.changes:
             self.reporter.say(setting_changes.line(self.origin.changes, self.step))
 
-    def _evaluate(self, samples: int | None) -> Evaluation | None:
-        if self.config.data.valid is None:
+    def _evaluate(self, last: bool = False) -> Evaluation | None:
+        """Evaluate the held-out file and record the loss of the same train.eval_samples of it each time.
+
+        The last evaluation also reads the whole file, whose loss has a name of its own in the metrics. Returns the
+        evaluation of the most samples, None without a held-out file.
+        """
+        prefix = self.config.data.valid
+        if prefix is None:
             return None
         self._flush()
         self.status.update("evaluate", self.step)
         recorder = self.engine.runtime.recorder
         recorder.begin(SpanKind.EVALUATE)
-        found = evaluate_file(self.engine, self.config, self.config.data.valid, samples)
-        recorder.end()
+        found = evaluate_file(self.engine, self.config, prefix, self.config.train.eval_samples)
         record = {
             "step": self.step,
             "time": time.time(),
-            "tokens": self.consumed * self.tokens_per_sample,
+            "tokens": self.tokens,
             "valid_loss": found.loss,
             "valid_tokens": found.tokens,
         }
+        if last:
+            if not found.whole:
+                self.callbacks.evaluated(found)
+                found = evaluate_file(self.engine, self.config, prefix)
+            record |= {"valid_whole_loss": found.loss, "valid_whole_tokens": found.tokens}
+        recorder.end()
         if found.bits_per_byte is not None:
             record["valid_bits_per_byte"] = found.bits_per_byte
         self.reporter.record(record)
-        self.reporter.event(Event.EVALUATED, step=self.step, loss=found.loss, bits_per_byte=found.bits_per_byte)
+        self.reporter.event(
+            Event.EVALUATED,
+            step=self.step,
+            loss=found.loss,
+            tokens=found.tokens,
+            bits_per_byte=found.bits_per_byte,
+        )
         self.callbacks.evaluated(found)
         self.clock.pause()
         return found

@@ -11,6 +11,7 @@ from megascale.config import Config
 from megascale.core.grid import Grid
 from megascale.core.spans import NoRecorder
 from megascale.core.status import StatusFile
+from megascale.errors import MegascaleError
 from megascale.observe.rank.span_link import SpanLink
 from megascale.observe.rank.timers import SpanSink, Timers
 from megascale.observe.store.span_messages import span_folder
@@ -43,7 +44,7 @@ class RankTimers:
     """
 
     def __init__(self, config: Config, place: RankInfo, runtime: Runtime, grid: Grid, attempt: int) -> None:
-        self._runtime = runtime
+        self._runtime, self._place = runtime, place
         self.timers: Timers | None = None
         self._link: SpanLink | None = None
         observe = config.observe
@@ -52,8 +53,7 @@ class RankTimers:
         try:
             ring = SpanRing(rank=place.rank, attempt=attempt)
         except (OSError, AttributeError) as error:  # no shared memory is to be had here: metrics have the times alone
-            log.warning("rank %d keeps no spans: %s", place.rank, error)
-            runtime.recorder = self.timers = make_timers(place.device, None, 0)
+            self._time_without_spans(error)
             return
         at = grid.coordinate(place.rank)
         host, hosts = (place.rank - place.local_rank) // place.local_world, -(-place.world // place.local_world)
@@ -62,18 +62,27 @@ class RankTimers:
         words = {name: str(value) for name, value in facts.items()} | {"device": device}
         run = config.run_folder
         out, log_file = span_folder(run, host), run / "logs" / f"spans-{host}.log"
-        self._link = SpanLink(
-            ring,
-            out,
-            config.train.name,
-            host,
-            words,
-            observe.spans_mib,
-            log_file,
-            hosts=hosts,
-            sinks=observe.span_sinks,
-        )
+        try:
+            self._link = SpanLink(
+                ring,
+                out,
+                config.train.name,
+                host,
+                words,
+                observe.spans_mib,
+                log_file,
+                hosts=hosts,
+                sinks=observe.span_sinks,
+            )
+        except (OSError, MegascaleError) as error:  # the folder of its service cannot be used
+            ring.close()
+            self._time_without_spans(error)
+            return
         runtime.recorder = self.timers = make_timers(place.device, ring, observe.spans)
+
+    def _time_without_spans(self, error: Exception) -> None:
+        log.warning("rank %d keeps no spans: %s", self._place.rank, error)
+        self._runtime.recorder = self.timers = make_timers(self._place.device, None, 0)
 
     def read(self, step: int, status: StatusFile) -> dict[str, float]:
         """What `step`, which has ended on the device, took of this rank: keys of its metrics.

@@ -59,9 +59,14 @@ class Origin:
             "config": config.model_dump(exclude_none=True),
         }
 
-    def check(self, state: Mapping[str, Any], name: str) -> None:
-        """DataError on all ranks if a saved state may not be gone on from. `name`: what to call the checkpoint."""
+    def check(self, state: Mapping[str, Any], name: str) -> bool:
+        """Return whether the optimizer is another one than the saved state's.
+
+        Raises DataError on all ranks if the run may not go on from that state. `name`: what to call the checkpoint.
+        """
         self._tell(lambda: self._judge(state, name))
+        present = self.config.optimizer.name
+        return bool(_saved_section(state, "optimizer").get("name", present) != present)
 
     def check_nothing(self) -> None:
         """As `check`, where there is no state and the run begins at step 0."""
@@ -230,6 +235,24 @@ class Origin:
         return _of_another(storage.url, _called(its), self.config) if owner and owner != mine else None
 
 
+def trained_tokens(state: Mapping[str, Any], sequence_length: int) -> int:
+    """Return the tokens that were trained up to a saved state.
+
+    Older versions saved samples only: their length is that of the saved configuration, or else `sequence_length`.
+    """
+    if "tokens" in state:
+        return int(state["tokens"])
+    saved = _saved_section(state, "model").get("sequence_length", sequence_length)
+    return int(state.get("samples", 0)) * int(saved)
+
+
+def _saved_section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of the configuration in a saved state, empty if the state has none."""
+    tree = state.get("config")
+    section = tree.get(name) if isinstance(tree, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
+
+
 def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     """The configuration that the checkpoint of `step` (default: the newest) was trained with, and what refuses another.
 
@@ -241,7 +264,7 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
     commit = next((c for c in commits if step in (None, c.step)), None)
     tree = commit.state.get("config") if commit is not None else None
     if commit is None or not isinstance(tree, Mapping):
-        return config, lambda state, name: None
+        return config, lambda state, name: False
     saved, _ = setting_changes.read_saved(tree)
     foreign = any(c.kind == "refused" for c in setting_changes.find_changes(saved, config, begun=False))
     train = config.train.model_copy(update={"precision": saved.train.precision})
@@ -253,12 +276,13 @@ def trained_config(run: Path, step: int | None = None) -> tuple[Config, Accept]:
         data = other if tokenizer_hash(config.model_copy(update={"data": other})) == wanted else data
     config = config.model_copy(update={"model": saved.model, "train": train, "data": data})
 
-    def same(state: Mapping[str, Any], name: str) -> None:
+    def same(state: Mapping[str, Any], name: str) -> bool:
         other = state.get("config")
         if isinstance(other, Mapping):
             found = setting_changes.find_changes(setting_changes.read_saved(other)[0], config, begun=False)
             if problem := setting_changes.explain(name, [c for c in found if c.kind == "refused"], ()):
                 raise DataError(f"{problem} (--step chooses a checkpoint)")
+        return False
 
     return config, same
 

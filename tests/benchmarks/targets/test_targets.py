@@ -205,7 +205,7 @@ def test_predictions_are_toml_of_what_was_not_predicted_yet():
 def test_settings_hold_for_all_cases_and_wrong_ones_are_named():
     found = invoke("--list", "--only", "T3", "--overlap.gemms=off")
     assert "--overlap.gemms=off --parallel.data=2" in found.stdout
-    assert "did you mean 'overlap'" in str(invoke("--only", "T3", "--overlp.gemms=off").exception)
+    assert "did you mean overlap.gemms?" in str(invoke("--only", "T3", "--overlp.gemms=off").exception)
 
 
 def test_names_of_gpus_are_those_that_this_process_sees(monkeypatch):

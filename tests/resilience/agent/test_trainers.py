@@ -143,11 +143,12 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
     (tmp_path / "early.py").write_text(
         "import os\n"
         f"def fail():\n    open({str(failed)!r}, 'w').close()\n    raise OSError('no')\n"
+        "def fail_without_log():\n    os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n    raise OSError('lost')\n"
         f"def work():\n    with open({str(marker)!r}, 'w') as out:\n        out.write(str(os.getpid()))\n"
     )
     mine, theirs = socket.socketpair()
     with mine, theirs, open(tmp_path / "out", "wb") as out:
-        names = [str(theirs.fileno()), str(os.getpid()), "early:fail", "early:work"]
+        names = [str(theirs.fileno()), str(os.getpid()), "early:fail", "early:fail_without_log", "early:work"]
         server = subprocess.Popen(
             [sys.executable, "-m", "megascale.resilience.agent.fork_server", *names],
             pass_fds=[theirs.fileno()],

@@ -39,6 +39,11 @@ EXITS = [
         "nonfinite_loss",
         "diagnose",
     ),
+    (
+        {"state": "exited", "code": 1, "message": "the gradients of 10 steps in a row, up to step 9, are not finite"},
+        "nonfinite_gradient",
+        "diagnose",
+    ),
     ({"state": "exited", "code": 1, "stderr_tail": trace("KeyError: 'text'")}, "user_error", "recover"),
     ({"state": "exited", "code": 3, "message": "4 ranks cannot be laid out"}, "user_error", "stop"),
     (

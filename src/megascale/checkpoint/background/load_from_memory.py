@@ -118,10 +118,18 @@ def load_held(
 
     name = f"memory, step {held.step}"
     record = json.loads(state)
-    if accept is not None:
-        accept(record, name)
+    new_optimizer = accept(record, name) if accept is not None else False
     holders = {name: members for name, members in holders.items() if name in whole.files}
     damage = fill(
-        whole, shards, peers, read, name=name, state=record, holders=holders, report=report, complete=complete
+        whole,
+        shards,
+        peers,
+        read,
+        name=name,
+        state=record,
+        holders=holders,
+        report=report,
+        complete=complete,
+        new_optimizer=new_optimizer,
     )
     return record if damage is None else damage

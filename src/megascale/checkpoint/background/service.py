@@ -277,8 +277,10 @@ def main() -> None:
     parser.add_argument("--linger", type=float, default=60.0, help="seconds to wait for trainers before ending")
     parser.add_argument("--ready", type=int, help="open file to tell when ready")
     arguments = parser.parse_args()
-    # Slurm sends it to all processes of a job that is to end, whose trainers then save through this one.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Slurm sends SIGTERM to all processes of a job that is to end, and a login manager SIGHUP to all processes of a
+    # session that closes. Their trainers then save through this service.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     serve(arguments.folder, arguments.linger, Ready(arguments.ready, None))
 

@@ -27,6 +27,7 @@ from megascale.checkpoint.format.coverage import check_cover
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.config.text_files import read_text
 from megascale.errors import DataError
 
 _IDENTITY = "ID"
@@ -349,7 +350,7 @@ def find_steps(path: Place) -> tuple[Storage, list[int]]:
 def _location(run: Path) -> list[str]:
     """Where the configuration that a run folder keeps has put the checkpoints, if elsewhere."""
     try:
-        tree = tomllib.loads((run / "config.toml").read_text())
+        tree = tomllib.loads(read_text(run / "config.toml"))
         return [tree["checkpoint"]["location"]]
     except (OSError, KeyError, ValueError):
         return []

@@ -120,11 +120,8 @@ def _sweep(base: Path) -> None:
 
 
 def _private(token: str) -> Path:
-    """A new folder that only this user may enter; it holds a socket, so its path must be short."""
-    try:
-        base = private_base()
-    except PermissionError as error:
-        raise TrainingError(str(error)) from None
+    """Make a new folder that only this user may enter."""
+    base = private_base()
     _sweep(base)
     folder = base / f"loader-{token}"
     folder.mkdir(mode=0o700)

@@ -288,7 +288,8 @@ def main() -> None:
     parser.add_argument("--starting", type=int, help="open lock to let go of when ready")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     ready = Ready(arguments.ready, arguments.starting)
     try:
         serve(arguments.folder, arguments.parent, ready)

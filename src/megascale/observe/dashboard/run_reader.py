@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megascale.config.text_files import decode_text
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard.effective_time import EffectiveTime, effective_time
@@ -113,7 +114,7 @@ class RunReader:
     def settings(self) -> tuple[dict[str, Any], str]:
         """(config.toml as tables, what is wrong with it)."""
         try:
-            return tomllib.loads(read_bounded(self.path / "config.toml", _CONFIG_BYTES).decode()), ""
+            return tomllib.loads(decode_text(read_bounded(self.path / "config.toml", _CONFIG_BYTES))), ""
         except FileNotFoundError:
             return {}, "config.toml is missing: no plan, and no number of steps to come"
         except (OSError, ValueError, RecursionError) as error:

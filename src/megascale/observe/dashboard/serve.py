@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from megascale.core.ports import is_loopback
+from megascale.core.terminal import end_signals
 from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Outside, build
 from megascale.observe.dashboard.guard import Guard
@@ -108,7 +109,7 @@ class _Server(uvicorn.Server):
             self.force_exit |= self.should_exit  # the second time
             self.should_exit = True
 
-        before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, end) for number in end_signals()}
         try:
             yield
         finally:
@@ -117,7 +118,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(runs: RunList, outside: Outside, at: Listening, say: Callable[[str], None], open_browser: bool) -> None:
-    """Listen and answer until Ctrl-C (KeyboardInterrupt) or SIGTERM. ConfigError if it cannot listen there."""
+    """Listen and answer until Ctrl-C (KeyboardInterrupt), SIGTERM or SIGHUP. ConfigError if it cannot listen there."""
     context = check(at)
     token = make_token(at.token_file) if at.token_file is not None else None
     scheme = "https" if context is not None else "http"

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megascale.config.text_files import read_text
 from megascale.errors import ConfigError, remedy
 from megascale.observe.store.columns import TABLES, by_table, columns
 from megascale.observe.store.folder_identity import folder_identity
@@ -137,8 +138,8 @@ def _properties(file: str) -> dict[str, str]:
     if not file:
         return {}
     try:
-        lines = Path(file).read_text().splitlines()
-    except OSError as error:
+        lines = read_text(Path(file)).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"MEGASCALE_KAFKA_PROPERTIES={file} cannot be read: {error}") from None
     pairs = (line.partition("=") for line in lines if line.strip() and not line.lstrip().startswith("#"))
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -72,7 +72,8 @@ class SpanService:
         self._lost: dict[int, tuple[int, int]] = {}
         self._network = network_settings.check(os.environ)  # as the ranks have it, who start this
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._pump, name="megascale-spans")
+        # A daemon: if this process cannot serve, nothing keeps it alive. `stop` waits for it.
+        self._thread = threading.Thread(target=self._pump, name="megascale-spans", daemon=True)
 
     # ranks -----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +131,14 @@ class SpanService:
         self._thread.join()
 
     def _pump(self) -> None:
+        try:
+            self._take_over()
+        except Exception:
+            log.exception("the span service cannot go on; training does")
+            os._exit(1)
+
+    def _take_over(self) -> None:
+        """Take over what the ranks write until `stop`, then make all of it into files."""
         ingest = self._make()
         counters, rates = HostCounters(), NicRates(self._sampled)
         for setting in self._network:
@@ -138,22 +147,18 @@ class SpanService:
                 log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.found, setting.advised)
         self._begin_clock(ingest)
         told = 0.0
-        try:
-            while not self._ending.wait(PERIOD):
-                self._take(ingest)
-                if len(found := rates.take()):
-                    ingest.note(COUNTERS, found)
-                now = time.monotonic()
-                if now - told >= _SECOND:
-                    told = now
-                    self._each_second(ingest, counters)
-                ingest.tick(now)
-            rates.close()
-            counters.close()
+        while not self._ending.wait(PERIOD):
             self._take(ingest)
-        except Exception:
-            log.exception("the span service cannot go on; training does")
-            os._exit(1)
+            if len(found := rates.take()):
+                ingest.note(COUNTERS, found)
+            now = time.monotonic()
+            if now - told >= _SECOND:
+                told = now
+                self._each_second(ingest, counters)
+            ingest.tick(now)
+        rates.close()
+        counters.close()
+        self._take(ingest)
         ingest.close()
         self._tell(ingest)
         if self._clocks is not None:
@@ -278,7 +283,8 @@ def main() -> None:
     parser.add_argument("--ready", type=int, help="open file to tell when ready")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(0))
     with contextlib.suppress(OSError):
         os.nice(5)
 

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 import sys
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from typing import Any
 
 from megascale.core.failure import errno_of, keep_no_bytecode
 from megascale.core.ports import free_port
+from megascale.core.terminal import end_signals, keep_working
 from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.rank_lease import RankLease
@@ -76,7 +76,7 @@ class Agent:
         self.trainers.serve()
         self.lease.start()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in end_signals():
             loop.add_signal_handler(number, self.ended.set)
         works = (self.link.talk, self.telemetry.beat, self.telemetry.watch, self._orphan)
         tasks = [loop.create_task(work()) for work in works]
@@ -252,7 +252,8 @@ def main() -> None:
 
 
 def serve(node: str, folder: Path, address: str, pod: str) -> None:
-    """Be the agent of a node, until the driver lets it go or it is told to end (SIGTERM)."""
+    """Be the agent of a node, until the driver lets it go or it is told to end (SIGTERM, SIGINT, SIGHUP)."""
+    keep_working()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     keep_no_bytecode()
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 
+from megascale.core import terminal
 from megascale.core.failure import errno_of, keep_no_bytecode, words_of
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
@@ -129,7 +130,8 @@ def _fork(sock: socket.socket, order: Fork, pipes: tuple[int, ...], reports: int
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         sock.close()
         for pipe in pipes:
             os.close(pipe)
@@ -188,10 +190,11 @@ def _call(reports: int) -> int:
 def main() -> None:
     """Entry of the process."""
     die_with_parent(int(sys.argv[2]))
-    # A terminal's Ctrl-C is for the driver, which has trainers save first, and so is the SIGTERM that Slurm sends to
-    # all processes of a job. The agent ends this one by SIGKILL.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # A terminal's Ctrl-C is for the driver, which has trainers save first. So are the SIGTERM that Slurm sends to all
+    # processes of a job and the SIGHUP of a session that closes. The agent ends this one by SIGKILL.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    terminal.keep_working()  # its log may lie on a full disk
     with socket.socket(fileno=int(sys.argv[1])) as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         serve(sock, sys.argv[3:])
 

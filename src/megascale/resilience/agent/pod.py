@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megascale.core import terminal
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.resilience.agent.join import join, parse_place
 from megascale.resilience.protocol.given import give, given, given_token
@@ -97,11 +98,11 @@ def run() -> None:
 
 
 def _be_first_process() -> None:
-    """Go on in a child; this process passes SIGTERM on, reaps, and ends as the child does."""
+    """Go on in a child; this process passes signals that ask for an end on, reaps, and ends as the child does."""
     child = os.fork()
     if not child:
         return
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in terminal.end_signals():
         signal.signal(number, lambda number, frame: os.kill(child, number))
     while True:
         pid, status = os.wait()
@@ -111,6 +112,7 @@ def _be_first_process() -> None:
 
 def main() -> None:
     """Command line; exit codes as `megascale agent`'s."""
+    terminal.keep_working()
     if os.getpid() == 1:
         _be_first_process()
     try:

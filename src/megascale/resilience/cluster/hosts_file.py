@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megascale.config.text_files import read_text
 from megascale.errors import ConfigError
 
 _HOST = re.compile(
@@ -63,7 +64,7 @@ def read_hosts(file: str) -> list[Host]:
     if not file:
         raise ConfigError("cluster ssh needs a list of machines: --hosts FILE (resilience.hosts), a machine a line")
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = read_text(Path(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hosts={file} cannot be read: {getattr(error, 'strerror', error)}") from None
     hosts: list[Host] = []

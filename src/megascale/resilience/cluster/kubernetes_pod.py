@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import Config, KubernetesConfig
+from megascale.config.text_files import read_text
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_api import Json
 from megascale.resilience.cluster.kubernetes_table import SLOT
@@ -45,7 +46,7 @@ def read_patch(settings: KubernetesConfig) -> Json:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(settings.pod).read_text())
+        found = yaml.safe_load(read_text(Path(settings.pod)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DataError(f"kubernetes.pod={settings.pod} cannot be read: {error}") from None
     if not isinstance(found, dict) or not set(found) <= {"metadata", "spec", "apiVersion", "kind"}:

@@ -72,8 +72,9 @@ def take_over(run: Path, job: str, starts: int, why: str) -> int:
         environment[ENDED_EPOCH] = str(read_contact(run).epoch)
     out = about.get("StdOut", "")
     with open(out if out and "%" not in out else f"{run}.slurm-{job}.out", "ab") as said:
-        said.write(f"standby: {why}\n".encode())
-        said.flush()
+        with contextlib.suppress(OSError):  # on a full disk
+            said.write(f"standby: {why}\n".encode())
+            said.flush()
         process = subprocess.Popen(
             ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -25,7 +26,7 @@ class SshCluster(RemoteCluster):
 
     def __init__(self, request: ClusterRequest) -> None:
         super().__init__(request, read_hosts(request.config.resilience.hosts))
-        self._ssh = shlex.split(request.config.resilience.ssh)
+        self._ssh = _words(request.config.resilience.ssh)
 
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
         port = ["-p", str(host.port)] if host.port else []
@@ -74,11 +75,16 @@ def _own_address(hosts: Sequence[Host], ssh: str, needed: bool) -> str:
     return ""
 
 
+def _words(ssh: str) -> list[str]:
+    """Return the words of `resilience.ssh` as a shell does, with home folders for a leading ~."""
+    return [os.path.expanduser(word) for word in shlex.split(ssh)]
+
+
 def _towards(host: Host, ssh: str) -> str:
     try:
         return address_towards(host.address or host.host)
     except OSError:  # a name that only ssh's configuration knows
-        words = [*shlex.split(ssh), "-G", host.host]
+        words = [*_words(ssh), "-G", host.host]
         said = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
         name = re.search(r"^hostname (\S+)$", said, re.MULTILINE)
         return address_towards(name[1] if name else host.host)

@@ -61,6 +61,7 @@ NODE_MEMORY = Cause(Event.OUT_OF_MEMORY, "its node has too little free memory", 
 DISK_FULL = Cause(Event.DISK_FULL, "the disk is full", "recover", "stop")
 PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store", "recover", "recover")
 NUMBERS = Cause(Event.NONFINITE_LOSS, "the loss is no number", "diagnose", "stop")
+GRADIENTS = Cause(Event.NONFINITE_GRADIENT, "its gradients are not finite", "diagnose", "stop")
 CHECKSUM = Cause(Event.CHECKSUM_MISMATCH, "weights changed that nobody wrote to", "diagnose", "evict")
 DEVICE = Cause(Event.CUDA_ERROR, "its device reported an error", "recover", "diagnose")
 NETWORK = Cause(Event.NETWORK_ERROR, "its network broke", "recover", "diagnose")
@@ -77,6 +78,7 @@ _TEXTS: tuple[tuple[str, Cause], ...] = (
     (r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError", OUT_OF_MEMORY),
     (r"flipped bit", CHECKSUM),
     (r"the loss of step \d+ is (nan|-?inf)", NUMBERS),
+    (r"the gradients of \d+ steps in a row.* are not finite", GRADIENTS),
     (r"device-side assert", CODE),
     (r"CUDA error|CUBLAS_STATUS|cuDNN error|uncorrectable|NVLink|Xid", DEVICE),
     (r"NCCL error|ncclSystemError|ncclRemoteError|Connection (reset|refused|closed)|ECONNRESET|Broken pipe", NETWORK),
@@ -91,6 +93,7 @@ _SIGNALS: dict[int, Cause] = {
     signal.SIGKILL: KILLED,
     signal.SIGTERM: KILLED,
     signal.SIGINT: KILLED,
+    signal.SIGHUP: KILLED,
 }
 # Where what a process wrote about its end begins.
 _ENDING = re.compile(r"Traceback \(most recent call last\)|terminate called|Fatal Python error")
@@ -98,6 +101,7 @@ _BEFORE = 5  # lines before that which may belong to it, of an abort
 _LAST = 10  # lines, where nothing marks an end
 # What another rank's end can bring about, when it comes after it.
 _FOLLOWS = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
+_ENDED = (signal.SIGTERM, signal.SIGHUP)  # signals that launchers send to the other ranks after one has failed
 # Exceptions that are no mistake in code.
 _EXPECTED = ("TrainingError", "MegascaleError", "KeyboardInterrupt")
 
@@ -125,7 +129,7 @@ def processes(view: View) -> list[Verdict]:
     for member, worker in guilty:
         by_cause.setdefault(cause_of(member, worker), []).append((member, worker))
     # Signals that a launcher sends to survivors are no cause of their own.
-    if len(by_cause) > 1 and all(worker.code == signal.SIGTERM for _, worker in by_cause.get(KILLED, ())):
+    if len(by_cause) > 1 and all(worker.code in _ENDED for _, worker in by_cause.get(KILLED, ())):
         by_cause.pop(KILLED, None)
     first = min((_ended(m, w) for m, w in guilty), default=0.0)
     for cause in list(by_cause):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError, FitError
 
 
@@ -59,18 +60,14 @@ def load_fabric(name: str, changes: Mapping[str, Any] | None = None) -> FabricSp
     """
     path = Path(name)
     if name in shipped():
-        text = (resources.files("megascale.simulate.fabric") / "fabrics" / f"{name}.toml").read_text()
+        tree = tomllib.loads((resources.files("megascale.simulate.fabric") / "fabrics" / f"{name}.toml").read_text())
     elif path.suffix == ".toml" and path.is_file():
-        text = path.read_text()
+        tree = read_toml(path, "fabric file")
     else:
         raise ConfigError(
             f"--fabric={name!r} is neither a shipped fabric ({', '.join(shipped())}) nor a TOML file; copy a shipped "
             "file from megascale/simulate/fabric/fabrics and edit it"
         )
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"fabric file {name!r} is not valid TOML: {error}") from None
     return fabric_of(tree, changes)
 
 

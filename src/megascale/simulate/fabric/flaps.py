@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megascale.config.text_files import read_text
 from megascale.errors import ConfigError, DataError
 from megascale.simulate.fabric.topology import Floats
 
@@ -132,7 +133,7 @@ def lognormal(median: float, sigma: float, count: int = 2000) -> Floats:
 def read_durations(path: Path) -> Floats:
     """Seconds, one a line; DataError if it holds anything else."""
     try:
-        values = np.array([float(line) for line in path.read_text().split()])
+        values = np.array([float(line) for line in read_text(path).split()])
     except (OSError, ValueError) as error:
         raise DataError(f"--flaps={path}: {error}; give seconds, one a line, or a median such as --flaps 3") from None
     if not len(values) or (values < 0).any() or not np.isfinite(values).all():

@@ -1,0 +1,155 @@
+"""Which key was meant: names that other trainers use, keys of other sections, and slips of the keyboard."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from megascale.config.tree import Config
+
+# Key -> what torchtitan, Megatron-LM, Hugging Face, Lightning, DeepSpeed, nanoGPT and papers call it.
+_ALIASES: dict[str, str] = {
+    "model.layers": "n_layer n_layers num_layers num_hidden_layers depth",
+    "model.hidden": "hidden_size hidden_dim d_model dim embed_dim n_embd n_embed embedding_size width",
+    "model.heads": "n_head n_heads num_heads num_attention_heads attention_heads",
+    "model.kv_heads": "n_kv_heads num_kv_heads num_key_value_heads num_query_groups gqa",
+    "model.head_dim": "head_size kv_channels",
+    "model.ffn_hidden": "intermediate_size ffn_hidden_size ffn_dim ffn hidden_ff d_ff mlp_dim mlp_hidden",
+    "model.vocab_size": "vocab vocabulary vocabulary_size n_vocab padded_vocab_size",
+    "model.sequence_length": "seq_len seq_length seqlen seq sequence_len max_seq_len max_seq_length max_length "
+    "context context_length context_len context_size block_size n_ctx max_position_embeddings",
+    "model.rotary_base": "rope_theta rope_base rotary_theta theta",
+    "model.positions": "position_embedding_type positional_embedding rope",
+    "model.norm": "normalization norm_type",
+    "model.norm_eps": "layer_norm_eps layernorm_epsilon rms_norm_eps",
+    "model.activation": "activation_function hidden_act act_fn",
+    "model.tied_embeddings": "tie_embeddings tie_word_embeddings weight_tying untie_embeddings_and_output_weights",
+    "model.window": "sliding_window attention_window",
+    "model.dropout": "dropout_rate hidden_dropout attention_dropout resid_pdrop attn_pdrop",
+    "model.init_std": "initializer_range init_method_std",
+    "model.preset": "model_name config_name flavor size arch architecture",
+    "data.train": "dataset datasets train_data training_data train_file train_files data_path dataset_path data_prefix "
+    "train_data_path",
+    "data.valid": "val validation valid_data val_data validation_data valid_file validation_file eval_file held_out "
+    "heldout valid_data_path",
+    "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_name tokenizer_file",
+    "data.weights": "blend mixture proportions sampling_weights",
+    "data.loader_threads": "num_workers dataloader_workers dataloader_num_workers",
+    "data.text_key": "text_column text_field json_keys",
+    "optimizer.name": "optim optimizer optimizer_type",
+    "optimizer.beta1": "betas adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "epsilon adam_eps adam_epsilon",
+    "optimizer.weight_decay": "wd l2",
+    "optimizer.clip": "grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_grad_norm max_norm",
+    "lr.peak": "lr learning_rate learningrate max_lr peak_lr base_lr",
+    "lr.min": "min_lr lr_min end_lr final_lr",
+    "lr.warmup_steps": "warmup warmup_iters warmup_samples lr_warmup num_warmup_steps lr_warmup_steps lr_warmup_iters",
+    "lr.decay": "scheduler lr_scheduler lr_scheduler_type lr_decay lr_decay_style",
+    "lr.decay_steps": "lr_decay_iters lr_decay_steps",
+    "parallel.tensor": "tp tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree "
+    "tensor_model_parallel_size",
+    "parallel.pipeline": "pp pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+    "pipeline_model_parallel_size stages num_stages",
+    "parallel.virtual_stages": "vpp vp interleave virtual_pipeline virtual_pipeline_model_parallel_size",
+    "parallel.data": "dp ddp dp_size dp_degree data_parallel data_parallel_size data_parallel_degree replicas",
+    "parallel.zero": "zero_stage zero1 zero2 fsdp sharding_strategy use_distributed_optimizer distributed_optimizer",
+    "parallel.schedule": "pipeline_schedule pipeline_parallel_schedule",
+    "parallel.recompute": "activation_checkpointing activation_checkpoint gradient_checkpointing checkpointing ac "
+    "recompute_granularity recompute_activations",
+    "parallel.bucket_elements": "bucket_size bucket_cap_mb ddp_bucket_size",
+    "parallel.gpus_per_host": "nproc_per_node gpus_per_node devices_per_node",
+    "train.steps": "max_steps num_steps n_steps total_steps training_steps train_steps iters max_iters train_iters "
+    "iterations epochs num_epochs max_epochs num_train_epochs",
+    "train.global_batch": "bs batch batch_size gbs global_bs global_batch_size total_batch_size train_batch_size "
+    "gradient_accumulation gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "train.micro_batch": "bs batch batch_size mbs micro_bs micro_batch_size micro_batchsize local_batch_size "
+    "device_batch_size per_device_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "train.precision": "dtype bf16 fp16 fp32 amp mixed_precision torch_dtype params_dtype param_dtype",
+    "train.linear_precision": "fp8 float8 quantization",
+    "train.seed": "random_seed manual_seed",
+    "train.name": "run_name exp_name experiment experiment_name",
+    "train.runs": "output_dir out_dir save_dir output_folder dump_folder",
+    "train.log_interval": "log_every log_every_n_steps log_steps logging_steps log_freq",
+    "train.eval_interval": "eval_every eval_steps evaluation_interval val_interval val_check_interval",
+    "train.eval_samples": "eval_iters eval_batches limit_val_batches",
+    "train.device": "accelerator",
+    "train.threads": "num_threads omp_num_threads",
+    "checkpoint.interval": "save_every save_interval save_steps save_freq ckpt_interval checkpoint_interval",
+    "checkpoint.keep": "save_total_limit keep_last keep_latest_k max_to_keep",
+    "checkpoint.resume": "load resume_from resume_from_checkpoint auto_resume",
+    "checkpoint.location": "ckpt_dir ckpt_path checkpoint_dir checkpoint_folder checkpoint_path",
+    "checkpoint.background": "async_save async_mode async_checkpoint",
+    "observe.wandb": "wandb_project use_wandb",
+    "observe.tensorboard": "tensorboard_dir enable_tensorboard",
+    "resilience.nodes": "nnodes num_nodes",
+    "rendezvous.group_timeout": "nccl_timeout distributed_timeout distributed_timeout_minutes",
+}
+_SECTIONS = {
+    "train": "training trainer job",
+    "lr": "scheduler lr_scheduler learning_rate",
+    "optimizer": "optim",
+    "parallel": "parallelism",
+    "data": "dataset dataloader",
+    "checkpoint": "ckpt",
+    "observe": "logging metrics log",
+}
+_CLOSE, _VERY_CLOSE = 0.6, 0.8
+
+
+@cache
+def _by_alias() -> Mapping[str, list[str]]:
+    """Keys by alias."""
+    found: dict[str, list[str]] = {}
+    for key, aliases in _ALIASES.items():
+        for alias in aliases.split():
+            found.setdefault(alias, []).append(key)
+    return found
+
+
+def is_alias(name: str) -> bool:
+    """Return whether other trainers call a setting so."""
+    return name in _by_alias()
+
+
+def _keys(section: str) -> list[str]:
+    field = Config.model_fields.get(section)
+    return list(getattr(field.annotation, "model_fields", {})) if field is not None else []
+
+
+def suggest(name: str, section: str = "") -> list[str]:
+    """Return the settings, as section.key, that an unknown `name` (of an existing `section`) most likely means."""
+    name = name.lower().replace("-", "_")
+    own = _keys(section)
+    if found := _by_alias().get(name):
+        same = [f"{section}.{key.partition('.')[2]}" for key in found if key.partition(".")[2] in own]
+        return same or found
+    elsewhere: dict[str, list[str]] = {}
+    for other in Config.model_fields:
+        for key in _keys(other):
+            elsewhere.setdefault(key, []).append(f"{other}.{key}")
+    if name in elsewhere:
+        return elsewhere[name]
+    if near := difflib.get_close_matches(name, own, n=1, cutoff=_CLOSE):
+        return [f"{section}.{near[0]}"]
+    words = elsewhere | dict(_by_alias())
+    closest = difflib.get_close_matches(name, words, n=1, cutoff=_VERY_CLOSE)
+    return words[closest[0]] if closest else []
+
+
+def suggest_for_section(name: str, table: Any) -> list[str]:
+    """Return what an unknown section most likely means: settings for the keys of its `table`, or else a section."""
+    aliases = {alias: section for section, names in _SECTIONS.items() for alias in names.split()}
+    near = difflib.get_close_matches(name, list(Config.model_fields), n=1, cutoff=_CLOSE)
+    section = aliases.get(name) or (near[0] if near else "")
+    found: list[str] = []
+    for key in table if isinstance(table, Mapping) else ():
+        found += [f"{section}.{key}"] if key in _keys(section) else suggest(str(key), section)
+    return list(dict.fromkeys(found)) or ([f"[{section}]"] if section else [])
+
+
+def question(names: list[str]) -> str:
+    """Return the suggestions as a question, empty without any."""
+    return f"did you mean {' or '.join(names[:3])}?" if names else ""

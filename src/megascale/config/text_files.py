@@ -1,0 +1,36 @@
+"""Text and TOML files that people write, with whatever editor."""
+
+from __future__ import annotations
+
+import codecs
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from megascale.errors import ConfigError
+
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def decode_text(data: bytes) -> str:
+    r"""Return text of UTF-8, or of UTF-16 if its byte order mark says so, without that mark and with \n as line ends.
+
+    Raises UnicodeDecodeError.
+    """
+    text = data.decode("utf-16" if data.startswith(_UTF16) else "utf-8-sig")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, see `decode_text`. Raises OSError and UnicodeDecodeError."""
+    return decode_text(path.read_bytes())
+
+
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises ConfigError, in which the file is a `kind`."""
+    try:
+        return tomllib.loads(read_text(path))
+    except OSError as error:
+        raise ConfigError(f"{kind} {str(path)!r} cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{kind} {str(path)!r} is not valid TOML: {error}") from None

@@ -1,0 +1,123 @@
+"""What a process does when its terminal, pipe or log goes away: the output is lost and the work goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import signal
+import sys
+from typing import Any
+
+_READER_SECONDS = 1.0  # a non-blocking descriptor whose reader is behind gets this long to take a write
+_ERRORS = 2  # descriptor of stderr
+
+
+class _OutputFile(io.FileIO):
+    """Descriptor of stdout or stderr whose write errors are dropped, unless the output is what a command is for.
+
+    Attributes:
+        required: raise write errors.
+        error: the last write error, or None.
+    """
+
+    def __init__(self, descriptor: int, required: bool) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.required = required
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write `data`; return the number of bytes that are written or dropped."""
+        written = None
+        try:
+            written = super().write(data)
+            if written is None:  # non-blocking, and its reader is behind
+                select.select([], [self], [], _READER_SECONDS)
+                written = super().write(data)
+        except OSError as error:
+            if self.error is None:
+                self._report(error)
+            self.error = error
+            if self.required:
+                raise
+        return memoryview(data).nbytes if written is None else written
+
+    def _report(self, error: OSError) -> None:
+        if self.required or self.fileno() == _ERRORS:
+            return
+        text = f"note: standard output is lost ({error.strerror}); the command goes on without it\n"
+        with contextlib.suppress(OSError):
+            os.write(_ERRORS, text.encode())
+
+
+_output: _OutputFile | None = None  # of this process's stdout, once `open_streams` has replaced it
+
+
+def open_streams() -> None:
+    """Make stdin, stdout and stderr usable for a command.
+
+    A stream that is closed from the start becomes the null device: otherwise the next file that is opened takes its
+    descriptor, and the output of child processes goes into that file. Errors of stderr are dropped from now on. Errors
+    of stdout are raised until `ignore_lost_output` is called.
+    """
+    global _output
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - held while the process lives
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        _output = _OutputFile(sys.stdout.fileno(), required=True)
+        sys.stdout = _text_stream(_output, sys.stdout)
+    if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
+        sys.stderr = _text_stream(_OutputFile(sys.stderr.fileno(), required=False), sys.stderr)
+
+
+def _text_stream(file: _OutputFile, stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return a text stream onto `file` with the properties of `stream`.
+
+    Characters that its encoding lacks are written as escapes: no character may end a command.
+    """
+    with contextlib.suppress(OSError):
+        stream.flush()
+    unbuffered = stream.write_through  # PYTHONUNBUFFERED
+    return io.TextIOWrapper(
+        file if unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type]
+        encoding=stream.encoding,
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def ignore_lost_output() -> None:
+    """Let this process go on when its stdout cannot be written. For commands that are not run for their output."""
+    if _output is not None:
+        _output.required = False
+
+
+def keep_working() -> None:
+    """Open the standard streams of a process that no lost output may end, such as a service."""
+    open_streams()
+    ignore_lost_output()
+
+
+def is_output_error(error: OSError) -> bool:
+    """Return whether `error` was raised because stdout cannot be written."""
+    return _output is not None and error is _output.error
+
+
+def print_error(text: str) -> None:
+    """Print a line to stderr; drop it if stderr cannot be written."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask a process to end: SIGINT, SIGTERM, and SIGHUP unless it is ignored (nohup)."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return tuple(signals)

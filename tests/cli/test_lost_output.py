@@ -1,0 +1,90 @@
+"""Commands whose terminal, pipe or log goes away: those that work go on, those that print end with a word."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from megascale import checkpoint
+from megascale.cli.main import is_work
+from tests.conftest import lines
+from tests.exact.processes import wait_for_step
+from tests.forked import Forked
+
+PIPE = "import os; reader, writer = os.pipe(); [os.dup2(writer, n) for n in (1, 2)]; os.close(reader); os.close(writer)"
+FULL = "import os; full = os.open('/dev/full', os.O_WRONLY); [os.dup2(full, n) for n in (1, 2)]"
+STDOUT_FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+ABSENT = (
+    "import os, sys; [os.close(n) for n in (0, 1, 2)]\n"
+    "sys.stdin = sys.stdout = sys.stderr = sys.__stdin__ = sys.__stdout__ = sys.__stderr__ = None"
+)
+
+
+@pytest.mark.parametrize("before", [PIPE, FULL, ABSENT], ids=["closed pipe", "full disk", "absent"])
+def test_training_goes_on_to_its_end(tiny, tmp_path, before):
+    process = Forked(["train", tiny], before=before)
+    assert process.wait(timeout=120) == 0
+    run = tmp_path / "runs" / "tiny"
+    assert lines(run / "events.jsonl")[-1]["event"] == "run_finished"
+    assert checkpoint.latest(run / "checkpoints") == 8
+
+
+def test_training_of_several_ranks_goes_on_to_its_end(tiny, tmp_path):
+    process = Forked(["train", tiny, "--parallel.data=2"], before=PIPE)
+    assert process.wait(timeout=120) == 0
+    assert lines(tmp_path / "runs" / "tiny" / "events.jsonl")[-1]["event"] == "run_finished"
+
+
+def test_a_lost_stdout_is_said_on_stderr(tiny):
+    process = Forked(["train", tiny, "--train.steps=1"], before=STDOUT_FULL, split=True)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0
+    assert said == "note: standard output is lost (No space left on device); the command goes on without it\n"
+
+
+@pytest.mark.parametrize("words", [[], ["--parallel.data=2"]], ids=["one process", "two ranks"])
+def test_a_closed_session_saves(tiny, tmp_path, words):
+    process = Forked(["train", tiny, "--train.steps=100000", "--checkpoint.interval=0", *words], before=PIPE)
+    run = tmp_path / "runs" / "tiny"
+    wait_for_step(run, 2, process)
+    for _ in range(2):  # a shell and the kernel each send one
+        process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=120) == 130
+    event = lines(run / "events.jsonl")[-1]
+    assert (event["event"], event["saved"]) == ("interrupted", event["step"])
+
+
+def test_under_nohup_a_closed_session_changes_nothing(tiny, tmp_path):
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    process = Forked(["train", tiny, "--train.steps=200", "--checkpoint.interval=0"], before=ignored)
+    wait_for_step(tmp_path / "runs" / "tiny", 2, process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=120) == 0
+    assert checkpoint.latest(tmp_path / "runs" / "tiny" / "checkpoints") == 200
+
+
+@pytest.mark.parametrize(("before", "code", "words"), [(STDOUT_FULL, 1, 1), (PIPE, 1, 0), (ABSENT, 0, 0)])
+def test_a_command_that_prints_ends_without_a_traceback(before, code, words):
+    process = Forked(["config", "train"], before=before, split=True)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    error = "error: standard output cannot be written: No space left on device\n"
+    assert said == error * words
+
+
+@pytest.mark.parametrize(
+    ("words", "work"),
+    [
+        (["train", "job.toml"], True),
+        (["train", "--dry-run"], False),
+        (["data", "build", "--out", "x"], True),
+        (["data", "build", "--out", "x", "--json"], False),
+        (["data", "inspect", "x"], False),
+        (["generate", "runs/x"], False),
+        (["plot", "runs/x"], True),
+        ([], False),
+    ],
+)
+def test_which_commands_work(words, work):
+    assert is_work(words) is work
