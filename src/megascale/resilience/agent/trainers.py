@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megascale.core.background import FailureLog
 from megascale.core.failure import room
 from megascale.core.interfaces import interface_of
 from megascale.core.ports import is_loopback
@@ -137,10 +138,18 @@ class Trainers:
 
     async def _listen(self, sock: socket.socket) -> None:
         loop, frames = asyncio.get_running_loop(), Frames(FROM_FORK_SERVER)
-        with contextlib.suppress(OSError):
+        try:
             while data := await loop.sock_recv(sock, 65536):
                 for message in frames.feed(data):
                     self._received(message)
+        except OSError as error:
+            log.warning("the connection to the fork server ended: %s", error)
+        except Exception as error:
+            # How the ranks of such a server end is unknown, so it is replaced.
+            FailureLog(log, "reading from the fork server").note(error, "the server and its ranks are ended")
+            self._cut = self._cut or f"the answers of its fork server cannot be read: {error}"
+            if self._server is not None:
+                self._server.kill()
         # The server is gone by itself, and its children with it. Have a new one ready, unless it cannot even start.
         self._reading = None
         self._server_ended()
@@ -169,7 +178,8 @@ class Trainers:
         elif isinstance(message, Broken):
             self._broken = message
         elif isinstance(message, Forked) and message.attempt == self.attempt:
-            self.trainers[message.rank].pid = message.pid
+            if message.rank in self.trainers:
+                self.trainers[message.rank].pid = message.pid
         elif isinstance(message, Ended):
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
@@ -239,7 +249,9 @@ class Trainers:
     def cut_off(self, why: str) -> None:
         """End all ranks at once, from any thread: they may be started elsewhere from now on."""
         server = self._server
-        if server is not None and server.returncode is None and any(t.status is None for t in self.trainers.values()):
+        # A copy: the loop may begin an attempt meanwhile.
+        running = any(trainer.status is None for trainer in list(self.trainers.values()))
+        if server is not None and server.returncode is None and running:
             if not self._cut:
                 log.error("ending the ranks of this node: %s", why)
             self._cut = why
