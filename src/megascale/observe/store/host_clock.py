@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -19,8 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megascale.core import strict_json
+from megascale.core.background import FailureLog
 from megascale.observe.clock_bounds import ClockBounds
 from megascale.services.shared_token import new_token, same
+
+log = logging.getLogger("megascale.observe.spans")
 
 FILE = "clock.json"
 UNKNOWN = -1  # the error of a clock that was never compared
@@ -71,6 +75,7 @@ class ClockServer:
         threading.Thread(target=self._answer, name="megascale-clock", daemon=True).start()
 
     def _answer(self) -> None:
+        failures = FailureLog(log, "telling other hosts the time")
         while True:
             try:
                 data, asker = self._socket.recvfrom(64)
@@ -80,6 +85,8 @@ class ClockServer:
             except OSError:
                 if self._socket.fileno() < 0:
                     return
+            except Exception as error:
+                failures.note(error, "the next question is answered again")
 
     def close(self) -> None:
         """Answer no more."""

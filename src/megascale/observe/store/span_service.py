@@ -130,6 +130,14 @@ class SpanService:
         self._thread.join()
 
     def _pump(self) -> None:
+        """Take over until the service ends. A failure ends the process: ranks would fill their rings for nobody."""
+        try:
+            self._take_over()
+        except Exception:
+            log.exception("the span service cannot go on; training does")
+            os._exit(1)
+
+    def _take_over(self) -> None:
         ingest = self._make()
         counters, rates = HostCounters(), NicRates(self._sampled)
         for setting in self._network:
@@ -138,22 +146,18 @@ class SpanService:
                 log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.found, setting.advised)
         self._begin_clock(ingest)
         told = 0.0
-        try:
-            while not self._ending.wait(PERIOD):
-                self._take(ingest)
-                if len(found := rates.take()):
-                    ingest.note(COUNTERS, found)
-                now = time.monotonic()
-                if now - told >= _SECOND:
-                    told = now
-                    self._each_second(ingest, counters)
-                ingest.tick(now)
-            rates.close()
-            counters.close()
+        while not self._ending.wait(PERIOD):
             self._take(ingest)
-        except Exception:
-            log.exception("the span service cannot go on; training does")
-            os._exit(1)
+            if len(found := rates.take()):
+                ingest.note(COUNTERS, found)
+            now = time.monotonic()
+            if now - told >= _SECOND:
+                told = now
+                self._each_second(ingest, counters)
+            ingest.tick(now)
+        rates.close()
+        counters.close()
+        self._take(ingest)
         ingest.close()
         self._tell(ingest)
         if self._clocks is not None:

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from msgspec import structs
 
+from megascale.core.background import FailureLog
 from megascale.observe.hang.sent_evidence import file_of
 from megascale.resilience.protocol.agent_messages import Evidence, FileData
 
@@ -97,6 +98,7 @@ class ReceivedFiles:
             self._thread.join(10.0)
 
     def _work(self) -> None:
+        failures = FailureLog(log, "writing a received file")
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
@@ -104,10 +106,11 @@ class ReceivedFiles:
             piece, confirm = item
             try:
                 self._write(piece)
+                confirm(piece.name, piece.start + len(piece.data))
             except OSError as error:
                 log.warning("%s of the run folder was not written: %s", piece.name, error)
-                continue
-            confirm(piece.name, piece.start + len(piece.data))
+            except Exception as error:
+                failures.note(error, f"{piece.name} is not confirmed, so that its agent sends it again")
 
     def _write(self, piece: FileData) -> None:
         file = self._run / piece.name
@@ -218,7 +221,7 @@ def _replace(file: Path, data: bytes) -> None:
 
 
 def _step(line: bytes) -> int | None:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return int(json.loads(line)["step"])
     return None
 
