@@ -1,9 +1,13 @@
-"""Values that a damaged record may hold, for hypothesis."""
+"""Values that a damaged record may hold, for hypothesis; and a limit of memory for what reads such files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import resource
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -47,3 +51,15 @@ def damaged_lines(draw: st.DrawFn, sound: list[dict[str, Any]]) -> bytes:
     if draw(st.booleans()):
         text = text[: draw(st.integers(0, len(text)))]
     return text + draw(st.sampled_from((b"", b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"a"', b"\0" * 100)))
+
+
+@contextlib.contextmanager
+def limited_memory(most: int) -> Iterator[None]:
+    """Raise MemoryError in this process where it takes `most` bytes more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megascale.cli.common import check_picture
+
 if TYPE_CHECKING:
     from megascale.observe.analysis.decline import Decline
 
@@ -21,7 +23,9 @@ def decline(
     run: Path = typer.Argument(..., help="Run folder, such as runs/stdlib, alive or not; or a copy of its spans/."),
     before: str = typer.Option("", "--before", help="Steps when all was well: 10-60. By default the first fifth."),
     after: str = typer.Option("", "--after", help="Steps to explain: 900-1000. By default the last fifth."),
-    plot: Path | None = typer.Option(None, help="Also draw step time and causes (.png, .svg, .pdf)."),
+    plot: Path | None = typer.Option(
+        None, help="Also draw step time and causes (.png, .svg, .pdf).", callback=check_picture
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Why MFU fell: what of a step's growth is garbage collection, allocator retries, throttling, samples, or ranks
@@ -44,8 +48,6 @@ def decline(
     from megascale.observe.analysis.run_steps import step_range
     from megascale.observe.store.tables import SpanTables
 
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot={plot} is no picture that can be drawn; end it in .png, .svg or .pdf")
     if bool(before) != bool(after):
         raise ConfigError(
             "--before and --after belong together; give both, as --before 10-60 --after 900-1000, or neither"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from megascale.errors import MegascaleError
 
 if TYPE_CHECKING:
     from megascale.api import RunDescription
@@ -99,18 +102,33 @@ def print_end(config: Config, result: TrainResult) -> None:
         )
     if result.evaluation is not None:
         print_evaluation(result.evaluation)
+    # A run that has finished stays so: what fails from here on is named and changes no exit code.
+    try:
+        _print_plot(folder)
+    except Exception as error:
+        console.print(f"no loss curve was drawn ({error}); run megascale plot {folder}", markup=False, soft_wrap=True)
+    if config.train.sample_prompt is not None:
+        try:
+            _print_sample(folder, config.train.sample_prompt, config.train.sample_tokens)
+        except (MegascaleError, OSError) as error:
+            console.print(f"no sample was generated: {error}", markup=False, soft_wrap=True)
+
+
+def _print_plot(folder: Path) -> None:
     from megascale.observe.plots import plot_runs
 
     path = plot_runs([folder], folder / "plots" / "loss.png")
     console.print(f"loss curve: {path}", markup=False)
-    if config.train.sample_prompt is not None:
-        from megascale.api import generate
 
-        pieces = generate(folder, config.train.sample_prompt, tokens=config.train.sample_tokens)
-        console.rule("sample", align="left")
-        console.print(config.train.sample_prompt + "".join(pieces), markup=False, soft_wrap=True)
-        console.rule()
-        console.print(f"more: megascale generate {folder} --prompt import", markup=False)
+
+def _print_sample(folder: Path, prompt: str, tokens: int) -> None:
+    from megascale.api import generate
+
+    pieces = generate(folder, prompt, tokens=tokens)
+    console.rule("sample", align="left")
+    console.print(prompt + "".join(pieces), markup=False, soft_wrap=True)
+    console.rule()
+    console.print(f"more: megascale generate {folder} --prompt import", markup=False)
 
 
 def print_evaluation(found: Evaluation) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core.events import Event
-from megascale.observe.dashboard.metric_columns import number
+from megascale.core.strict_json import number
 
 TRAINING = "training"
 _STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)

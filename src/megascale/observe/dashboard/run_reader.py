@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.events import current_name
+from megascale.core.strict_json import number
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import MegascaleError
 from megascale.observe.dashboard.effective_time import EffectiveTime, effective_time
-from megascale.observe.dashboard.metric_columns import MetricColumns, number
+from megascale.observe.dashboard.metric_columns import MetricColumns
 from megascale.observe.dashboard.record_tail import RecordTail
 
 JobOf = Callable[[Path], dict[str, Any] | None]
