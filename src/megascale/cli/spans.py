@@ -114,12 +114,13 @@ def links(tables: SpanTables) -> list[str]:
 def network(tables: SpanTables) -> list[str]:
     """What of the hosts' network is set otherwise than advised, as their span services found it."""
     from megascale.core import strict_json
+    from megascale.core.untrusted_files import read_small_text
     from megascale.observe.store.ingest import STATE
 
     found = []
     for host in tables.hosts:
         try:
-            settings = strict_json.loads((host / STATE).read_text())["network"]
+            settings = strict_json.loads(read_small_text(host / STATE))["network"]
             found += [
                 f"{host.name} {one['device']} {one['name']}: {one['found']}; advised: {one['advised']}"
                 for one in settings

@@ -95,6 +95,7 @@ class Event(StrEnum):
     CHECKSUM_MISMATCH = "checksum_mismatch"
 
 
+_LATEST = 1e11  # seconds since 1970; a later time is damage
 # Names in journals and events.jsonl of older versions.
 RENAMED = {"ladder": Event.RECOVERY_ACTION.value}
 
@@ -102,6 +103,11 @@ RENAMED = {"ladder": Event.RECOVERY_ACTION.value}
 def current_name(name: str) -> str:
     """Today's name of an event that was written under this one."""
     return RENAMED.get(name, name)
+
+
+def is_plausible_time(seconds: float) -> bool:
+    """Return whether a number may be seconds since 1970: not NaN, not negative, not thousands of years ahead."""
+    return 0.0 <= seconds <= _LATEST
 
 
 def date_of(seconds: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from megascale.config import Config, load
 from megascale.core import strict_json
 from megascale.core.events import Event, date_of
+from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
 
 
@@ -64,9 +65,13 @@ class RunFolder:
     def read_identity(self) -> str | None:
         """The random name that the run got at its first start, None before it (or in a folder of an older version)."""
         try:
-            return self.identity.read_text().strip() or None
+            return read_small_text(self.identity).strip() or None
         except FileNotFoundError:
             return None
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self.identity} cannot be read: {error}; restore it, or give another --train.name"
+            ) from None
 
     def accept(self, config: Config, identity: str) -> None:
         """A start was accepted: keep whose folder this is and with which settings it goes on, each in one piece."""
@@ -102,8 +107,10 @@ class RunFolder:
 def run_config(run: Path) -> Config:
     """The resolved configuration that a run folder keeps; DataError if it is no run folder."""
     file = run / "config.toml"
-    if not file.exists():
-        raise DataError(f"{run} is not a run folder (it has no config.toml); runs are folders such as runs/stdlib")
+    if not is_small_file(file):
+        raise DataError(
+            f"{run} is not a run folder: it has no config.toml that can be read; runs are folders such as runs/stdlib"
+        )
     return load(file)
 
 

@@ -27,6 +27,7 @@ from megascale.checkpoint.format.coverage import check_cover
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
+from megascale.core.untrusted_files import read_small_text
 from megascale.errors import DataError
 
 _IDENTITY = "ID"
@@ -327,9 +328,9 @@ def find_steps(path: Place) -> tuple[Storage, list[int]]:
 def _location(run: Path) -> list[str]:
     """Where the configuration that a run folder keeps has put the checkpoints, if elsewhere."""
     try:
-        tree = tomllib.loads((run / "config.toml").read_text())
-        return [tree["checkpoint"]["location"]]
-    except (OSError, KeyError, ValueError):
+        tree = tomllib.loads(read_small_text(run / "config.toml"))
+        return [str(tree["checkpoint"]["location"])]
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return []
 
 

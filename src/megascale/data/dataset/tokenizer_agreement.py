@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascale.config import Config
+from megascale.core.untrusted_files import read_small_text
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.manifest import read_manifest
 from megascale.data.tokenizer.tokenizer import load_tokenizer, tokenizer_path
@@ -86,7 +87,7 @@ def remember(run: Path, config: Config) -> None:
 def remembered(run: Path) -> Identity | None:
     """What a run began with; None for one of an older version, or of which nothing is known."""
     try:
-        return Identity(**json.loads((run / RECORD).read_text()))
+        return Identity(**json.loads(read_small_text(run / RECORD)))
     except (OSError, ValueError, TypeError):
         return None
 

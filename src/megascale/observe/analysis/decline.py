@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megascale.core import strict_json
+from megascale.core.bounded_lines import RecordReader
+from megascale.core.strict_json import number
 from megascale.errors import ConfigError
 from megascale.observe.analysis import gpu_counters
 from megascale.observe.analysis.rank_parts import PARTS, RankParts
@@ -364,15 +364,12 @@ def _standard_error(values: Array) -> float:
 
 def _mfu(tables: SpanTables, span: tuple[int, int]) -> float:
     """The median MFU of steps by the run's metrics, where those are beside the spans."""
-    file: Path = tables.folder.parent / "metrics.jsonl"
     found = []
     try:
-        with open(file) as lines:
-            for line in lines:
-                if '"mfu"' in line:
-                    one = strict_json.loads(line)
-                    if span[0] <= one["step"] <= span[1]:
-                        found.append(float(one["mfu"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        for record in RecordReader(tables.folder.parent / "metrics.jsonl"):
+            step, mfu = number(record.get("step")), number(record.get("mfu"))
+            if span[0] <= step <= span[1] and 0.0 < mfu < 10.0:
+                found.append(mfu)
+    except OSError:
         return float("nan")
     return float(np.median(found)) if found else float("nan")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from megascale.core import strict_json
+from megascale.core.untrusted_files import read_small_text
 from megascale.errors import DataError
 from megascale.observe.store.ingest import STATE
 from megascale.observe.store.span_service import ASKED
@@ -20,9 +21,9 @@ def ask_for(run: Path, steps: int) -> tuple[int, int]:
     newest, seconds = 0, 0.0
     for state in (run / "spans").glob(f"host=*/{STATE}"):
         try:
-            told = strict_json.loads(state.read_text())
+            told = strict_json.loads(read_small_text(state))
             newest = max([newest, *(int(step) for step in told["steps"].values())])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             continue
     if not newest:
         raise DataError(

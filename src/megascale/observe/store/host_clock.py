@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megascale.core import strict_json
 from megascale.core.background import FailureLog
+from megascale.core.untrusted_files import read_small_text
 from megascale.observe.clock_bounds import ClockBounds
 from megascale.services.shared_token import new_token, same
 
@@ -112,13 +113,13 @@ class HostClock:
     def exchange(self) -> bool:
         """Ask host 0; False if it does not answer. Waits for half a second at most."""
         try:
-            told = strict_json.loads(self._file.read_text())
+            told = strict_json.loads(read_small_text(self._file))
             address, token = (str(told["address"]), int(told["port"])), str(told["token"]).encode()
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
                 sock.settimeout(_TIMEOUT)
                 sock.connect(address)
                 return sum([self._once(sock, token) for _ in range(_ROUNDS)]) > 0  # all of them
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return False
 
     def _once(self, sock: socket.socket, token: bytes) -> bool:

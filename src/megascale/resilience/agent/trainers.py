@@ -23,6 +23,7 @@ from megascale.core.interfaces import interface_of
 from megascale.core.ports import is_loopback
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import read_status
+from megascale.core.untrusted_files import open_regular
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
     FROM_FORK_SERVER,
@@ -352,7 +353,7 @@ class Trainers:
     def _tail(self, t: TrainerProcess) -> str:
         """The end of what this attempt wrote into the rank's log."""
         try:
-            with open(t.log, "rb") as file:
+            with open(t.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(t.log_start, size - TAIL))
                 return fit(file.read(TAIL).decode(errors="replace"), TAIL)
