@@ -13,6 +13,7 @@ from megascale.observe.store.ingest import STATE
 from megascale.observe.store.span_service import ASKED
 from megascale.observe.store.tables import SpanTables
 
+_ATTEMPT = "(SELECT max(attempt) FROM rollups WHERE action = 'step')"
 _NOTICE = 2.0  # seconds within which every host's service has seen the file and told its ranks
 
 
@@ -32,8 +33,9 @@ def ask_for(run: Path, steps: int) -> tuple[int, int]:
         )
     with SpanTables(run) as tables:
         found = tables.query(
-            "SELECT sum(total_ns)::DOUBLE / 1e9 / count(DISTINCT step) AS seconds FROM rollups "
-            "WHERE action = 'step' AND rank = (SELECT min(rank) FROM rollups) AND step > ?",
+            f"SELECT sum(total_ns)::DOUBLE / 1e9 / count(DISTINCT step) AS seconds FROM rollups WHERE action = 'step' "
+            f"AND attempt = {_ATTEMPT} AND rank = (SELECT min(rank) FROM rollups WHERE attempt = {_ATTEMPT}) "
+            "AND step > ?",
             [newest - 20],
         )
     if len(found["seconds"]) and found["seconds"][0] == found["seconds"][0]:
@@ -47,12 +49,12 @@ def ask_for(run: Path, steps: int) -> tuple[int, int]:
 
 
 def arrived(run: Path, first: int, last: int) -> int:
-    """Of how many of the steps spans are there, of every rank that has any."""
+    """Count the steps of which the newest attempt has the spans of all its ranks."""
     with SpanTables(run) as tables:
         found = tables.query(
             "SELECT step FROM (SELECT step, count(DISTINCT rank) AS ranks FROM spans WHERE action = 'step' AND "
-            "step BETWEEN ? AND ? GROUP BY step) WHERE ranks >= (SELECT count(DISTINCT rank) FROM rollups WHERE "
-            "action = 'step')",
+            f"attempt = {_ATTEMPT} AND step BETWEEN ? AND ? GROUP BY step) WHERE ranks >= (SELECT count(DISTINCT rank) "
+            f"FROM rollups WHERE action = 'step' AND attempt = {_ATTEMPT})",
             [first, last],
         )
         return len(found["step"])

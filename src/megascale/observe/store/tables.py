@@ -22,6 +22,12 @@ from megascale.observe.store.parquet import select, sql_text, standing
 from megascale.observe.store.spool import Segment, held
 
 RANKS = "ranks.jsonl"
+# A step that a run did again counts as its newest attempt did it: a table for WITH of the steps from one to another,
+# which are its parameters; it is joined by step and attempt.
+NEWEST = (
+    "newest AS (SELECT step, max(attempt) AS attempt FROM rollups WHERE action = 'step' AND step BETWEEN ? AND ? "
+    "GROUP BY step)"
+)
 _TRIES = 5
 
 
