@@ -93,8 +93,15 @@ def show(found: Decline) -> None:
         f"{now:.4f} "
         f"s ({found.growth:+.1%}, standard error {found.error / then:.1%}){words}"
     )
-    if not found.declined:
-        console.print("no decline: steps are not longer by more than 1% and chance")
+    if found.verdict == "unchanged":
+        console.print("no decline: steps are not longer by more than 1%")
+        return
+    if found.verdict == "uncertain":
+        many = f"of up to {found.chance:.0%}" if math.isfinite(found.chance) else "of any size"
+        console.print(
+            f"undecided: steps are {found.growth:.1%} longer, but their times vary so much in windows of this length "
+            f"that chance explains a growth {many}; compare longer windows with --before and --after"
+        )
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("cause", "ms a step", "of the growth"):
@@ -120,6 +127,7 @@ def as_tree(found: Decline) -> dict[str, Any]:
         "standard_error": number(found.error),
         "growth": found.growth,
         "mfu": [number(one) for one in found.mfu],
+        "verdict": found.verdict,
         "declined": found.declined,
         "named": [one.name for one in found.named],
         "causes": [

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -88,9 +88,22 @@ class Decline:
     series: tuple[Array, Array]
 
     @property
+    def verdict(self) -> Literal["declined", "uncertain", "unchanged"]:
+        """What the windows show: steps take longer beyond GROWTH and chance, beyond GROWTH only, or neither."""
+        if not self.growth > GROWTH:
+            return "unchanged"
+        is_certain = self.seconds[1] - self.seconds[0] > _CERTAIN * self.error
+        return "declined" if is_certain else "uncertain"
+
+    @property
     def declined(self) -> bool:
         """Whether steps take longer, beyond GROWTH and chance."""
-        return self.growth > GROWTH and self.seconds[1] - self.seconds[0] > _CERTAIN * self.error
+        return self.verdict == "declined"
+
+    @property
+    def chance(self) -> float:
+        """The growth that chance explains, as a share of the step before; infinite if the windows are too short."""
+        return _CERTAIN * self.error / self.seconds[0]
 
     @property
     def named(self) -> tuple[Cause, ...]:
