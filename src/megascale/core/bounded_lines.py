@@ -62,7 +62,7 @@ class RecordReader:
         for line in read_bounded_lines(self.file):
             if line is not None and not line.strip():
                 continue
-            record = None if line is None else _record(line)
+            record = parse_record(line)
             if record is None:
                 self.damaged += 1
             else:
@@ -76,7 +76,10 @@ class RecordReader:
         return f"{self.file}: {self.damaged:,} {lines} damaged or longer than {MOST_LINE:,} bytes, and left out"
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes | None) -> dict[str, Any] | None:
+    """Return the JSON object of a line of `read_bounded_lines`, None if the line is not one."""
+    if line is None:
+        return None
     try:
         record = strict_json.loads(line, most=MOST_LINE)
     except ValueError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from megascale.config import Config, load
 from megascale.core import strict_json
+from megascale.core.bounded_lines import parse_record, read_bounded_lines
 from megascale.core.events import Event, date_of
 from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
@@ -98,7 +98,7 @@ class RunFolder:
         for file in (self.metrics, self.samples):
             if not file.exists():
                 continue
-            kept = [line for line in read_lines(file) if line.get("step", 0) <= step]
+            kept = [line for line in read_lines(file) if strict_json.number(line.get("step", 0)) <= step]
             temporary = file.with_suffix(".tmp")
             temporary.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, file)
@@ -126,17 +126,26 @@ def append(file: Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; a last line cut by a crash is dropped, any other damage is a DataError."""
-    lines = file.read_text().splitlines()
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(strict_json.loads(line))
-        except json.JSONDecodeError:
-            if number == len(lines):
+    """Return the records of a JSON-lines file; a last line cut by a crash is dropped.
+
+    DataError for any other damage, a line longer than a record can be included, and for what is not a file.
+    """
+    records: list[dict[str, Any]] = []
+    damaged = 0
+    try:
+        for number, line in enumerate(read_bounded_lines(file), 1):
+            if damaged:
                 break
-            raise DataError(
-                f"{file} line {number} is not JSON; the file was edited or the disk is damaged. "
-                f"Move it away to go on without its history"
-            ) from None
-    return records
+            record = parse_record(line)
+            if record is None:
+                damaged = number
+            else:
+                records.append(record)
+        else:
+            return records  # only the last line may be damaged
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+    raise DataError(
+        f"{file} line {damaged} is not a record; the file was edited or the disk is damaged. "
+        f"Move it away to go on without its history"
+    )
